@@ -25,7 +25,7 @@ from gossamer.rounds.loop import EVERYONE, Membership
 from gossamer.run.bookkeeping.evaluate import Probe, Probes, assess
 from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import parse
-from gossamer.run.simulated.rounds import crew, train_together
+from gossamer.run.simulated.rounds import make_workers, train_together
 from gossamer.run.worker.batched import Stacks
 from gossamer.run.worker.task import task_of
 from gossamer.testing.attacks import ATTACKS, Attacker
@@ -103,7 +103,7 @@ def made(case: Case, options: Mapping[str, Any] | None = None) -> Line:
 
     probe = Probe(config, task, torch.device("cpu"))
     membership = Membership(lambda round, fragment: honest) if alone else EVERYONE
-    workers = crew(config, task, config.in_rounds, probe.x, transport, membership=lambda worker: membership)
+    workers = make_workers(config, task, config.in_rounds, probe.x, transport, membership=lambda worker: membership)
     if alone:
         workers = [worker for worker in workers if worker.index in honest]
     train, now = Stacks(workers, WORKERS).train, 0

@@ -99,7 +99,7 @@ def worker(me: int, met: Barrier) -> None:
 
     def exchange_s(kind: tuple[float, float], message: list[torch.Tensor]) -> float:
         transport, ticket = transports[kind], Ticket(numbers[kind])
-        transport.enter(numbers[kind], lambda alive: [1 - me], 1)
+        transport.begin_round(numbers[kind], lambda alive: [1 - me], 1)
         transport.expect(ticket, 1 - me, message)
         numbers[kind] += 1
         met.wait()

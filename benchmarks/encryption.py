@@ -61,7 +61,7 @@ def worker(
         taken_s: dict[str, list[float]] = {kind: [] for kind in PORTS}
         for _ in range(repeats):
             for kind, transport in transports.items():
-                transport.enter(number, lambda alive: [1 - me], 1)
+                transport.begin_round(number, lambda alive: [1 - me], 1)
                 transport.expect(Ticket(number), 1 - me, message)
                 met.wait()
                 start_s = time.perf_counter()

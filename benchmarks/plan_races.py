@@ -35,7 +35,7 @@ from gossamer.report.paired import Standing, effect, standing
 from gossamer.report.table import markdown_lines
 from gossamer.run.config.experiment_file import Point, points
 from gossamer.run.config.run_file import digest
-from gossamer.run.experiments.processes import Apart, RunEnd
+from gossamer.run.experiments.processes import RunEnd, RunPool
 from gossamer.run.experiments.race import LENGTHS, SMALL, Course, alone, course_of, document, label_of
 from gossamer.run.planning.candidates import USUAL, choose_among, price_recipes
 from gossamer.run.planning.choice import Candidate, Pick, best_of_each, pick, shortlist
@@ -261,7 +261,7 @@ def _trained(
 ) -> float:
     """Trains runs until their seconds are over, and adds each outcome to a file as soon as it is there; returns these seconds."""
     spent_s = 0.0
-    with tempfile.TemporaryDirectory() as scratch, Apart(jobs) as apart:
+    with tempfile.TemporaryDirectory() as scratch, RunPool(jobs) as apart:
         for one in some:
             apart.add((one.method, one.seed, digest(one.config)), one.config, Path(scratch) / one.label)
         while apart.busy:

@@ -12,6 +12,7 @@ import io
 import multiprocessing
 import os
 import queue
+import runpy
 import secrets
 import signal
 import socket
@@ -87,6 +88,13 @@ def free_port() -> int:
             if port not in _given:
                 _given.add(port)
                 return port
+
+
+def program(words: list[str]) -> int:
+    """The work of a `Command` that is a file of Python and its arguments, in place of a verb."""
+    sys.argv[:] = words
+    runpy.run_path(words[0], run_name="__main__")
+    return 0
 
 
 def must_have_stages_in_processes() -> None:

@@ -89,6 +89,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+class _OfExamples:
+    """Looks for doctests only in files that have examples, which are half of them."""
+
+    @pytest.hookimpl
+    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+        without = collection_path.suffix == ".py" and b">>>" not in collection_path.read_bytes()
+        return True if without and not collection_path.name.startswith("test_") else None
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         return  # this process runs no tests
@@ -96,6 +105,7 @@ def pytest_configure(config: pytest.Config) -> None:
         # Examples would be drawn from the constants of those modules, too, that this process happens to have imported by then.
         setattr(providers, "_get_local_constants", lambda: providers._local_constants)  # noqa: B010  which stay none
     gc.disable()  # until all is collected: what is imported and what describes the tests stays
+    config.pluginmanager.register(_OfExamples())  # for src and docs too
     # What this user has run is none of theirs, and theirs is nothing that this user has run.
     os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="gossamer-tests-")
     config.add_cleanup(functools.partial(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True))

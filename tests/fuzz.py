@@ -76,6 +76,8 @@ from gossamer.run.play.film import read_film
 from gossamer.run.served.protocol import Terms, terms_of
 from gossamer.run.simulated.simulate import simulate
 from gossamer.transport import wire
+from gossamer.transport.bucket.bucket import head_and_body, item_in
+from gossamer.transport.bucket.protocol import commit_in
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic import newcomer
 from gossamer.transport.elastic.ask import _view
@@ -90,7 +92,7 @@ from gossamer.transport.elastic.members import (
 from gossamer.transport.keys import Keys, new_key, read_peers
 from gossamer.transport.processes.launch import _statement
 from gossamer.transport.secret import read_secret
-from gossamer.transport.sockets import handshake, header, mailbox
+from gossamer.transport.sockets import handshake, header
 from gossamer.transport.sockets import letter as letters
 from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.header import HEADER_BYTES, LetterKind
@@ -511,9 +513,9 @@ def _of_views(folder: Path) -> Decoder:
 def _of_closings(kind: LetterKind, value: object, folder: Path) -> Decoder:
     def decode(raw: bytes) -> None:
         closing = Closing(Members(limits(3), 0, [*_ENTRIES.values()]), limit_s=5.0, beat_s=0.5)
-        closing.enter(3)
+        closing.begin_round(3)
         closing.ready(0.0)
-        closing.heard(Letter(kind, 1, round=3, body=body_of(raw)), 1.0)
+        closing.receive(Letter(kind, 1, round=3, body=body_of(raw)), 1.0)
         closing.tick(2.0)
         assert len(closing.outbox) < 20
 
@@ -526,12 +528,15 @@ def _of_terms(folder: Path) -> Decoder:
     return Decoder([example], lambda raw: terms_of(_tensor(raw, size).view(torch.int64), limits(3)))
 
 
-def _of_pieces(folder: Path) -> Decoder:
+def _of_commits(folder: Path) -> Decoder:
     def decode(raw: bytes) -> None:
-        if mailbox._whole(raw):
-            assert len(raw) >= mailbox._HEAD.size
+        item = item_in(memoryview(raw))
+        commit = None if item is None else commit_in(3, item.head, 3)
+        assert commit is None or all(slot < 3 for slot in commit.parts)
 
-    return Decoder([mailbox._HEAD.pack(3, zlib.crc32(b"abc")) + b"abc", mailbox._HEAD.pack(0, 0)], decode)
+    part = {"life": 0, "steps": 5, "begun": {"after": 2, "donor": 1, "sha256": "0" * 64, "steps": 4}}
+    head = {"parts": {"1": part}, "steps": [4, 5, 4], "mean": "", "closer": [1, 0], "time_s": 1.5}
+    return Decoder([head_and_body(head, b"")], decode)
 
 
 _STATE = {
@@ -898,7 +903,7 @@ DECODERS: dict[str, Callable[[Path], Decoder]] = {
     ),
     "notes of pace": lambda folder: Decoder([PaceNote(0.5, 1e6, {2: 4e5}).text.encode()], lambda raw: note_of(raw, 3)),
     "losses in a store": lambda folder: Decoder([b"2.5", b"7"], lambda raw: read_losses(_OneEntry(raw), 3)),  # pyright: ignore
-    "pieces in a mailbox": _of_pieces,
+    "outcomes in a store": _of_commits,
     "manifests of checkpoints": functools.partial(_of_checkpoints, "manifest"),
     "tensors of checkpoints": functools.partial(_of_checkpoints, "tensors"),
     "addresses": _written(

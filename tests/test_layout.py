@@ -132,6 +132,14 @@ def test_a_slice_counts_from_its_own_beginning(model: Small) -> None:
         layout.slice(66, 100)
 
 
+def test_a_tensor_without_numbers_is_in_one_of_two_slices_that_meet_there() -> None:
+    leaves = (Leaf("a", (2,), 0, 2), Leaf("none", (0,), 2, 2), Leaf("b", (3,), 2, 5), Leaf("end", (0,), 5, 5))
+    layout = Layout(leaves, 5)
+    parts = [layout.slice(0, 2), layout.slice(2, 5)]
+    assert [[leaf.name for leaf in part.leaves] for part in parts] == [["a"], ["none", "b", "end"]]
+    assert layout.slice(0, 5) == layout
+
+
 def test_a_model_without_anything_to_train_is_refused(model: Small) -> None:
     with pytest.raises(ConfigError, match="Small has 0 trainable parameters"):
         layout_of(model.requires_grad_(False))

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from gossamer.run.simulated.simulate import simulate as simulate
     from gossamer.run.simulated.simulation import Simulation as Simulation
 
-_HOMES = {  # as above, for who runs the program
+_HOMES = {  # as above, at run time
     "Network": "gossamer.network.links",
     "Outer": "gossamer.library",
     "Rule": "gossamer.rules",

@@ -12,7 +12,7 @@
   x TransportError     bytes did not arrive as expected
     + PeerError        a worker died, hung or speaks another configuration
       - LostConnectionError  a connection broke; the other end may be reached again
-      - RefusedError   a peer said what cannot be; its connection is closed and nothing of it was taken
+      - RefusedError   a peer sent an invalid message, which was discarded; its connection is closed
 
 Each message says, in one sentence, what happened, what was given, what is allowed and what to do. The command line
 prints it without a traceback and exits with code 2. Our own invariants use `assert`.
@@ -53,7 +53,7 @@ class DiskError(GossamerError, OSError):
 class CheckpointError(GossamerError, ValueError):
     """A checkpoint that is corrupt, foreign or belongs to another run.
 
-    Args: `kind` is that of `gossamer.record.fault.FaultKind`, by which a run decides how it goes on.
+    Args: `kind` is that of `gossamer.record.fault.FaultKind`, by which a run decides how to resume.
     """
 
     def __init__(self, sentence: str, kind: str = "damaged") -> None:
@@ -78,11 +78,11 @@ class PeerError(TransportError):
 
 
 class LostConnectionError(PeerError):
-    """A connection that broke without a word from the other end, which may be reached again."""
+    """A connection that broke without notice; the other end may be reached again."""
 
 
 class RefusedError(PeerError):
-    """A peer said what cannot be: nothing of it was taken, and its connection is closed.
+    """A peer sent an invalid message: it was discarded, and its connection is closed.
 
     Args: `kind` names the fault in counts: secret, version, other run, bounds, checksum, protocol or crowd.
     """
@@ -106,7 +106,7 @@ def choose(what: str, got: str, allowed: Iterable[str]) -> str:
 
 @contextlib.contextmanager
 def reworded(change: Callable[[str], str]) -> Iterator[None]:
-    """Lets the sentences of Gossamer's own errors be changed into the words of the door that a user came by.
+    """Rewords the messages of Gossamer's errors in the terms of the interface that the user called.
 
     >>> with reworded(lambda sentence: sentence.replace("run.timeout_s", "timeout_s")):
     ...     raise ConfigError("raise run.timeout_s")
@@ -134,7 +134,7 @@ def nearest(got: str, names: Iterable[str]) -> str | None:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error from a library, short enough to stand within a sentence; its class where it has no text.
+    """The first line of a library's error, shortened to fit into a sentence; its class name if it has no text.
 
     >>> first_line(RuntimeError("connection closed\\nException raised from ...")), first_line(TimeoutError())
     ('connection closed', 'TimeoutError')
@@ -143,12 +143,12 @@ def first_line(error: Exception) -> str:
 
 
 def require(module: str, extra: str, what: str, instead: str = "") -> ModuleType:
-    """Imports a module that comes with one of Gossamer's extras; everything that needs an optional package begins here.
+    """Imports an optional package of one of Gossamer's extras.
 
     Args:
         extra: the group of optional dependencies that has it.
-        what: needs the module, such as "a chart".
-        instead: how to do without, such as "set record.tensorboard = false".
+        what: the feature that needs the module, such as "a chart".
+        instead: the alternative, such as "set record.tensorboard = false".
     Raises: MissingPackageError with the command that installs the packages of the extra.
 
     >>> require("no_such_module", "plots", "a chart")  # doctest: +ELLIPSIS

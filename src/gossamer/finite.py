@@ -40,7 +40,7 @@ def all_finite(tree: Tree) -> bool:
         if leaf.is_floating_point() and leaf.numel() and not leaf.is_meta
         for end in _extremes(leaf)
     ]
-    if all(end.is_cpu for end in ends):  # where a number is had at once, and an operation takes as long as ten numbers
+    if all(end.is_cpu for end in ends):  # reading a number is immediate, and costs a tenth of an operation
         return all(math.isfinite(end.item()) for end in ends)
     return bool(torch.stack([end.double() for end in ends]).isfinite().all())
 

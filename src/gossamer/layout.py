@@ -31,8 +31,9 @@ class Layout(NamedTuple):
     numel: int
 
     def slice(self, start: int, stop: int) -> "Layout":
-        """The layout of `x[start:stop]`; both ends must lie between tensors."""
-        inside = [leaf for leaf in self.leaves if start <= leaf.start and leaf.stop <= stop]
+        """The layout of `x[start:stop]`; both ends must lie between tensors. An empty tensor there is of what follows."""
+        end = stop if stop < self.numel else stop + 1
+        inside = [leaf for leaf in self.leaves if start <= leaf.start < end and leaf.stop <= stop]
         assert sum(leaf.stop - leaf.start for leaf in inside) == stop - start, "a fragment ends inside a tensor"
         return Layout(tuple(Leaf(n, s, a - start, b - start) for n, s, a, b in inside), stop - start)
 
@@ -116,10 +117,10 @@ def in_parts(layout: Layout, part_of: Callable[[str], int], parts: int) -> tuple
     return _one_after_the_other(groups)
 
 
-def restricted(
+def subset(
     layout: Layout, spans: Sequence[tuple[int, int]], names: Container[str]
 ) -> tuple[Layout, tuple[tuple[int, int], ...]]:
-    """Some tensors of an arranged layout in its order, and what is left of its slices; see `arrange`."""
+    """A subset of the tensors of an arranged layout, in its order, and its remaining slices; see `arrange`."""
     return _one_after_the_other(
         [[leaf for leaf in layout.leaves if a <= leaf.start < b and leaf.name in names] for a, b in spans]
     )
@@ -148,7 +149,7 @@ def _by_layers(layout: Layout, fragments: int, pattern: Pattern) -> list[list[Le
 
 
 def fragment_of(layer: int, layers: int, fragments: int, pattern: Pattern) -> int:
-    """The fragment that a layer is in, where these are not packed; see `arrange`."""
+    """The fragment of a layer, for patterns other than "packed"; see `arrange`."""
     return layer % fragments if pattern == "strided" else layer * fragments // layers
 
 
@@ -191,7 +192,7 @@ def _layer(name: str) -> str:
 def layers_of(layout: Layout) -> list[list[tuple[int, int]]]:
     """The slices of the flat vector that each layer has, in the order of their first tensors.
 
-    A layer is all tensors under the same number; those under none are one layer together, as what FSDP's outermost unit holds.
+    A layer is all tensors under the same number; those without a number form one layer, like FSDP's outermost unit.
 
     >>> names = ["embed", "layers.0.up", "layers.0.down", "norm"]
     >>> ends = [(0, 2), (2, 4), (4, 5), (5, 6)]
@@ -209,8 +210,8 @@ def attach(model: nn.Module, layout: Layout, buffer: Tensor | None = None, *, ow
 
     Args:
         buffer: the memory to use (a row of a stacked `[n, P]` tensor in the simulator); a new one when None.
-        own_storage: whether each parameter has a storage object that ends where it does, over the same memory. What saves
-            or pickles some of the parameters writes their whole storages.
+        own_storage: whether each parameter has a storage object that ends where it does, over the same memory. Saving
+            or pickling a parameter writes its whole storage.
     Returns: the buffer. Cost: one copy of the model, after which the old storage is free.
     """
     parameters = _named_parameters(model)
@@ -278,9 +279,10 @@ def views(model: nn.Module, layout: Layout, buffer: Tensor) -> dict[nn.Parameter
 
 
 class Reused:
-    """Host memory for flat tensors, reused once nobody holds a view of it: to touch fresh memory costs as much as to copy it.
+    """A pool of host memory for flat tensors: a block is reused once no view of it is left, as touching fresh memory
+    costs as much as copying.
 
-    Args: `keep_bytes` bounds what waits to be used again.
+    Args: `keep_bytes` bounds the idle memory that is kept for reuse.
     """
 
     def __init__(self, keep_bytes: int) -> None:
@@ -291,7 +293,7 @@ class Reused:
         """An uninitialised uint8 buffer of this many bytes."""
         if size == 0:
             return torch.empty(0, dtype=torch.uint8)
-        try:  # threads take, and any of them may give back at any place, so that there is no lock
+        try:  # several threads take blocks, and garbage collection returns them at any point in any thread: hence no lock
             block = self._free[size].pop()
         except (KeyError, IndexError):
             block = np.empty(size, np.uint8)  # in large pages, where the system has them

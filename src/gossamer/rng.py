@@ -1,4 +1,4 @@
-"""Random numbers as pure functions of their place of use, so that no generator state is stored or exchanged."""
+"""Random numbers as pure functions of where they are used, so that no generator state is stored or exchanged."""
 
 import contextlib
 import hashlib
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 TURN = threading.RLock()
-"""Held by the one thread that draws from torch's generators, which belong to the process, or calls a function of the user's."""
+"""The lock of the thread that draws from torch's process-wide generators, or calls a user's function."""
 
 
 def key(seed: int, *path: int | str) -> int:
@@ -44,8 +44,8 @@ def torch_rng(seed: int, *path: int | str) -> "torch.Generator":
 def drawing(device: "torch.device", seed: int, *path: int | str) -> Iterator[None]:
     """Lets what runs inside draw from torch's own generators (of the CPU, and of the device) at `key(seed, *path)`.
 
-    Afterwards the generators are as they were, and other threads wait meanwhile: what runs inside depends on its place of use
-    only, whichever thread or process it runs in, and a checkpoint has no generator state to keep. Cost: some 20 µs.
+    Afterwards the generators are as they were, and other threads wait meanwhile: draws inside depend on the key only,
+    in any thread or process, and a checkpoint needs no generator state. Cost: some 20 µs.
     """
     import torch
 
@@ -60,7 +60,7 @@ def drawing(device: "torch.device", seed: int, *path: int | str) -> Iterator[Non
 
 
 def sets_generator(act: Callable[[], object]) -> bool:
-    """Whether that sets the state of torch's generator, as a backward pass does that computes forward passes again.
+    """Whether `act` sets the state of torch's generator, as a backward pass with activation checkpointing does.
 
     Other threads may not draw meanwhile: call it while `TURN` is held.
     """

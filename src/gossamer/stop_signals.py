@@ -1,7 +1,7 @@
-"""How a process is asked to stop: by Ctrl-C, by SIGTERM, or as its terminal is closed (SIGHUP).
+"""Stop signals of a process: Ctrl-C, SIGTERM, or SIGHUP of a closed terminal.
 
-The first signal asks it to end in order, and another one, a second or more later, to end at once. A signal that was ignored
-when the process began, as nohup and shells that run something in the background do, stays ignored.
+The first signal requests an orderly end, and another one, a second or more later, an immediate one. A signal that was
+ignored at the start of the process, as by nohup or for background jobs, stays ignored.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ from typing import Any
 # Windows has no SIGHUP.
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 ONE_WISH_S = 1.0
-"""Signals within so long after the first are part of it: shells, launchers and impatient hands send several for one wish."""
+"""Signals within this time after the first count as one request: shells, launchers and impatient users send several."""
 _asked_s = -math.inf
-"""When this process was last asked to stop, on the clock of `time.monotonic`."""
+"""The time of the last request to stop, on the clock of `time.monotonic`."""
 _launched = False
 
 
 def interrupted() -> None:
-    """From here on a signal to stop raises KeyboardInterrupt in the main thread."""
+    """Makes a stop signal raise KeyboardInterrupt in the main thread."""
 
     def stop() -> None:
         raise KeyboardInterrupt
@@ -38,12 +38,12 @@ def interrupted() -> None:
 
 
 def deaf() -> dict[Any, Any]:
-    """From here on signals to stop change nothing: the exit code of the process is known. Returns the handlers of before."""
+    """Disables stop signals, once the exit code is decided. Returns the previous handlers."""
     return _install(lambda *_: None)  # not SIG_IGN, which whatever is started would inherit
 
 
 def has_launcher() -> None:
-    """From here on it is the launcher of this process that ends it where it is asked twice: both may get the same signal."""
+    """Leaves an immediate end to the launcher of this process, as both may receive the same signal."""
     global _launched
     _launched = True
 
@@ -54,26 +54,26 @@ def is_launched() -> bool:
 
 
 class Asked(threading.Event):
-    """Set once this process has been asked to stop; asked once more, it ends by a KeyboardInterrupt wherever it is.
+    """An event that is set by the first request to stop; a second request raises KeyboardInterrupt.
 
-    Args: `sentence` is printed then; a process that a launcher has started leaves that to it.
+    Args: `sentence` is printed at the first request, by the launcher if there is one.
     """
 
     def __init__(self, sentence: str = "this process is asked to leave after its round") -> None:
         super().__init__()
         self.sentence = sentence
         self.at_once = False
-        """Whether it ends when it is asked for the first time: it is not training yet."""
+        """Whether the first request already interrupts, as before training."""
         self.over = False
-        """Whether signals change nothing any more: it is ending."""
+        """Whether signals are ignored, as the process is ending."""
         self.left_s: Callable[[], float | None] = lambda: None
-        """How long its local phase still lasts; None where that is not known."""
+        """Seconds left of the local phase; None if unknown."""
         self.saves: Callable[[], None] | None = None
         """Saves the state of the last exchange, in a thread, in case the process is killed before the phase is over."""
         self.saving: threading.Thread | None = None
 
     def signalled(self) -> None:
-        """Takes one wish to stop, in the handler of its signal."""
+        """Handles one request to stop, in the signal handler."""
         if self.over:
             return
         if self.at_once:
@@ -83,14 +83,15 @@ class Asked(threading.Event):
             self.set()
             self._say_so()
             if self.saves is not None:
-                # Apart from training, which continues with this phase; and no work for a handler, which may interrupt anything.
+                # In a thread, as training continues with this phase, and a handler may interrupt anything and must stay
+                # short.
                 self.saving = threading.Thread(target=self.saves, daemon=True, name="gossamer save")
                 self.saving.start()
         elif not _has_launcher():  # else the launcher ends it: both may get the same signal
             raise KeyboardInterrupt
 
     def _say_so(self) -> None:
-        if _has_launcher():  # which says it of all
+        if _has_launcher():  # which prints it for all of them
             return
         left_s = self.left_s()
         phase = f", whose local phase takes about {left_s:.0f} s more" if left_s is not None and left_s >= 1 else ""
@@ -101,9 +102,9 @@ class Asked(threading.Event):
 
 @contextmanager
 def leaving(sentence: str = "this process is asked to leave after its round") -> Iterator[Asked]:
-    """What a signal to stop sets, as long as this lasts; nothing outside the main thread does. See `Asked`."""
+    """The event that a stop signal sets inside this context; never set outside the main thread. See `Asked`."""
     asked = Asked(sentence)
-    # Python lets the main thread alone take signals; tests and own programs train in others.
+    # Python handles signals in the main thread only; tests and users' programs train in others.
     if threading.current_thread() is not threading.main_thread():
         yield asked
         return
@@ -120,7 +121,7 @@ def _has_launcher() -> bool:
 
 
 def _handler(stop: Callable[[], None]) -> Callable[[int, FrameType | None], None]:
-    """A handler that passes on the first of several signals for one wish."""
+    """A handler that passes on the first of several signals for one request."""
     global _asked_s
     _asked_s = -math.inf
 
@@ -137,8 +138,8 @@ def _handler(stop: Callable[[], None]) -> Callable[[int, FrameType | None], None
 
 
 def _install(handler: Any) -> dict[Any, Any]:
-    """Sets the handler of all signals to stop that are not ignored; returns those of before."""
-    # A handler that is not of Python is None, and cannot be set again.
+    """Sets the handler of all stop signals that are not ignored; returns the previous ones."""
+    # A handler not set from Python is None, and cannot be restored.
     before = {one: signal.getsignal(one) for one in STOP_SIGNALS}
     heeded = {one: old for one, old in before.items() if old not in (signal.SIG_IGN, None)}
     for one in heeded:
@@ -147,10 +148,10 @@ def _install(handler: Any) -> dict[Any, Any]:
 
 
 def without_lost_terminal() -> bool:
-    """Lets what is printed go nowhere where its terminal is gone, whose every write would fail; returns whether one is gone."""
+    """Discards output to a terminal that is gone, where every write would fail; returns whether one is gone."""
     lost = False
     for fd in (1, 2):
-        # Closed altogether, as by 2>&-, it is no concern of ours.
+        # A stream that was closed on purpose, as by 2>&-, is left alone.
         with contextlib.suppress(OSError):
             if _was_terminal(fd) and not os.isatty(fd):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -161,7 +162,7 @@ def without_lost_terminal() -> bool:
 
 
 def _was_terminal(fd: int) -> bool:
-    """Whether it is a device of another kind than /dev/null and /dev/full are."""
+    """Whether it is a device of another kind than /dev/null and /dev/full."""
     seen = os.fstat(fd)
     return stat.S_ISCHR(seen.st_mode) and os.major(seen.st_rdev) != os.major(os.stat(os.devnull).st_rdev)
 
@@ -170,10 +171,10 @@ _HELD = {*STOP_SIGNALS} - {signal.SIGINT}  # a fork server ignores Ctrl-C by its
 
 
 def start_forkserver(modules: Sequence[str]) -> None:
-    """Starts the process that others are forks of, which imports these modules meanwhile, unless it is there."""
+    """Starts the fork server, unless it runs already; it imports these modules in the background."""
     multiprocessing.set_forkserver_preload([__name__, *modules])
-    # It begins with these signals blocked. One that goes to the whole group of the launcher, as the hang-up of a terminal and
-    # `timeout` send it, would else end it, and with it what the launcher knows of its processes.
+    # It begins with these signals blocked: one sent to the launcher's whole process group, as by a terminal's hang-up
+    # or `timeout`, would end it, and the launcher would lose track of its processes.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
     try:
         resource_tracker.ensure_running()  # lets SIGTERM through again once it has started its own process
@@ -184,5 +185,5 @@ def start_forkserver(modules: Sequence[str]) -> None:
 
 
 if sys.platform == "linux" and signal.SIGHUP in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
-    # This is that process: what is forked from it, by us or by the program that uses us, takes signals again.
+    # In the fork server: processes forked from it, by us or by the user's program, take signals again.
     os.register_at_fork(after_in_child=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD))

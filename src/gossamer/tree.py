@@ -23,7 +23,7 @@ def leaves(tree: Tree) -> "list[Tensor]":
 
 
 def map_leaves(fn: "Callable[..., Tensor]", tree: Tree, *others: Tree) -> Tree:
-    """`fn` of each tensor of a tree and of those at the same place in the others; named tuples keep their type.
+    """`fn` of each tensor of a tree and of the corresponding tensors of the others; named tuples keep their type.
 
     >>> import torch
     >>> map_leaves(lambda a, b: a + b, (torch.tensor(1), ()), (torch.tensor(2), ()))
@@ -36,7 +36,7 @@ def map_leaves(fn: "Callable[..., Tensor]", tree: Tree, *others: Tree) -> Tree:
 
 
 def refill(like: Tree, tensors: "Iterable[Tensor]") -> Tree:
-    """The tree of this form with these tensors as its leaves.
+    """A tree of the same structure with these tensors as its leaves.
 
     >>> import torch
     >>> refill((torch.tensor(1), ()), [torch.tensor(5)])

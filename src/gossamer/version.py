@@ -1,3 +1,3 @@
-"""The version of this package, for all who must say which one wrote a file."""
+"""The version of this package, as written into files."""
 
 __version__ = "0.2.0"

@@ -67,7 +67,7 @@ def test_the_registered_pick_gives_the_time_and_alone_runs_and_a_stopped_race_go
         def drop(self) -> None:
             self.waiting.clear()
 
-    monkeypatch.setattr(plan_races, "Apart", Once)
+    monkeypatch.setattr(plan_races, "RunPool", Once)
     sources = {"sympy": str(TEXT), "pods": str(TEXT)}
     for _ in range(2):  # each for half an hour
         plan_races.run_held_out(0.5, 1, sources, [CELL])

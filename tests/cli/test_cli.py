@@ -476,7 +476,7 @@ def test_without_the_extras_a_run_is_trained_and_reported_and_one_sentence_names
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_a_terminal_without_some_characters_shows_others_and_ends_no_command(encoding, tmp_path):
+def test_a_terminal_without_some_characters_shows_others_and_ends_no_command(encoding, tmp_path, monkeypatch):
     settings = document(model__layers=1, run__steps=2, data__batch_size=1)
     (tmp_path / "run.toml").write_text(tomli_w.dumps({**settings, "name": "läuft τ"}), "utf-8")
     words = [
@@ -485,13 +485,22 @@ def test_a_terminal_without_some_characters_shows_others_and_ends_no_command(enc
         ["plan", "--help"],
         *(["list", kind] for kind in ("rules", "methods", "codecs", "topologies", "pairs")),
     ]
-    code = f"from gossamer.cli import main\nfor words in {words}: print('code', main(words))"
-    environment = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, encoding=encoding
-    )
-    assert "Traceback" not in done.stderr and done.stdout.count("code 0") == len(words), done
-    assert ("l?uft ?" if encoding == "ascii" else "läuft ?") in done.stdout
+    monkeypatch.chdir(tmp_path)
+    code, errors = Command(encoding, json.dumps(words), work=in_an_encoding).finish()
+    said = (tmp_path / "said").read_text(encoding)
+    assert code == 0 and "Traceback" not in errors and said.count("code 0") == len(words), (said, errors)
+    assert ("l?uft ?" if encoding == "ascii" else "läuft ?") in said
+
+
+def in_an_encoding(words):
+    """Several commands whose output is a file in this encoding, as PYTHONIOENCODING says to Python."""
+    encoding, commands = words
+    os.dup2(os.open("said", os.O_CREAT | os.O_WRONLY), 1)
+    sys.stdout.reconfigure(encoding=encoding)
+    for command in json.loads(commands):
+        print("code", main(command))
+    sys.stdout.flush()
+    return 0
 
 
 def test_only_a_fault_of_a_disk_is_told_to_look_at_a_path(monkeypatch, capsys):

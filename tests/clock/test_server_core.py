@@ -127,8 +127,8 @@ def test_the_steps_of_a_phase_that_was_lost_are_taken_by_others_and_then_the_run
     server = core(cgad(), 2, steps=4)
     assert [kinds(server.join(worker)) for worker in (0, 1)] == [[(0, True)], [(1, True)]]
     server.leave(1, 1.0)
-    assert kinds(push(server, 0, 2.0)) == [(0,), (0, True)] and not server.over
-    assert kinds(push(server, 0, 3.0)) == [(0,), (0, False)] and server.over
+    assert kinds(push(server, 0, 2.0)) == [(0,), (0, True)] and not server.is_finished
+    assert kinds(push(server, 0, 3.0)) == [(0,), (0, False)] and server.is_finished
     assert server.absorbed_steps == 4
 
 

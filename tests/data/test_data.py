@@ -608,7 +608,8 @@ def test_a_stream_that_breaks_off_is_opened_again_at_its_place_with_one_warning_
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = streamed(tmp_path / "texts", documents(40), "jsonl", 2)
-    expected = [stream(source, 1, **options).batch(0, step) for step in range(150)]
+    whole = stream(source, 1, **options)
+    expected = [whole.batch(0, step) for step in range(150)]
     hiccups = {0: [ConnectionError("reset")], 11: [TimeoutError("Read timed out."), RuntimeError("503")]}
     breaking(monkeypatch, {**hiccups, 17: [ValueError("half a line")]})
     monkeypatch.setattr(streams, "FIRST_PAUSE_S", 0.01)

@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md is followed to the letter: its example of a new rule is added to a copy of the source, and passes its tests."""
+"""CONTRIBUTING.md is followed to the letter: its rule and its codec are added to a copy of the source, and pass their tests."""
 
 import os
 import re
@@ -32,17 +32,32 @@ def apply(folder: Path) -> None:
 
 
 @pytest.mark.timeout(600)  # seconds; an idle machine takes 30
-def test_who_follows_the_example_of_a_new_rule_gets_one_that_passes_its_specification(tmp_path: Path) -> None:
+def test_who_follows_the_examples_gets_a_rule_and_a_codec_that_pass_their_specification_and_ruff(
+    tmp_path: Path,
+) -> None:
     for name in ("src", "tests", "docs"):
         # With what is compiled, as to compile takes long, but not what another process of tests is writing.
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.pyc.*"))
     for name in ("pyproject.toml", "CHANGELOG.md"):
         shutil.copy(ROOT / name, tmp_path)
     apply(tmp_path)
-    (command,) = re.findall(r"^    \.venv/bin/pytest (.+)$", EXAMPLE, re.MULTILINE)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "src")}
-    words = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *shlex.split(command)]
-    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr
-    passed = set(re.findall(r"^(?:src|tests)/\S*?(\w+)\.py::.* PASSED", done.stdout, re.MULTILINE))
-    assert passed == {"cautious", "test_rules", "test_docstrings", "test_methods"}, done.stdout
+
+    def run(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    files = ["src/gossamer/rules/cautious.py", "src/gossamer/rules/__init__.py"]
+    files += ["src/gossamer/codecs/fp24.py", "src/gossamer/codecs/__init__.py"]
+    run("ruff", "check", "--no-cache", *files)
+    run("ruff", "format", "--no-cache", "--check", *files)
+    rule, codec = re.findall(r"^    \.venv/bin/pytest (.+)$", EXAMPLE, re.MULTILINE)
+    for command, expected in (
+        (rule, {"cautious", "test_rules", "test_docstrings", "test_methods"}),
+        (codec, {"fp24", "test_codecs"}),
+    ):
+        out = run("pytest", "-v", "-p", "no:cacheprovider", *shlex.split(command))
+        assert set(re.findall(r"^(?:src|tests)/\S*?(\w+)\.py::.* PASSED", out, re.MULTILINE)) == expected, out

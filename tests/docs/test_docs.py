@@ -23,7 +23,7 @@ from test_sites import free_port
 
 import generate
 import gossamer
-from commands import Command, run
+from commands import Command, program, run
 from generators.methods import python_of
 from gossamer import topologies
 from gossamer.cli import VERBS, app, main
@@ -277,6 +277,18 @@ def test_the_commands_on_the_page_about_data_work_as_written(tmp_path, monkeypat
     assert told and told[0] in said
 
 
+def torchrun(processes, *words, **environment):
+    """The processes that `torchrun --nproc-per-node PROCESSES WORDS` starts; `test_resume` starts it itself."""
+    told = {
+        "WORLD_SIZE": processes,
+        "LOCAL_WORLD_SIZE": processes,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+    }
+    told = {key: str(value) for key, value in told.items()} | {"GLOO_SOCKET_IFNAME": loopback(), **environment}
+    return [Command(*words, work=program, RANK=str(k), LOCAL_RANK=str(k), **told) for k in range(processes)]
+
+
 @pytest.mark.timeout(180)
 def test_the_page_about_two_machines_on_ethernet_trains_two_sites_as_written(tmp_path, monkeypatch, capsys):
     """Two jobs of two processes on loopback, in place of two machines."""
@@ -293,22 +305,15 @@ def test_the_page_about_two_machines_on_ethernet_trains_two_sites_as_written(tmp
     assert computing["data"] < 15 < 90 < computing["DiLoCo"]
     [line] = re.findall(r"^SITE=0 .+$", page, re.MULTILINE)
     given, words = line.split(" torchrun ")
-    sites = []
-    first, *ports = [free_port() for _ in range(3)]
-    for site, port in enumerate(ports):
+    *launcher, program = shlex.split(words)
+    assert launcher == ["--nproc-per-node", "2"]
+    first, sites = free_port(), []
+    for site in range(2):
         named = dict(one.split("=") for one in given.split()) | {"SITE": str(site), "FIRST": f"127.0.0.1:{first}"}
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--master-port", str(port)]
-        sites.append(
-            subprocess.Popen(
-                [*launcher, *shlex.split(words)],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                env={**os.environ, **named, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback()},
-            )
-        )
-    ends = [(one.communicate(timeout=120)[0], one.returncode) for one in sites]
-    assert all(code == 0 and f"site {site}: 3 rounds, loss" in said for site, (said, code) in enumerate(ends)), ends
+        sites.append(torchrun(2, program, **named))
+    ends = [[one.finish(120) for one in site] for site in sites]
+    assert all(code == 0 for site in ends for code, _ in site), ends
+    assert all(f"site {site}: 3 rounds, loss" in "".join(said for _, said in ends[site]) for site in range(2)), ends
 
 
 LOOP_LIKE_NANOGPT = """
@@ -348,13 +353,9 @@ def test_the_lines_on_the_page_about_an_own_loop_make_a_loop_like_that_of_nanogp
         code = code.replace(f"\n{after}\n", f"\n{after}\n{added}\n")
         after = added
     (tmp_path / "train.py").write_text(code, encoding="utf-8")
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback()}
-    done = subprocess.run(
-        [*words, str(tmp_path / "train.py")], env=environment, capture_output=True, text=True, timeout=120
-    )
-    said = re.findall(r"rounds 2 weights .+", done.stdout)
-    assert len(said) == 2 and len({*said}) == 1, done.stdout + done.stderr
+    ends = [one.finish(120) for one in torchrun(2, tmp_path / "train.py")]
+    said = [line for _, output in ends for line in re.findall(r"rounds 2 weights .+", output)]
+    assert len(said) == 2 and len({*said}) == 1, ends
 
 
 def titled(page: str) -> str:
@@ -588,17 +589,9 @@ def test_the_loops_that_a_page_starts_with_torchrun_train_two_workers_as_one(tmp
     for file, code in zip(files, blocks, strict=True):
         file.write_text("import gossamer\n" + code if "import gossamer" not in code else code, encoding="utf-8")
     (tmp_path / "train.py").write_text(LOOPS, encoding="utf-8")
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*words, str(tmp_path / "train.py"), *map(str, files)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    ends = sorted(re.findall(r"^.+?: 2 workers, .+$", done.stdout, re.MULTILINE))
-    assert done.returncode == 0 and len(ends) == 2 * len(files) + 2, done.stdout + done.stderr
+    found = [one.finish(120) for one in torchrun(2, tmp_path / "train.py", *files)]
+    ends = sorted(line for _, said in found for line in re.findall(r"^.+?: 2 workers, .+$", said, re.MULTILINE))
+    assert all(code == 0 for code, _ in found) and len(ends) == 2 * len(files) + 2, found
     assert ends[::2] == ends[1::2]
 
 

@@ -1,10 +1,16 @@
 """What a method says of itself is one sentence each for a reader, and for a program that makes a table of them."""
 
+import ast
 import inspect
+import io
 import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+import gossamer
 from gossamer.asynchronous import PAIRS, SERVERS
 from gossamer.codecs import CODECS
 from gossamer.rules import RULES, WRAPPERS
@@ -60,3 +66,62 @@ def test_every_option_says_what_it_means_and_what_it_allows(factory):
     for option in options_of(factory):
         assert option.doc, f"write a line '    {option.name}: ...' under 'Args:' in the docstring of {factory.__name__}"
         assert option.allowed not in ("tables", "numbers", "whole numbers"), f"give {option.name} an interval"
+
+
+SRC = Path(gossamer.__file__).parent
+WORDS = {
+    r"\btold\b(?! apart|:)": "reported, given, notified",
+    r"\banew\b": "again, or a verb with re-",
+    r"\bwhoever\b": "the worker that ..., any process that ...",
+    r"(?<![\".`])\bheard\b(?![\"`])": "received",
+    r"\bof (?:its|their) own(?=[.,;:)]|$| (?:instead|and|for|that|with|has|to)\b)": "separate, private, or 'its ...'",
+}
+LATER = (
+    "cli",
+    "integrations",
+    "library",
+    "run/config",
+    "run/planning",
+    "run/elastic/store_rounds.py",
+    "transport/bucket",
+)
+LATER += ("transport/sockets/mailbox.py", "transport/processes/interfaces.py", "network/fluid.py", "network/pricing.py")
+"""Where sentences have still to be put in plain words."""
+
+
+def sentences_of(source: str) -> Iterator[tuple[int, str]]:
+    """The docstrings and comments of a module, each with its line."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str() as text)):
+                yield node.lineno, text
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+def test_docstrings_and_comments_use_the_words_of_the_field():
+    odd = []
+    for path in sorted(SRC.rglob("*.py")):
+        if path.relative_to(SRC).as_posix().startswith(LATER):
+            continue
+        for line, text in sentences_of(path.read_text(encoding="utf-8")):
+            for pattern, instead in WORDS.items():
+                if found := re.search(pattern, " ".join(text.split())):
+                    odd.append(f"{path.relative_to(SRC)}:{line} has {found[0]!r}; write {instead}")
+    assert not odd, "\n".join(odd)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "It is told so.",
+        "begins anew",
+        "whoever asks",
+        "what was heard",
+        "a thread of its own.",
+        "files of their own, too",
+    ],
+)
+def test_a_word_that_stops_a_reader_is_noticed(text):
+    assert any(re.search(pattern, text) for pattern in WORDS), text

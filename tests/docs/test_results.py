@@ -183,8 +183,8 @@ def test_the_page_of_all_methods_has_bytes_and_times_of_each_and_no_loss() -> No
 
 def test_the_losses_on_each_text_are_those_of_the_runs_on_it(tmp_path: Path) -> None:
     texts = [tmp_path / f"{name}.jsonl" for name in ("words", "numbers")]
-    texts[0].write_text("".join(json.dumps({"text": f"some words, {k} times again\n" * 9}) + "\n" for k in range(60)))
-    texts[1].write_text("".join(json.dumps({"text": f"{k * k * 999_983} " * 9}) + "\n" for k in range(60)))
+    texts[0].write_text("".join(json.dumps({"text": f"some words, {k} times again\n" * 3}) + "\n" for k in range(60)))
+    texts[1].write_text("".join(json.dumps({"text": f"{k * k * 999_983} " * 3}) + "\n" for k in range(60)))
     sources, folder = [*map(str, texts)], tmp_path / "runs"
     rows = [{"label": "alone"}, {"label": "with both", "data": {"shards": [0, 1]}}]
     base = document(

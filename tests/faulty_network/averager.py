@@ -54,7 +54,7 @@ class Averager(Participant):
 
     def _heard(self, letter: Letter) -> None:
         if letter.kind in (LetterKind.REPORT, LetterKind.PROPOSAL, LetterKind.CLOSED):
-            self.closing.heard(letter, self.network.now)
+            self.closing.receive(letter, self.network.now)
 
     def _watch(self, now: float) -> None:
         self.core.wait_for(self.closing.awaited)
@@ -68,8 +68,8 @@ class Averager(Participant):
             self.sharing = self.sharing.begun()
             self._places = self.sharing.places(self.slot)
         self.core.steps = self.steps + LOCAL_STEPS
-        self.core.enter(round, self.members.alive(round) | {self.slot}, range(self.plan.slots))
-        self.closing.enter(round)
+        self.core.begin_round(round, self.members.alive(round) | {self.slot}, range(self.plan.slots))
+        self.closing.begin_round(round)
         self._tried = -1
         self.flush()
         self.network.after(self.network.phase_s(self.slot), self._trained, self)
@@ -208,6 +208,6 @@ class Averager(Participant):
 
     def _round_after(self, kept: KeptState, round: int) -> int:
         self.s = refill(kept.s, map(Tensor.clone, leaves(kept.s)))
-        self.closing.enter(kept.after, kept.line)
+        self.closing.begin_round(kept.after, kept.line)
         self.sharing = kept.sharing
         return kept.after

@@ -29,7 +29,7 @@ class Gossiper(Participant):
         alive = self.members.alive(round) | {self.slot}
         self._mixing = plan.topology.mixing(round, alive)
         core.steps = self.steps + LOCAL_STEPS
-        core.enter(round, alive, self._mixing.receives_from(self.slot))
+        core.begin_round(round, alive, self._mixing.receives_from(self.slot))
         if plan.rule is None:
             for peer in self._mixing.receives_from(self.slot):
                 core.expect(ticket, peer, _VECTOR.size)

@@ -2,9 +2,8 @@
 
 What runs is what real processes run: an `ElasticCore` and `Members` per process, and the exchanges of `gossamer.rounds.exchange`.
 What is simulated is the world: connections that break (letters in flight are lost, both ends notice it or only one), delays,
-letters that come twice, partitions that heal, processes that crash, that stop and continue, that join in a free slot at once or
-as ghosts first, and disks that refuse a checkpoint. After some time the faults stop, and the run must become whole again by
-itself.
+letters that come twice, partitions that heal, processes that crash, that stop and continue, that join in a free slot,
+and disks that refuse a checkpoint. After some time the faults stop, and the run must become whole again by itself.
 """
 
 import heapq
@@ -125,7 +124,6 @@ class FaultyNetwork:
             deadline_s=deadline_s,
             rejoin_rounds=draw.randint(1, 6),
             constant_batch=self.everyone and seed // 4 % 2 == 0,
-            ghost_rounds=2 if seed % 3 == 0 else 0,
         )
         self.now, self.letters, self.last_round = 0.0, 0, math.inf
         self.faults: list[str] = []

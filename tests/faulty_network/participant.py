@@ -51,7 +51,6 @@ class Arrangement(NamedTuple):
     rejoin_rounds: int
     constant_batch: bool = False
     """Whether the workers of a mean over everyone share the slots of those that are dead."""
-    ghost_rounds: int = 0
     """Local phases that a newcomer trains before anybody exchanges with it."""
 
     @property
@@ -173,25 +172,12 @@ class Participant(ABC):
     def _look(self, since_s: float) -> None:
         """Waits until somebody has said which round the others are in."""
         core, waited_s = self.core, self.network.now - since_s
-        if core.was_heard and (core.all_heard or waited_s >= 4 * self.plan.beat_s):
-            self._follow(self.plan.ghost_rounds)
+        if core.was_contacted and (core.contacted_by_all or waited_s >= 4 * self.plan.beat_s):
+            self._fetch(self.members.newest_round + 1)
         elif waited_s >= self.plan.timeout_s:
             self._fail("is answered by nobody")
         else:
             self.network.after(0.1, lambda: self._look(since_s), self)
-
-    def _follow(self, phases: int) -> None:
-        """Trains so many local phases as a ghost, each with a state that it takes, and takes part then."""
-        network = self.network
-        if not phases or self.members.replaced:
-            self._fetch(self.members.newest_round + 1)
-            return
-        if self.members.own.status != MemberStatus.GHOST:
-            self.members.declare(MemberStatus.GHOST)
-            self.core.spread()
-            self.flush()
-        took_s = 3 * network.latency_s() + network.phase_s(self.slot)
-        network.after(took_s, lambda: self._follow(phases - 1), self)
 
     # The transport, as in `gossamer.transport.elastic.transport`
 
@@ -230,7 +216,7 @@ class Participant(ABC):
             return
         if letter.kind == LetterKind.PAYLOAD:
             self._origins.append((letter, end.connection.processes[1 - end.side].uid))
-        end.nonce = self.core.heard(letter, self.network.now, end.nonce)
+        end.nonce = self.core.receive(letter, self.network.now, end.nonce)
         self._look_for_claimed()
         if not self.core.is_filled_by(end.peer, end.nonce):
             end.send(self._greeting())

@@ -1,13 +1,10 @@
 """One script, unchanged: what GOSSAMER_OUTER asks for."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
-from commands import free_port
+from commands import Command, free_port, program
 from gossamer.errors import ConfigError
 from gossamer.integrations.environment import rule_and_options
 
@@ -62,25 +59,8 @@ print("workers", outer.n, outer.rounds, model.weight.tolist(), flush=True)
 def test_two_jobs_of_one_script_train_together_by_their_environment_alone(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
     port = free_port()
-    jobs = [
-        subprocess.Popen(
-            [sys.executable, str(tmp_path / "train.py")],
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "GOSSAMER_OUTER": f"diloco:3@127.0.0.1:{port}",
-                "GOSSAMER_SITE": f"{site}/2",
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for site in range(2)
-    ]
-    try:
-        said = [job.communicate(timeout=150)[0] for job in jobs]
-    finally:
-        for job in jobs:
-            job.kill()
+    meet = {"GOSSAMER_OUTER": f"diloco:3@127.0.0.1:{port}"}
+    jobs = [Command(tmp_path / "train.py", work=program, GOSSAMER_SITE=f"{site}/2", **meet) for site in range(2)]
+    said = [job.finish(150)[1] for job in jobs]
     ends = [re.findall("^workers 2 2 .*$", text, re.MULTILINE) for text in said]
     assert ends[0] and ends[0] == ends[1], said

@@ -15,7 +15,7 @@ from gossamer.errors import ConfigError, DataError
 from gossamer.models.sizes import ModelConfig
 from gossamer.network.inner_steps import inner_steps
 from gossamer.network.links import Network, from_toml, to_toml
-from gossamer.network.pipeline_time import Pass, StageLinks, order_of, pipeline_step
+from gossamer.network.pipeline_time import Pass, StageLinks, microbatch_order, pipeline_step
 from gossamer.network.pricing import price
 from gossamer.record.logs.pipeline_work import PipelineWork, read_pipeline, write_pipeline
 from gossamer.record.logs.seconds import read_seconds
@@ -60,7 +60,7 @@ def step_s_of(network, config):
 @given(stages=st.integers(1, 6), micro=st.integers(1, 9))
 def test_each_stage_passes_each_micro_batch_forward_before_backward_and_both_in_order(schedule, stages, micro):
     for stage in range(stages):
-        order = order_of(schedule, stage, stages, micro)
+        order = microbatch_order(schedule, stage, stages, micro)
         for forward in (True, False):
             assert [one.micro_batch for one in order if one.forward == forward] == [*range(micro)]
         assert all(order.index(Pass(True, k)) < order.index(Pass(False, k)) for k in range(micro))
@@ -76,7 +76,7 @@ def test_interleaved_stages_compute_in_the_order_of_torch(stages, micro, chunks)
 
     for stage in range(stages):
         theirs = [one for one in Torchs()._calculate_single_rank_operations(stage) if one is not None]
-        ours = order_of("interleaved", stage, stages, micro, chunks)
+        ours = microbatch_order("interleaved", stage, stages, micro, chunks)
         assert [(one.chunk * stages + stage, one.forward, one.micro_batch) for one in ours] == [
             (one.stage_index, one.computation_type.name == "FORWARD", one.microbatch_index) for one in theirs
         ]
@@ -96,7 +96,7 @@ def test_over_links_that_cost_nothing_interleaved_stages_idle_for_one_pass_throu
 def test_1f1b_holds_no_more_activations_than_there_are_stages_to_come():
     for stage in range(4):
         held = most = 0
-        for one in order_of("1f1b", stage, 4, 16):
+        for one in microbatch_order("1f1b", stage, 4, 16):
             held += 1 if one.forward else -1
             most = max(most, held)
         assert most == 4 - stage

@@ -9,7 +9,7 @@ import pytest
 from gossamer.errors import DataError
 from gossamer.record.logs.arrivals import ArrivalWriter, ServerInput, arrivals_file, read_arrivals
 from gossamer.record.logs.order import Entered, Mixed, OrderWriter, Published, read_order
-from gossamer.record.logs.outcomes import Begun, Followed, OutcomeWriter, RoundOutcome, read_outcomes
+from gossamer.record.logs.outcomes import Begun, OutcomeWriter, RoundOutcome, read_outcomes
 
 NOBODY = frozenset[int]()
 
@@ -78,6 +78,10 @@ def test_a_last_line_that_lacks_only_its_line_break_counts_and_keeps_counting(tm
         ('{"event":"end","round":1,"why":"left","time_s":0,"more":1}', "unknown key 'more'"),
         ('{"event":"end","round":1,"why":"left"}', "'time_s' is needed too"),
         (
+            '{"event":"begin","round":1,"after":1,"donor":2,"steps":4,"incarnation":1,"sha256":"","followed":[[2,0,4,""]],"time_s":0}',
+            "followed",
+        ),
+        (
             '{"event":"round","round":0,"alive":[0,"a"],"missed":[],"unsure":[],"steps":1,"time_s":0}',
             "alive is 'a' but",
         ),
@@ -97,11 +101,11 @@ def test_a_line_that_is_no_event_is_refused_with_its_place(line: str, fault: str
 def test_lines_have_the_bytes_that_they_always_had(tmp_path: Path) -> None:
     order(tmp_path, False), arrivals(tmp_path, False)
     with OutcomeWriter(tmp_path, 3) as log:
-        log.write(Begun(1, 1, 2, 4, 1, "", (Followed(2, 0, 4),)))
+        log.write(Begun(1, 1, 2, 4, 1))
         log.write(RoundOutcome(1, frozenset({3, 0}), frozenset({2}), NOBODY, 6))
     lines = [json.loads(line) for line in (tmp_path / "outcomes-003.jsonl").read_text().splitlines()]
     assert [json.dumps({**line, "time_s": 0}, separators=(",", ":")) for line in lines] == [
-        '{"event":"begin","round":1,"after":1,"donor":2,"steps":4,"incarnation":1,"sha256":"","followed":[[2,0,4,""]],"time_s":0}',
+        '{"event":"begin","round":1,"after":1,"donor":2,"steps":4,"incarnation":1,"sha256":"","followed":[],"time_s":0}',
         '{"event":"round","round":1,"alive":[0,3],"missed":[2],"unsure":[],"steps":6,"time_s":0}',
     ]
     assert (tmp_path / "order-000.jsonl").read_text().splitlines() == [

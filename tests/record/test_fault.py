@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gossamer.record import checkpoint
-from gossamer.record.fault import Fault, FaultKind, fault_heard
+from gossamer.record.fault import Fault, FaultKind, decode_fault
 from gossamer.record.lineage import Lineage, odd_field, state_is_of
 
 OF = state_is_of(
@@ -62,7 +62,7 @@ def test_what_is_wrong_with_a_checkpoint_has_a_kind_a_clause_and_a_form_for_the_
     found = checkpoint.generation_faults(tmp_path, 2, LINE)[5]
     assert found is not None and found.kind == kind and clause in found.why and "; " not in found.why, found
     assert checkpoint.fault(tmp_path, 5, 2, LINE) == found, "reading all of it says the same"
-    assert fault_heard(json.loads(json.dumps(found.said))) == found
+    assert decode_fault(json.loads(json.dumps(found.encoded))) == found
 
 
 def test_nothing_there_is_no_fault_of_a_generation(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_nothing_there_is_no_fault_of_a_generation(tmp_path: Path) -> None:
     "value", [3, "damaged", ["damaged"], ["odd", "file"], ["damaged", 3], ["damaged", "a", "b"], [None, ""]]
 )
 def test_what_no_worker_says_of_a_checkpoint_is_not_taken(value: object) -> None:
-    assert fault_heard(value) is None
+    assert decode_fault(value) is None
 
 
 @pytest.mark.parametrize("field", [key for key in OF if key != "rule option lr"])

@@ -584,34 +584,52 @@ FAULTS = {
 }
 
 
+EACH_DASHBOARD = """
+import sys
+from gossamer.cli import main
+for name, package in zip(*(sys.argv[k].split(",") for k in (1, 2))):
+    sys.path.insert(0, name)
+    sys.modules.pop(package, None)
+    print("run of", name, file=sys.stderr)
+    words = ["simulate", "run.toml", "--out", f"{name}-run", "--set", f"record.{package}_project=p", "--json"]
+    print("code", main(words), file=sys.stderr)
+    print("end of a run")
+    del sys.path[0]
+"""
+
+
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("package", ["wandb", "trackio"])
-def test_whatever_a_dashboard_does_a_simulation_trains_all_rounds_and_warns_once(tmp_path: Path, package: str) -> None:
+def test_whatever_a_dashboard_does_a_simulation_trains_all_rounds_and_warns_once(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(dump(single(run__steps=12, run__eval_every=0)))
+    cases = {name: ("wandb", fault) for name, fault in FAULTS.items()}
+    cases["log of trackio raises"] = "trackio", FAULTS["log raises"]
+    for name, (package, fault) in cases.items():
+        (modules := tmp_path / name).mkdir()
+        code = STAND_IN.format(**{"init": "pass", "log": "pass", "finish": "pass", **fault})
+        (modules / f"{package}.py").write_text(code)
+    alone = [name for name in cases if "hangs" in name]  # as its process has to end all the same
     started = {}
-    for name, fault in FAULTS.items() if package == "wandb" else [("log raises", FAULTS["log raises"])]:
-        modules = tmp_path / name
-        modules.mkdir()
-        (modules / f"{package}.py").write_text(
-            STAND_IN.format(**{"init": "pass", "log": "pass", "finish": "pass", **fault})
-        )
-        words = ["simulate", "run.toml", "--out", f"{name}-run", "--set", f"record.{package}_project=p", "--json"]
-        environment = {**os.environ, "PYTHONPATH": str(modules), "OMP_NUM_THREADS": "1"}
-        started[name] = subprocess.Popen(
-            [sys.executable, "-m", "gossamer", *words],
+    for names in (alone, [name for name in cases if name not in alone]):
+        listed = [",".join(names), ",".join(cases[name][0] for name in names)]
+        started[tuple(names)] = subprocess.Popen(
+            [sys.executable, "-c", EACH_DASHBOARD, *listed],
             cwd=tmp_path,
-            env=environment,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
-    for name, process in started.items():
-        out, errors = process.communicate()
-        assert process.returncode == 0 and "Traceback" not in errors, errors
-        assert errors.count("training continues") == 1 and errors.count("where it logs") >= 1, errors
-        assert json.loads(out)["runs"], "stdout has the result alone"
-        rounds = {line["round"] for line in read_metrics(tmp_path / f"{name}-run") if line["kind"] == "train"}
-        assert rounds == {*range(6)}
+    for names, process in started.items():
+        outputs, all_errors = process.communicate()
+        assert process.returncode == 0, all_errors
+        for name, out, errors in zip(
+            names, outputs.split("end of a run")[:-1], all_errors.split("run of ")[1:], strict=True
+        ):
+            assert errors.startswith(name) and "code 0" in errors and "Traceback" not in errors, errors
+            assert errors.count("training continues") == 1 and errors.count("where it logs") >= 1, errors
+            assert json.loads(out)["runs"], "stdout has the result alone"
+            rounds = {line["round"] for line in read_metrics(tmp_path / f"{name}-run") if line["kind"] == "train"}
+            assert rounds == {*range(6)}
 
 
 @pytest.mark.timeout(200)

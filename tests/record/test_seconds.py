@@ -16,7 +16,8 @@ from gossamer.network.links import Network
 from gossamer.network.pricing import price
 from gossamer.record.logs.seconds import RoundSeconds, read_seconds, seconds_lines
 from gossamer.record.logs.trace import Messages, from_targets, read_trace
-from gossamer.run.bookkeeping.spent_seconds import held_up, priced
+from gossamer.rounds.stopwatch import held_up
+from gossamer.run.bookkeeping.spent_seconds import priced
 from gossamer.run.config.run_file import dump
 from gossamer.run.simulated.simulate import simulate
 from gossamer.transport.contract import Delivery, Ticket, Wait

@@ -158,16 +158,6 @@ def test_the_page_shows_table_charts_configuration_and_sample(tmp_path: Path) ->
     assert page.count('class="best"') == 1
 
 
-def test_how_far_predictions_are_apart_is_a_column_and_a_chart_where_it_was_measured(tmp_path: Path) -> None:
-    runs = {"with": make_run(tmp_path / "with", js_divergence=0.0125), "without": make_run(tmp_path / "without")}
-    rows = summary_rows(runs, {})
-    assert [row["js_divergence"] for row in rows] == [0.0125, None]
-    assert "| of predictions |" in markdown_table(rows) and "| 0.0125 |" in markdown_table(rows)
-    assert "of predictions" not in markdown_table(rows[1:])
-    with_it, without = contents(page_of(runs, tmp_path))["runs"]
-    assert with_it["evals"]["y"]["js_divergence"] == [0.0125] * 5 and "js_divergence" not in without["evals"]["y"]
-
-
 def test_nothing_in_a_run_or_a_name_becomes_markup(tmp_path: Path) -> None:
     evil = '"><script>alert(1)</script>{body}$x$&'
     folder = make_run(tmp_path / "a")
@@ -299,22 +289,16 @@ def test_a_line_of_a_worker_that_the_run_does_not_have_is_named_on_the_page_also
 
 
 def test_each_metric_is_shown_where_its_row_says(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "a", js_divergence=0.25)
-    with (folder / "metrics.jsonl").open("a") as file:
-        for r, value in enumerate((0.5, 0.25, 0.75, 1.0)):
-            file.write(json.dumps({"kind": "alignment", "round": r, "alignment": value, "persistence": None}) + "\n")
+    folder = make_run(tmp_path / "a")
     (row,) = summary_rows({"a": folder}, {})
     assert {metric.name for metric in METRICS} <= row.keys()
-    assert (row["alignment"], row["persistence"], row["js_divergence"]) == (0.625, None, 0.25)
     page = contents(page_of({"a": folder}, tmp_path))
     shown = [metric.heading for metric in METRICS if metric.heading and metric.shown([row])]
-    assert (
-        page["table"]["headings"] == ["method", *shown] and "of predictions" in shown and "val of workers" not in shown
-    )
+    assert page["table"]["headings"] == ["method", *shown]
+    assert "worst worker" in shown and "val of workers" not in shown
     titles = {figure["key"]: (figure["title"], figure["log"]) for figure in page["figures"]}
     drawn = [metric for metric in METRICS if metric.key in titles]
     assert [titles[metric.key] for metric in drawn if metric.title] == [(m.title, m.log) for m in drawn if m.title]
-    assert page["runs"][0]["evals"]["y"]["alignment"] == [None, 0.5, 0.25, 0.75, 1.0]
 
 
 def test_each_run_is_priced_on_its_own_networks_where_none_are_given_for_all(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from gossamer.record.logs.trace import Entry as TraceEntry
 from gossamer.record.logs.trace import Operation
 from gossamer.report.reading.follow import FollowedRun
 from gossamer.report.reading.status import Sighting, run_status, standing_of
-from gossamer.run.bookkeeping.which_round import to_resume, to_score
+from gossamer.run.bookkeeping.which_round import round_to_resume, round_to_score
 from gossamer.run.config.run_file import dump
 from gossamer.run.participant.exit_status import exit_status, far_in_rounds
 from gossamer.run.participant.life import changes
@@ -113,9 +113,9 @@ def test_a_worker_that_slows_down_is_named_by_status_and_by_the_page(tmp_path, c
     assert [one for one in followed.happenings if "slowed" in one[1]] == [(9, sentence)]
 
 
-def test_status_tells_who_is_alive_suspect_gone_joining_a_ghost_left_or_has_never_come(tmp_path, monkeypatch, capsys):
+def test_status_tells_who_is_alive_suspect_gone_joining_left_or_has_never_come(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("GOSSAMER_SECRET", SECRET.decode())
-    config = tiny(workers=7, run__elastic=True)
+    config = tiny(workers=6, run__elastic=True)
     (tmp_path / "run.toml").write_text(dump(config))
     refusing = nobody()
     write_slot(tmp_path, config, 0, 3)
@@ -127,17 +127,16 @@ def test_status_tells_who_is_alive_suspect_gone_joining_a_ghost_left_or_has_neve
         SlotEntry(3, 1, 13, MemberStatus.JOINING, 0, "", 0, 6),
         SlotEntry(4, 0, 0, MemberStatus.LEFT, 0, "", 0, 0),
         SlotEntry(5, 0, 15, MemberStatus.SUSPECT, 0, "", 5, 10),
-        SlotEntry(6, 1, 16, MemberStatus.GHOST, 0, "", 0, 10),
     ]
-    with a_worker(0, others, slots=7) as address:
+    with a_worker(0, others, slots=6) as address:
         write_address(tmp_path, Address(0, address, RUN))
         write_address(tmp_path, Address(1, refusing, RUN))
         with pytest.raises(PeerError):
-            look(address, SECRET[::-1], run=RUN, limits=limits(7), timeout_s=5)
-        refused(address, 1, slots=7)
+            look(address, SECRET[::-1], run=RUN, limits=limits(6), timeout_s=5)
+        refused(address, 1, slots=6)
         found = run_status(tmp_path)
         assert found.refused == {"127.0.0.1: secret": 1}
-        standings = ["alive", "gone", "left", "joining", "empty", "suspect", "ghost"]
+        standings = ["alive", "gone", "left", "joining", "empty", "suspect"]
         assert [one.standing for one in found.workers] == standings
         assert (found.kind, found.rounds, found.round, found.answered) == ("elastic", 6, 6, [0])
         alive, gone, left, *_ = found.workers
@@ -147,13 +146,13 @@ def test_status_tells_who_is_alive_suspect_gone_joining_a_ghost_left_or_has_neve
         assert main(["status", str(tmp_path)]) == 0
         table = capsys.readouterr().out
         assert (
-            "1 alive, 1 gone, 1 left, 1 joining, 1 empty, 1 suspect, 1 ghost" in table
+            "1 alive, 1 gone, 1 left, 1 joining, 1 empty, 1 suspect" in table
             and "asked now: worker 0" in table
             and "refused: 127.0.0.1: secret (1)" in table
         )
     assert main(["status", str(tmp_path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert [one["standing"] for one in told["workers"]] == ["gone", "gone", "left", *["unknown"] * 4], (
+    assert [one["standing"] for one in told["workers"]] == ["gone", "gone", "left", *["unknown"] * 3], (
         "their logs say that all took part"
     )
     assert told["note"].startswith("no worker answers")
@@ -291,14 +290,14 @@ def test_a_calm_run_goes_on_from_the_newest_round_that_all_have_where_there_is_o
     held = {slot: dict.fromkeys(rounds) for slot, rounds in enumerate(owned)}
     having = [rounds for rounds in owned if rounds]
     common = frozenset.intersection(*having) if having else frozenset()
-    found = to_resume(held)
+    found = round_to_resume(held)
     assert found == max(common) if common else found in {0, *(r for rounds in owned for r in rounds)}
     assert bool(found) == bool(having)
 
 
 @given(st.lists(ROUNDS, min_size=1, max_size=5))
 def test_the_round_to_score_is_never_older_than_one_that_most_have(owned):
-    found = to_score({slot: dict.fromkeys(rounds) for slot, rounds in enumerate(owned)})
+    found = round_to_score({slot: dict.fromkeys(rounds) for slot, rounds in enumerate(owned)})
     having = sum(map(bool, owned))
     assert all(r <= found for r in range(1, 10) if 2 * sum(r in rounds for rounds in owned) > having)
 

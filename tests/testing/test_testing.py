@@ -213,7 +213,7 @@ WRONG = {  # the promise, a rule that breaks it, and what the sentence says
         with_recv(lambda x, c, ctx: x + c / (x - x.mean()).norm(), elementwise=False),
         "with 1 parameters .* not finite",
     ),
-    "decay": ("equal_workers_that_stand_still_stay", with_recv(lambda x, c, ctx: 0.999 * x + c), "moved by up to 0.0"),
+    "decay": ("consensus_is_a_fixed_point", with_recv(lambda x, c, ctx: 0.999 * x + c), "moved by up to 0.0"),
     "gossip that claims to be identical": (
         "replicas_that_receive_from_everyone_stay_bitwise_equal",
         PLAIN._replace(identical=True),

@@ -2,20 +2,27 @@
 
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from gossamer.errors import ConfigError, TransportError
 from gossamer.transport.bucket.bucket import Bucket, Folder, ObjectStore, bucket_at, opened_bucket, opened_item, sealed
+from s3 import s3
 
 
-@pytest.fixture(params=["folder", "object store"])
-def bucket(request: pytest.FixtureRequest, tmp_path: Path) -> Bucket:
+@pytest.fixture(params=["folder", "in memory", "S3"])
+def bucket(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     if request.param == "folder":
-        return opened_bucket(str(tmp_path / "store"))
+        yield opened_bucket(str(tmp_path / "store"))
+        return
     pytest.importorskip("obstore")
-    return opened_bucket("memory:///run")
+    if request.param == "in memory":
+        yield opened_bucket("memory:///run")
+        return
+    with s3(monkeypatch):
+        yield opened_bucket("s3://bucket/run")
 
 
 def test_of_many_who_create_an_object_at_once_one_does_and_all_read_what_it_wrote(bucket: Bucket) -> None:

@@ -1,18 +1,20 @@
 """Workers that share a store alone, over virtual time: the store is slow, fails, answers too late and shows late what is there;
 workers die, stand still, leave and come again."""
 
+import base64
 import hashlib
 import heapq
 import itertools
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
-from gossamer.errors import CheckpointError
-from gossamer.transport.bucket.bucket import opened_item
+from gossamer.errors import CheckpointError, PeerError
+from gossamer.transport.bucket.bucket import Folder, Seal, opened_item
 from gossamer.transport.bucket.protocol import (
     Asking,
     Attendance,
@@ -28,6 +30,8 @@ from gossamer.transport.bucket.protocol import (
     StoreTerms,
     commit_in,
 )
+from gossamer.transport.bucket.signed import KeySeal, key_seal
+from gossamer.transport.keys import Keys, Peer, certificate_of, new_key
 
 SCHEDULES, FULL, PARTS = (*range(18), 95, 271), range(1_000), 4
 """In the last two a process was stopped while it looked for a state to begin with."""
@@ -85,11 +89,13 @@ def after(x: str, mean: bytes) -> str:
 class Chain:
     """StoreWorker whose state is a hash of all means so far. `disk` is what outlives it: states by the rounds behind them."""
 
-    def __init__(self, disk: dict[int, str], every: int) -> None:
-        self._disk, self._every = disk, every
+    def __init__(self, disk: dict[int, Any], every: int) -> None:
+        self._disk, self._disks, self._every = disk, disk, every
         self._x, self._steps, self._kept = "", 0, (0, "")
         self.leaves = False
+        self.said: list[str] = []
         self.history: list[tuple[int, str]] = []
+        self.begun: list[tuple[int, Basis, str]] = []
 
     def agree(self, identity: str) -> None: ...
 
@@ -117,6 +123,7 @@ class Chain:
     def start(self, round: int, begun: Basis) -> None:
         self._steps = begun.steps
         self.history.append((round, self._x))
+        self.begun.append((round, begun, self._x))
 
     def train(self, round: int) -> bytes:
         self._steps += 5
@@ -125,17 +132,27 @@ class Chain:
     def steps(self) -> int:
         return self._steps
 
-    def is_sound(self, body: memoryview) -> bool:
+    def is_sound(self, round: int, body: memoryview) -> bool:
         return bytes(body).isascii()
+
+    def is_mean(self, round: int, own: bytes, there: memoryview) -> bool:
+        return own == bytes(there)
 
     def mean(self, round: int, messages: Mapping[int, bytes | memoryview]) -> bytes:
         assert all(bytes(one).split()[0] == str(round).encode() for one in messages.values())
         return mean_of({slot: bytes(one) for slot, one in messages.items()})
 
     def finish(self, commit: Commit, mean: memoryview) -> None:
-        self.add(commit, mean)
-        finished = commit.round + 1
-        self._kept = finished, self._x
+        self._end(commit.round + 1, after(self._x, bytes(mean)))
+
+    def peers(self, round: int, parts: Collection[int]) -> Collection[int]:
+        raise NotImplementedError
+
+    def mix(self, commit: Commit, messages: Mapping[int, memoryview]) -> None:
+        raise NotImplementedError
+
+    def _end(self, finished: int, x: str) -> None:
+        self._x, self._kept = x, (finished, x)
         self.history.append((finished, self._x))
         if finished % self._every == 0:
             self._disk[finished] = self._x
@@ -148,7 +165,30 @@ class Chain:
     def asked(self) -> bool:
         return self.leaves
 
-    def say(self, sentence: str) -> None: ...
+    def say(self, sentence: str) -> None:
+        self.said.append(sentence)
+
+
+class Mixer(Chain):
+    """StoreWorker in gossip: its state is a hash of its last one and the messages of its two neighbours."""
+
+    def begin(self, slot: int, life: int) -> int:
+        self._disk, self._kept = self._disks.setdefault(slot, {}), (0, "")  # not those of another slot
+        return super().begin(slot, life)
+
+    def peers(self, round: int, parts: Collection[int]) -> Collection[int]:
+        return neighbours(self._slot, parts)
+
+    def mix(self, commit: Commit, messages: Mapping[int, memoryview]) -> None:
+        assert sorted(messages) == sorted(neighbours(self._slot, commit.parts))
+        self._end(commit.round + 1, after(self._x, mean_of({slot: bytes(one) for slot, one in messages.items()})))
+
+
+def neighbours(slot: int, parts: Collection[int]) -> set[int]:
+    """Those beside a slot in a ring of these."""
+    ring = sorted(parts)
+    place = ring.index(slot)
+    return {ring[place - 1], ring[(place + 1) % len(ring)]} - {slot}
 
 
 class Process(NamedTuple):
@@ -156,7 +196,7 @@ class Process(NamedTuple):
 
     one: Attendance
     work: Chain
-    disk: dict[int, str]
+    disk: dict[int, Any]
 
 
 class World:
@@ -168,6 +208,8 @@ class World:
         self.store = Store(self.draws, lambda: self.now, faults)
         self.alive: dict[int, Process] = {}
         self.histories: list[list[tuple[int, str]]] = []
+        self.kind: type[Chain] = Chain
+        self.works: list[Chain] = []
         self.failed: list[Exception] = []
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order, self._numbers = itertools.count(), itertools.count()
@@ -179,12 +221,14 @@ class World:
     def at(self, seconds: float, act: Callable[[], None]) -> None:
         heapq.heappush(self._events, (self.now + seconds, next(self._order), act))
 
-    def start(self, disk: dict[int, str]) -> None:
+    def start(self, disk: dict[int, Any], seal: Seal | None = None, kind: type[Chain] | None = None) -> None:
         number = next(self._numbers)
-        work = Chain(disk, every=self.draws.choice((2, 3)))
-        one = Attendance(self.terms, work, f"nonce {number}", lambda: self.now)
+        work = (kind or self.kind)(disk, every=self.draws.choice((2, 3)))
+        terms = self.terms if seal is None else self.terms._replace(seal=seal)
+        one = Attendance(terms, work, f"nonce {number}", lambda: self.now)
         self.alive[number] = Process(one, work, disk)
         self.histories.append(work.history)
+        self.works.append(work)
         self._go_on(number, one.live(), None, main=True)
         self._go_on(number, one.beats(), None, main=False)
 
@@ -267,12 +311,14 @@ def commits_of(world: World) -> Iterator[Commit]:
         yield found
 
 
-def live_through(seed: int) -> World:
+def live_through(seed: int, *, gossip: bool = False) -> World:
     """A run whose workers die, stand still and leave now and then, and once all at one time."""
     draws = random.Random(f"disasters {seed}")
     workers, rounds = draws.randint(2, 5), draws.randint(6, 14)
     world = World(seed, workers, rounds, faults=draws.choice((0.0, 0.02, 0.1)))
-    disks: list[dict[int, str]] = [{} for _ in range(workers)]
+    if gossip:
+        world.kind, world.terms = Mixer, world.terms._replace(gossip=True, rejoin_rounds=3)
+    disks: list[dict[int, Any]] = [{} for _ in range(workers)]
     for disk in disks:
         world.at(draws.uniform(0, 30), lambda disk=disk: world.start(disk))
 
@@ -331,6 +377,55 @@ def test_no_round_is_lost_and_no_state_is_wrong_whoever_dies_and_however_the_sto
             raise
 
 
+def must_hold_in_gossip(world: World) -> None:
+    """No round is lost, no step counts twice, and each state follows from those that the commits name and their messages."""
+    assert not world.failed
+    n = world.terms.workers
+    states: dict[tuple[int, int], set[str]] = {(slot, 0): {""} for slot in range(n)}
+    x, steps = [""] * n, [0] * n
+    for commit in commits_of(world):
+        sent: dict[int, bytes] = {}
+        for slot, part in commit.parts.items():
+            name = f"r{commit.round:08d}-from-{slot:05d}-{part.life:04d}"
+            sent[slot] = bytes(opened_item(b"", name, world.store.ever[name]).body)
+            if part.begun is not None:
+                hashes = {
+                    hashlib.sha256(one.encode()).hexdigest(): one for one in states[part.begun.donor, part.begun.after]
+                }
+                packed = {packed_sha(part.begun.after, one): one for one in hashes.values()}
+                x[slot] = {**hashes, **packed}[part.begun.sha256] if part.begun.after else ""
+                assert part.begun.steps == steps[slot]
+            assert sent[slot] == f"{commit.round} {part.steps} {x[slot]}".encode()
+            assert part.steps == steps[slot] + 5, "its batches are those after the last that counted"
+            steps[slot] = part.steps
+        assert commit.steps == tuple(steps)
+        for slot in commit.parts:
+            x[slot] = after(x[slot], mean_of({j: sent[j] for j in neighbours(slot, commit.parts)}))
+            states.setdefault((slot, commit.round + 1), set()).add(x[slot])
+    every = {(finished, one) for (_, finished), some in states.items() for one in some}
+    for work in world.works:
+        for round, begun, state in work.begun:
+            assert state in states[begun.donor, begun.after] and begun.after <= round
+        first = {(round, state) for round, _, state in work.begun}
+        assert {*work.history} - first <= every
+
+
+def packed_sha(after: int, x: str) -> str:
+    return hashlib.sha256(json.dumps([after, x]).encode()).hexdigest()
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_in_gossip_no_round_is_lost_and_both_ends_of_an_exchange_count_it_whoever_dies(
+    part: int, request: pytest.FixtureRequest
+) -> None:
+    for seed in (FULL if request.config.getoption("--full") else range(8))[part::2]:
+        try:
+            must_hold_in_gossip(live_through(seed, gossip=True))
+        except BaseException as error:
+            error.add_note(f"schedule {seed}")
+            raise
+
+
 def test_two_workers_that_wait_long_for_a_third_ask_the_store_at_most_twenty_times_a_minute() -> None:
     world = World(0, workers=3, rounds=2, faults=0.0)
     world.terms = world.terms._replace(timeout_s=300.0, deadline_s=1e6, rest_s=StoreTerms._field_defaults["rest_s"])
@@ -345,12 +440,119 @@ def test_two_workers_that_wait_long_for_a_third_ask_the_store_at_most_twenty_tim
     assert 10 < world.store.requests - before <= 10 * 20, "of all three, in ten minutes"
 
 
-def test_a_mean_costs_a_few_requests_for_each_worker_of_a_round() -> None:
-    """Besides listings: each puts its message, one reads them all, and each reads the outcome and the mean."""
+@pytest.mark.parametrize("kind", [Chain, Mixer])
+def test_a_round_costs_a_few_requests_for_each_worker_and_one_more_for_each_peer(kind: type[Chain]) -> None:
+    """Besides listings: each puts its message, one reads them all, and each reads the outcome and the mean, or its peers."""
     for workers in (4, 16):
         world = World(0, workers, rounds=20, faults=0.0)
+        world.kind, world.terms = kind, world.terms._replace(gossip=kind is Mixer)
         for _ in range(workers):
             world.start({})
         world.run()
-        must_hold(world)
-        assert world.store.asked_of_rounds <= 5 * workers * 20
+        (must_hold_in_gossip if kind is Mixer else must_hold)(world)
+        assert world.store.asked_of_rounds <= (7 if kind is Mixer else 5) * workers * 20
+
+
+class Liar(Chain):
+    """One whose means are not those of the messages."""
+
+    def mean(self, round: int, messages: Mapping[int, bytes | memoryview]) -> bytes:
+        return b"a lie about " + super().mean(round, messages)
+
+
+@pytest.fixture
+def seals(tmp_path: Path) -> list[KeySeal]:
+    """Of three machines with a worker each, in the order of their numbers."""
+    pytest.importorskip("cryptography")
+    files = [new_key(name, tmp_path / f"{name}.pem") for name in ("berlin", "paris", "rome")]
+    peers = {file.stem: Peer(certificate=base64.b64encode(certificate_of(file)).decode()) for file in files}
+    folder = Folder(str(tmp_path))
+    return [key_seal(folder, Keys(file, peers, 3)) for file in files]
+
+
+def states_of(world: World, seal: KeySeal) -> dict[int, str]:
+    """The states that follow from the messages which the commits name, whatever mean they name."""
+    x, states = "", {0: ""}
+    for round in range(world.terms.rounds):
+        name = f"r{round:08d}-commit"
+        commit = commit_in(round, seal.opened(name, world.store.ever[name]).head, world.terms.workers)
+        assert commit is not None
+        names = {slot: f"r{round:08d}-from-{slot:05d}-{part.life:04d}" for slot, part in commit.parts.items()}
+        sent = {slot: bytes(seal.opened(name, world.store.ever[name]).body) for slot, name in names.items()}
+        x = states[round + 1] = after(x, mean_of(sent))
+    return states
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_who_closes_rounds_with_another_mean_is_named_by_each_other_worker_and_changes_nothing_for_them(
+    seals: list[KeySeal], seed: int
+) -> None:
+    world = World(seed, workers=3, rounds=9, faults=0.02)
+    for seal, kind in zip(seals, (Chain, Liar, Chain), strict=True):
+        world.start({}, seal, kind)
+    honest = [world.alive[0].work, world.alive[2].work]
+    world.at(250.0, lambda: world.kill(2, None, keeps_disk=False))
+    world.at(260.0, lambda: world.start({}, seals[2]))
+    world.run()
+    assert not world.failed
+    states = states_of(world, seals[0])
+    histories = [world.histories[0], world.histories[2], world.histories[3]]
+    assert len(histories[0]) >= 9 and histories[2], "one was there all the time, and one came later"
+    assert all(state == states[finished] for history in histories for finished, state in history)
+    for work in honest:
+        assert any("worker 1 has closed it with what does not follow" in one for one in work.said), work.said
+        assert not any("worker 0 has closed" in one or "worker 2 has closed" in one for one in work.said)
+
+
+@pytest.mark.parametrize("what", ["a message that is not there", "a message that is not sound"])
+def test_who_closes_a_round_over_what_cannot_count_ends_it_by_name(seals: list[KeySeal], what: str) -> None:
+    world = World(0, workers=3, rounds=2, faults=0.0)
+    for seal in (seals[0], seals[2]):
+        world.start({}, seal)
+    head = {"steps": 5, "begun": None}
+    parts = {str(slot): {"life": 0, **head} for slot in range(2)}
+    commit = {"parts": parts, "steps": [5, 5, 0], "mean": "0" * 64, "closer": [1, 0], "time_s": 0.0}
+    objects = {"r00000000-commit": (commit, b""), "t00001-0000": ({"nonce": ""}, b"")}
+    if what == "a message that is not sound":
+        objects["r00000000-from-00001-0000"] = (head, b"\xff")
+
+    def write() -> None:
+        for name, (head, body) in objects.items():
+            world.store.take(Create(name, seals[1].sealed(name, head, body)))
+
+    world.at(10.0, write)
+    told = (
+        "over messages, or with a mean, that are not in the store" if "there" in what else "worker 1 sent, which is not"
+    )
+    with pytest.raises(PeerError, match=f"worker 1 has closed round 1 .*{told}"):
+        world.run()
+
+
+def test_what_strangers_write_and_what_members_write_for_others_is_named_and_passed_by(
+    seals: list[KeySeal], tmp_path: Path
+) -> None:
+    world = World(1, workers=3, rounds=6, faults=0.0)
+    stranger = new_key("stranger", tmp_path / "stranger.pem")
+    only = {"stranger": Peer(certificate=base64.b64encode(certificate_of(stranger)).decode(), workers=3)}
+    (tmp_path / "elsewhere").mkdir()
+    foreign = key_seal(Folder(str(tmp_path / "elsewhere")), Keys(stranger, only, 3))
+    works = [world.start({}, seal) or [*world.alive.values()][-1].work for seal in seals]
+
+    def write() -> None:
+        for name in ("t00000-0007", "v00001-0000", "r00000001-from-00002-0009", "r00000050-commit", "s00000002"):
+            world.store.take(Create(name, foreign.sealed(name, {"slot": 0, "nonce": "mine"})))
+        world.store.take(Create("t00002-0004", seals[0].sealed("t00002-0004", {"nonce": "of another's slot"})))
+        world.store.take(
+            Create("v00002-0000", world.store.ever["v00000-0000"] if world.store.ever.get("v00000-0000") else b"")
+        )
+
+    world.at(30.0, write)
+    world.run()
+    assert not world.failed and all(len(history) == 7 for history in world.histories), "nobody has begun again"
+    for round in range(6):
+        commit = commit_in(round, seals[0].opened(name := f"r{round:08d}-commit", world.store.ever[name]).head, 3)
+        assert commit is not None and sorted(commit.parts) == [0, 1, 2]
+    said = " ".join(works[1].said)
+    assert "'t00000-0007' of the store does not count: nobody in the run's [peers] has signed it" in said
+    assert "'t00002-0004' of the store does not count: peer 'berlin' has signed it, and may not be worker 2" in said
+    assert "'v00002-0000'" in said and "'r00000050-commit'" in said and "'v00001-0000'" in said

@@ -72,7 +72,7 @@ class Mail:
         if links:
             source, target = links[choice % len(links)]
             self.time_s += 0.01
-            self.cores[target].heard(self.queues[source, target].pop(0), self.time_s)
+            self.cores[target].receive(self.queues[source, target].pop(0), self.time_s)
         self.collect()
         return bool(links)
 

@@ -40,7 +40,7 @@ class World:
         self.held: dict[int, tuple[int, int]] = {}
         self.histories: dict[tuple[int, int], set[tuple[int, frozenset[int]]]] = defaultdict(set)
         for worker in self.workers:
-            worker.enter(0)
+            worker.begin_round(0)
 
     def closing(self, members: Members) -> Closing:
         return Closing(members, limit_s=self.limit_s, beat_s=0.5, per_round=self.per_round)
@@ -85,7 +85,7 @@ class World:
     def _begin(self, i: int, source: int) -> None:
         """Goes on with another worker's state."""
         self.kept[i] = self.kept[source]
-        self.workers[i].enter(*self.kept[i])
+        self.workers[i].begin_round(*self.kept[i])
         self.held.pop(i, None)
         self.left_s[i] = self.draw.uniform(0.1, 2.0)
 
@@ -154,7 +154,7 @@ class World:
         self.letters = [letter for letter in self.letters if letter[0] > self.now]
         for _, sender, receiver, letter in sorted(due, key=lambda one: one[0]):
             if self.meet(sender, receiver):
-                self.workers[receiver].heard(letter, self.now)
+                self.workers[receiver].receive(letter, self.now)
 
 
 @pytest.mark.parametrize("n", [3, 5])
@@ -189,7 +189,7 @@ def test_others_close_their_round_at_once_without_a_newcomer_that_came_amid_it_a
     workers = [Closing(Members(limits(3), i, entries), limit_s=30.0, beat_s=0.5, per_round=2) for i in range(3)]
     others = [worker for i, worker in enumerate(workers) if i != away]
     for worker in workers:
-        worker.enter(6, line=7)
+        worker.begin_round(6, line=7)
     closed(workers, others)
     for worker in workers:
         worker.members.entries[away] = SlotEntry(away, 1, 200, MemberStatus.ALIVE, 3)
@@ -210,7 +210,7 @@ def deliver(workers: list[Closing], now: float = 1.5) -> None:
         for worker in workers:
             worker.outbox.clear()
         for peer, letter in letters:
-            workers[peer].heard(letter, now)
+            workers[peer].receive(letter, now)
 
 
 def closed(workers: list[Closing], taking_part: list[Closing]) -> None:
@@ -230,7 +230,7 @@ def test_a_newcomer_that_leads_amid_a_round_names_an_attempt_after_those_that_it
     entries = [SlotEntry(i, 0, 100 + i, MemberStatus.ALIVE if i else MemberStatus.SUSPECT, 3) for i in range(5)]
     workers = [Closing(Members(limits(5), i, entries), limit_s=3.0, beat_s=0.5) for i in range(5)]
     for worker in workers:
-        worker.enter(3, line=7)
+        worker.begin_round(3, line=7)
     for worker in workers[1:]:
         worker.ready(1.0)
     deliver(workers, 1.0)
@@ -251,12 +251,12 @@ def test_a_leader_that_hangs_and_a_worker_that_hangs_before_it_is_ready_are_susp
     entries = [SlotEntry(i, 0, 100 + i, MemberStatus.ALIVE, 0, f"host:{i}") for i in range(3)]
     core = ElasticCore(Members(limits(3), me, entries), timeout_s=4.0)
     worker, hangs = Closing(core.members, limit_s=4.0, beat_s=0.5), 1 - me
-    worker.enter(0)
+    worker.begin_round(0)
     assert not worker.awaited, "it trains itself"
     worker.ready(0.0)
     for step in range(100):
         now = 0.1 * step
-        core.heard(Letter(LetterKind.PONG, 2), now)
+        core.receive(Letter(LetterKind.PONG, 2), now)
         core.wait_for(worker.awaited)
         core.tick(now)
         asked = {peer for peer, letter in core.outbox if letter.kind is LetterKind.PING}
@@ -274,7 +274,7 @@ class Trio:
         self.workers = [Closing(Members(limits(3), i, entries), limit_s=3.0, beat_s=beat_s) for i in range(3)]
         self.cut, self.now = set(), 0.0
         for worker in self.workers:
-            worker.enter(0)
+            worker.begin_round(0)
 
     def pass_s(self, seconds):
         for _ in range(round(seconds / STEP_S)):
@@ -286,7 +286,7 @@ class Trio:
                     worker.outbox.clear()
                 for sender, target, letter in letters:
                     if not self.cut & {sender, target}:
-                        self.workers[target].heard(letter, self.now)
+                        self.workers[target].receive(letter, self.now)
 
     def close(self, *some):
         """The round of these, with all that it waits for; returns over whom it was closed."""
@@ -315,19 +315,19 @@ def test_a_worker_that_is_left_out_again_is_waited_for_until_the_deadline(in_tim
     trio.pass_s(0.6)
     assert late.left_out
     assert trio.close(0, 1) == {0, 1}, "nobody waits for who was left out once: it may have been cut off for long"
-    late.enter(1, line=0)  # with a state that is a round too old, as it took longer than a round
+    late.begin_round(1, line=0)  # with a state that is a round too old, as it took longer than a round
     trio.pass_s(0.6)
     assert late.left_out
     assert trio.close(0, 1) is None, "the others wait"
     if in_time:
-        late.enter(2, line=trio.workers[0].line)
+        late.begin_round(2, line=trio.workers[0].line)
         assert trio.close(0, 1, 2) == {0, 1, 2}
         assert [worker.round for worker in trio.workers] == [3, 3, 3]
     else:
         trio.pass_s(3.0)
         assert trio.close(0, 1) == {0, 1}
         trio.pass_s(0.6)
-        late.enter(2, line=trio.workers[0].line)
+        late.begin_round(2, line=trio.workers[0].line)
         trio.pass_s(0.6)
         assert late.left_out
         assert trio.close(0, 1) == {0, 1}, "of who is too slow for the deadline not every round waits"
@@ -360,7 +360,7 @@ def test_no_worker_gives_its_state_up_on_the_word_of_one_and_the_others_close_th
     trio.cut = {liar}  # it answers nobody, and says the same again and again
     for _ in range(20):
         for i in honest:
-            trio.workers[i].heard(claim(liar), trio.now)
+            trio.workers[i].receive(claim(liar), trio.now)
         trio.pass_s(0.1)
     assert not any(trio.workers[i].left_out for i in honest)
     assert trio.close(*honest) == set(honest), "they do not wait for the liar"
@@ -375,12 +375,12 @@ def silent(worker: Closing, liar: int, now: float) -> None:
 
 def repeats_it(worker: Closing, liar: int, now: float) -> None:
     """Says in each round that it is in a later one."""
-    worker.heard(lie(liar, worker.round + 2), now)
+    worker.receive(lie(liar, worker.round + 2), now)
 
 
 def takes_it_back(worker: Closing, liar: int, now: float) -> None:
     """Says that it is where the other worker is, and cannot be reached."""
-    worker.heard(lie(liar, worker.round, worker.line), now)
+    worker.receive(lie(liar, worker.round, worker.line), now)
     worker.members.suspect(liar)
 
 
@@ -399,7 +399,7 @@ def test_who_says_once_that_it_is_ahead_is_named_with_the_round_though_rounds_ar
     honest = [i for i in range(3) if i != liar]
     trio.cut = {liar}
     for i in honest:
-        trio.workers[i].heard(claim(liar), trio.now)
+        trio.workers[i].receive(claim(liar), trio.now)
     for _ in range(2):
         for i in honest:
             then(trio.workers[i], liar, trio.now)
@@ -416,11 +416,11 @@ def test_a_liar_that_joins_in_the_last_rounds_is_named_at_the_last(round: int) -
     trio.cut = {2}
     first = limits(3).rounds - 2
     for worker in trio.workers:
-        worker.enter(first, line=7)
+        worker.begin_round(first, line=7)
     for k in range(2):
         for i in range(2):
             if k >= round:
-                trio.workers[i].heard(lie(2, min(first + 2, first + k + 2), line=9), trio.now)
+                trio.workers[i].receive(lie(2, min(first + 2, first + k + 2), line=9), trio.now)
         if trio.close(0, 1) is None:  # who says nothing yet is waited for
             trio.pass_s(3.0)
             assert trio.close(0, 1) == {0, 1}
@@ -440,12 +440,12 @@ def test_one_that_learns_late_how_its_round_was_closed_names_nobody() -> None:
         assert worker.proposed is not None
         worker.hold(worker.proposed.attempt, trio.now)
     leader.outbox.clear()
-    leader.heard(late.outbox.pop()[1], trio.now)
+    leader.receive(late.outbox.pop()[1], trio.now)
     [(_, closed_letter)] = leader.outbox
     leader.advance()
     late.members.entries[2] = SlotEntry(2, 1, 200, MemberStatus.ALIVE, 1)
-    late.heard(lie(2, 1, leader.line), trio.now)  # it has the state of worker 0, whose letter is still under way
-    late.heard(closed_letter, trio.now)
+    late.receive(lie(2, 1, leader.line), trio.now)  # it has the state of worker 0, whose letter is still under way
+    late.receive(closed_letter, trio.now)
     late.advance()
     assert (late.round, late.line) == (1, leader.line) and not late.unvouched
 
@@ -453,29 +453,29 @@ def test_one_that_learns_late_how_its_round_was_closed_names_nobody() -> None:
 def test_of_two_workers_neither_decides_for_the_other_and_each_names_the_other():
     entries = [SlotEntry(i, 0, 100 + i, MemberStatus.ALIVE if i < 2 else MemberStatus.SUSPECT, 0) for i in range(3)]
     worker = Closing(Members(limits(3), 0, entries), limit_s=3.0, beat_s=0.5)
-    worker.enter(0)
+    worker.begin_round(0)
     worker.ready(0.0)
     for step in range(100):
-        worker.heard(lie(1, 2), 0.1 * step)
+        worker.receive(lie(1, 2), 0.1 * step)
     assert not worker.left_out and [(one.worker, one.round, one.waits) for one in worker.unvouched] == [(1, 2, True)]
 
 
 def test_a_worker_whom_the_leader_alone_answers_believes_it_after_a_deadline():
     entries = [SlotEntry(i, 0, 100 + i, MemberStatus.ALIVE, 0) for i in range(3)]
     worker = Closing(Members(limits(3), 2, entries), limit_s=3.0, beat_s=0.5)
-    worker.enter(0)
+    worker.begin_round(0)
     worker.ready(0.0)
     for step in range(29):
-        worker.heard(lie(0, 1), 0.1 * step)
+        worker.receive(lie(0, 1), 0.1 * step)
     assert not worker.left_out
-    worker.heard(lie(0, 1), 3.1)
+    worker.receive(lie(0, 1), 3.1)
     assert worker.left_out and worker.source == 0
 
 
 def test_a_newcomer_whose_state_is_ahead_of_what_most_have_takes_another():
     trio = Trio()
     late = trio.workers[2]
-    late.enter(50, line=9)  # as a donor gave it
+    late.begin_round(50, line=9)  # as a donor gave it
     late.ready(trio.now)
     for i in range(2):
         trio.workers[i].ready(trio.now)
@@ -509,7 +509,7 @@ def test_less_than_a_majority_never_closes_a_round():
 def test_letters_that_say_nothing_possible_are_refused_and_change_nothing(kind, text):
     entries = [SlotEntry(i, 0, 100 + i, MemberStatus.ALIVE, 0) for i in range(3)]
     worker = Closing(Members(limits(3), 0, entries), limit_s=3.0, beat_s=0.5)
-    worker.enter(0)
+    worker.begin_round(0)
     with pytest.raises(RefusedError, match=f"worker 1 sent a {kind.name.lower()} that cannot be in round 0"):
-        worker.heard(Letter(kind, 1, body=body_of(text.encode())), 0.0)
+        worker.receive(Letter(kind, 1, body=body_of(text.encode())), 0.0)
     assert not worker.outbox and not worker.closed and not worker.left_out and worker.proposed is None

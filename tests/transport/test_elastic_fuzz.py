@@ -19,7 +19,7 @@ from gossamer.record.addresses import read_addresses
 from gossamer.record.jsonl import json_from_peer
 from gossamer.record.logs.order import Entered, Finished, Mixed, OrderWriter, Published, read_order
 from gossamer.record.logs.outcomes import Begun, Ended, ExchangeOutcome, OutcomeWriter, RoundOutcome, read_outcomes
-from gossamer.record.packed import cold, packed, unpacked
+from gossamer.record.packed import packed, unpacked
 from gossamer.run.asynchronous.async_state import OwnState, state_of
 from gossamer.run.config.resolve import resolve
 from gossamer.run.participant.agreement import limits_of
@@ -109,7 +109,7 @@ def test_thousands_of_letters_in_any_order_never_raise_in_a_core_nor_fill_it(cou
     for _ in range(count // 100):
         known = [SlotEntry(i, 0, i, MemberStatus.ALIVE, 0, f"127.0.0.1:{4000 + i}") for i in range(3)]
         core = ElasticCore(Members(limits(3), 0, known), timeout_s=8.0)
-        core.enter(0, frozenset(range(3)), [1])
+        core.begin_round(0, frozenset(range(3)), [1])
         core.expect(Ticket(0), 1, sizes)
         for turn in range(100):
             kind, size = draw.choice([*LetterKind]), draw.choice([0, 7, sizes, sizes])
@@ -122,7 +122,7 @@ def test_thousands_of_letters_in_any_order_never_raise_in_a_core_nor_fill_it(cou
             )
             before, version = dict(core.members.entries), core.members.version
             try:
-                core.heard(letter, float(turn), draw.choice([None, 1, 2]))
+                core.receive(letter, float(turn), draw.choice([None, 1, 2]))
             except RefusedError:
                 assert (core.members.entries, core.members.version) == (before, version)
             core.tick(float(turn))
@@ -140,7 +140,7 @@ def test_thousands_of_requests_and_offers_of_newcomers_are_answered_or_refused(
     entry = SlotEntry(2, 1, 5, MemberStatus.JOINING, 0, "127.0.0.1:4002")
     place = {"nonce": 5, "address": "127.0.0.1:4002", "slot": None, "inner": True, "wants": None, "after": None}
     offer = {"slot": 2, "donor": 0, "after": 3, "bytes": 24, "sha256": "a" * 64, "entries": NEWS.decode()}
-    state = newcomer.Handover(3, lambda: bytes(24), cold)
+    state = newcomer.Handover(3, lambda: bytes(24))
     sent: list[Letter] = []
     monkeypatch.setattr(newcomer, "send_letter", lambda sock, letter, run: sent.append(letter))
 
@@ -288,7 +288,7 @@ def test_thousands_of_letters_in_any_order_never_raise_in_calls_nor_fill_them(co
         letter = Letter(draw.choice(kinds), draw.randint(1, 2), Ticket(*numbers), round=turn, steps=steps, body=body)
         for calls in (fetches, meetings):
             if calls.accepts(letter, body.numel()):
-                calls.heard(letter, float(turn))
+                calls.receive(letter, float(turn))
             if draw.random() < 0.1:
                 calls.tick(float(turn))
             assert len(calls.outbox) < 10

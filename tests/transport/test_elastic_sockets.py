@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from gossamer.errors import PeerError, TransportError
-from gossamer.record.packed import cold, frozen, unpacked
+from gossamer.record.packed import packable_snapshot, unpacked
 from gossamer.run.participant.state_transfer import fetch_state
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic import newcomer
@@ -80,7 +80,7 @@ def crew(
 def enter(transport: ElasticTransport, round: int, peers: Sequence[int]) -> Ticket:
     """Begins a round in which it exchanges with these peers."""
     ticket = Ticket(round)
-    transport.enter(round, lambda alive: [peer for peer in peers if peer in alive], 15)
+    transport.begin_round(round, lambda alive: [peer for peer in peers if peer in alive], 15)
     for peer in peers:
         transport.expect(ticket, peer, LIKE)
     return ticket
@@ -220,7 +220,7 @@ def test_a_worker_whose_slot_another_process_has_taken_does_not_wait_for_its_rou
         transport = ElasticTransport(
             Members(limits(3), 1, known), Endpoint(listener, RUN, SECRET, 8.0), limit_bytes=100
         )
-        transport.enter(0, lambda alive: [], 15)
+        transport.begin_round(0, lambda alive: [], 15)
         transport.members.merge([known[1]._replace(incarnation=1, nonce=99)])
         with pytest.raises(PeerError, match="another process fills slot 1"):
             transport.proposed(0)
@@ -233,7 +233,7 @@ def test_two_parts_of_a_network_that_have_replaced_each_other_meet_again() -> No
             for transport, gone in ((one, entries[1]), (other, entries[0])):
                 newer = {gone.slot: gone._replace(incarnation=3, nonce=99, status=MemberStatus.LEFT, address="")}
                 letter = Letter(LetterKind.MEMBERSHIP, gone.slot, body=body_of(membership_update(newer)))
-                transport.core.heard(letter, time.monotonic(), gone.nonce)
+                transport.core.receive(letter, time.monotonic(), gone.nonce)
                 transport.core.outbox.clear()
         until(lambda: one.members.replaced and other.members.replaced)
 
@@ -244,7 +244,7 @@ def test_who_needs_a_state_asks_again_as_long_as_its_donor_has_not_come_up_and_n
     entries = [SlotEntry(0, 0, 5, MemberStatus.ALIVE, 0), SlotEntry(1, 0, 6, MemberStatus.ALIVE, 0, address)]
     listeners[1].settimeout(LIMIT_S)
     endpoint, members = Endpoint(listeners[0], RUN, SECRET, LIMIT_S), Members(limits(2), 0, entries)
-    kept = newcomer.Handover(6, lambda: frozen({"x": torch.ones(2)})(), cold)
+    kept = newcomer.Handover(6, lambda: packable_snapshot({"x": torch.ones(2)})())
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(fetch_state, members, endpoint, first=1, behind=0, accept=lambda _, state: state)
         for _ in range(2):
@@ -333,7 +333,7 @@ def test_what_nobody_waits_for_any_more_does_not_leave() -> None:
             until_known(transport, entries[1])
             for round in range(6):
                 ticket, like = Ticket(round), [torch.empty(1 << 22)]
-                transport.enter(round, lambda alive: [1], 15)
+                transport.begin_round(round, lambda alive: [1], 15)
                 transport.expect(ticket, 1, like)
                 transport.post(ticket, 1, like)
                 transport.wait(ticket)
@@ -378,7 +378,7 @@ def test_two_that_reach_the_others_and_not_each_other_hold_up_no_mean(monkeypatc
 
     def closed(transport: ElasticTransport) -> int | None:
         """The attempts of a round in which it takes part; None where it is left out."""
-        transport.enter(0, lambda alive: sorted(alive - {transport.worker}), 0)
+        transport.begin_round(0, lambda alive: sorted(alive - {transport.worker}), 0)
         try:
             for attempts in itertools.count(1):
                 attempt, alive = transport.proposed(0)
@@ -443,7 +443,7 @@ def test_where_small_messages_pass_and_large_ones_never_do_an_exchange_is_missed
 
     def missed(transport: ElasticTransport) -> set[Outcome]:
         ticket, peer = Ticket(0), 1 - transport.worker
-        transport.enter(0, lambda alive: [peer], 15)
+        transport.begin_round(0, lambda alive: [peer], 15)
         transport.expect(ticket, peer, large)
         transport.post(ticket, peer, [torch.zeros(50_000)])
         transport.wait(ticket)
@@ -478,13 +478,13 @@ def test_two_that_have_never_heard_of_each_other_meet_by_the_addresses_of_their_
 def test_the_state_of_a_round_is_packed_only_when_the_first_newcomer_asks_and_is_that_of_its_end() -> None:
     packed: list[bytes] = []
     x = torch.zeros(5)
-    pack = frozen({"x": x, "inner": {"step": 4}})
-    kept = newcomer.Handover(3, lambda: packed.append(pack()) or packed[-1], cold)
+    pack = packable_snapshot({"x": x, "inner": {"step": 4}})
+    kept = newcomer.Handover(3, lambda: packed.append(pack()) or packed[-1])
     x.fill_(1.0)  # the worker trains on
     assert not packed
     entry = SlotEntry(1, 1, 5, MemberStatus.JOINING, 0, "127.0.0.1:4002")
     own = newcomer.Applicant(5, "127.0.0.1:4002", 1)
-    for inner in (True, False):
+    for _ in range(2):
         near, far = (Channel(sock, LIMIT_S) for sock in socket.socketpair())
         with near, far, ThreadPoolExecutor(1) as pool, pytest.MonkeyPatch.context() as patch:
             patch.setattr(newcomer, "dial", lambda *args, end=far, **options: end)
@@ -498,11 +498,11 @@ def test_the_state_of_a_round_is_packed_only_when_the_first_newcomer_asks_and_is
                 entries=lambda: {1: entry},
                 boundary=lambda _: kept,
             )
-            offer = newcomer.ask("", SECRET, own._replace(inner=inner), run=RUN, limits=limits(3), timeout_s=LIMIT_S)
+            offer = newcomer.ask("", SECRET, own, run=RUN, limits=limits(3), timeout_s=LIMIT_S)
             hosting.result(LIMIT_S)
         assert offer.after == 3 and offer.raw is not None
         state = unpacked(offer.raw)
-        assert torch.equal(state["x"], torch.zeros(5)) and state["inner"] == ({"step": 4} if inner else None)
+        assert torch.equal(state["x"], torch.zeros(5)) and state["inner"] == {"step": 4}
     assert len(packed) == 1
 
 

@@ -161,7 +161,7 @@ def pair(**options: float) -> list[ElasticCore]:
     known = [SlotEntry(i, 0, 10 + i, MemberStatus.ALIVE, 0, f"host:{i + 1}") for i in range(2)]
     cores = [ElasticCore(Members(limits(2), i, known), timeout_s=8.0, **options) for i in range(2)]
     for i, core in enumerate(cores):
-        core.enter(0, frozenset({0, 1}), [1 - i])
+        core.begin_round(0, frozenset({0, 1}), [1 - i])
         core.expect(TICKET, 1 - i, BODY.numel())
     return cores
 
@@ -184,9 +184,9 @@ def test_under_no_interleaving_does_one_end_count_what_the_other_knows_to_be_mis
             posted[i] = True
             cores[i].post(TICKET, 1 - i, BODY, now)
         elif what == "to" and lines[i]:
-            cores[i].heard(lines[i].pop(0), now)
+            cores[i].receive(lines[i].pop(0), now)
         elif what == "twice" and lines[i]:
-            cores[i].heard(lines[i][0], now)
+            cores[i].receive(lines[i][0], now)
         elif what == "lose":
             cores[i].lost(1 - i)
         elif what == "cut":
@@ -208,13 +208,13 @@ def test_an_exchange_that_is_under_way_keeps_the_view_of_the_round_that_it_was_p
     for core in cores:
         core.steps = 4
         core.post(TICKET, 1 - core.me, BODY, now)
-        core.enter(1, frozenset({0, 1} if core.me else {0}), [1 - core.me])
+        core.begin_round(1, frozenset({0, 1} if core.me else {0}), [1 - core.me])
         core.steps = 9
     while letters := [(core, letter) for core in cores for _, letter in core.outbox]:
         for core in cores:
             core.outbox.clear()
         for core, letter in letters:
-            cores[1 - core.me].heard(letter, now)
+            cores[1 - core.me].receive(letter, now)
     for core in cores:
         assert core.collect(TICKET)[1] == {1 - core.me: Outcome.MADE}
         assert [core.members.entries[slot].steps for slot in range(2)] == [4, 4], "not those it has taken since"
@@ -266,14 +266,14 @@ def test_of_a_process_that_was_replaced_only_the_news_count() -> None:
     core.members.merge([SlotEntry(1, 1, 77, MemberStatus.ALIVE, 0, "host:2")])
     core.post(TICKET, 1, BODY, 0.0)
     core.outbox.clear()
-    assert core.heard(payload, 0.1, 11) == 11 and said(core) == []
-    assert core.heard(payload, 0.1, 77) == 77 and said(core) == [(1, LetterKind.COMMIT)]
+    assert core.receive(payload, 0.1, 11) == 11 and said(core) == []
+    assert core.receive(payload, 0.1, 77) == 77 and said(core) == [(1, LetterKind.COMMIT)]
     greeting = Letter(
         LetterKind.MEMBERSHIP,
         1,
         body=torch.frombuffer(bytearray(membership_update(other.members.entries)), dtype=torch.uint8),
     )
-    assert core.heard(greeting, 0.2, None) == 11
+    assert core.receive(greeting, 0.2, None) == 11
 
 
 def test_steps_that_another_worker_has_counted_are_known_before_its_round_ends() -> None:
@@ -282,9 +282,9 @@ def test_steps_that_another_worker_has_counted_are_known_before_its_round_ends()
     core.post(TICKET, 1, BODY, 0.0)
     other.post(TICKET, 0, BODY, 0.0)
     for _, letter in [*other.outbox]:
-        core.heard(letter, 0.1)
+        core.receive(letter, 0.1)
     assert core.members.entries[1].steps == 0
-    core.heard(Letter(LetterKind.COMMIT, 1, TICKET), 0.2)
+    core.receive(Letter(LetterKind.COMMIT, 1, TICKET), 0.2)
     assert core.members.entries[1].steps == 15
 
 
@@ -302,7 +302,7 @@ def test_who_hears_older_news_than_it_has_tells_its_own() -> None:
     core, other = pair()
     stale = body_of(membership_update(other.members.entries))
     core.members.merge([SlotEntry(1, 2, 11, MemberStatus.ALIVE, 5, "host:1")])
-    core.heard(Letter(LetterKind.MEMBERSHIP, 1, body=stale), 0.1, 11)
+    core.receive(Letter(LetterKind.MEMBERSHIP, 1, body=stale), 0.1, 11)
     assert said(core) == [(1, LetterKind.MEMBERSHIP)]
 
 
@@ -325,10 +325,10 @@ def test_a_worker_that_has_taken_the_state_of_another_may_begin_its_round_once_m
     known = [SlotEntry(i, 0, 10 + i, MemberStatus.ALIVE, 0, f"host:{i + 1}") for i in range(2)]
     core = ElasticCore(Members(limits(2), 0, known), timeout_s=8.0)
     core.limit_bytes = 100
-    core.enter(3, frozenset({0, 1}), [1])
+    core.begin_round(3, frozenset({0, 1}), [1])
     views = set[int]()
     for line in (0, 7):
-        core.enter(3, frozenset({0, 1}), [1])
+        core.begin_round(3, frozenset({0, 1}), [1])
         core.plan(frozenset({0, 1}), line)
         core.expect(TICKET, 1, 4)
         core.post(TICKET, 1, BODY, 0.0)
@@ -341,7 +341,7 @@ def test_a_peer_that_falls_silent_holds_nobody_up_for_longer_than_the_timeout_wh
     due_s: float,
 ) -> None:
     core, _ = pair()
-    core.heard(Letter(LetterKind.PONG, 1), 0.0)
+    core.receive(Letter(LetterKind.PONG, 1), 0.0)
     for step in range(80):
         if step == round(10 * due_s):
             core.post(TICKET, 1, BODY, due_s)

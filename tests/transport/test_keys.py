@@ -647,7 +647,7 @@ def test_workers_exchange_over_encrypted_connections(keys: list[Keys]) -> None:
     with crew(keys) as workers:
         for worker in workers:
             others = [i for i in range(3) if i != worker.worker]
-            worker.enter(0, lambda alive, others=others: others, 15)
+            worker.begin_round(0, lambda alive, others=others: others, 15)
             for other in others:
                 worker.expect(ticket, other, like)
                 worker.post(ticket, other, [torch.full((4,), float(worker.worker))])
@@ -682,7 +682,7 @@ def exchanged(workers: list[ElasticTransport], round: int) -> list[set[Outcome]]
     ticket, like = Ticket(round), [torch.empty(4)]
     for worker in workers:
         others = [one.worker for one in workers if one is not worker]
-        worker.enter(round, lambda alive, others=others: others, 15 * (round + 1))
+        worker.begin_round(round, lambda alive, others=others: others, 15 * (round + 1))
         for other in others:
             worker.expect(ticket, other, like)
             worker.post(ticket, other, [torch.full((4,), float(worker.worker))])
@@ -749,7 +749,7 @@ def test_a_slot_is_its_own_keys_whatever_others_have_said_of_it(keys: list[Keys]
 def test_a_process_that_is_said_to_be_where_nobody_can_look_takes_no_slot(keys: list[Keys]) -> None:
     with crew(keys, absent=2) as workers, liar(workers, keys) as say:
         before = workers[0].members.own
-        say(before._replace(incarnation=9, nonce=7, address="there.mailbox:1"))  # and this run has no mailbox
+        say(before._replace(incarnation=9, nonce=7, address="there.invalid:1"))
         until(lambda: workers[0].members.own.incarnation == 10)
         assert workers[0].members.own.nonce == before.nonce and not workers[0].members.replaced
         assert exchanged(workers, 0) == [{Outcome.MADE}] * 2

@@ -29,7 +29,7 @@ class PushInfo(NamedTuple):
 
 
 class Slack(NamedTuple):
-    """For how long a worker can do without the reply to its push; one that waits for it has none of this time."""
+    """The time that a worker can continue without the reply to its push; zero for one that waits for the reply."""
 
     overlap_steps: int = 0
     """Inner steps it takes while the reply is in flight (τ)."""
@@ -43,7 +43,7 @@ class Window(NamedTuple):
     """A server that gathers messages before it makes one update of them."""
 
     quorum: int
-    """The number of messages it needs; where fewer workers are present, one of each."""
+    """The number of messages it needs; with fewer workers present, one from each."""
     grace_s: Callable[[Slack, float], float]
     """`grace_s(slack, waited_s)`: seconds it may then wait for more, by the slack of a gathered message's worker and the seconds
     since that message arrived (ξ_quorum); it waits for the least over the messages."""
@@ -57,7 +57,7 @@ class Regions(NamedTuple):
     rule: "ServerRule"
     """The global server's, which absorbs reports without their tokens and steps; `greet` of its state is what it sends back."""
     every: int
-    """Updates of a region's server after a merge, until it reports."""
+    """Updates of a region's server between a merge and its next report."""
     tell: Callable[[Any], tuple[Any, Tensor]]
     """`tell(S) -> (S, D)`: the report D of a region's server, in descent sign, and its state from then on."""
     merge: Callable[[Any, Tensor], Any]
@@ -83,7 +83,7 @@ class ServerRule(NamedTuple):
     window: Window | None = None
     """How messages are gathered; None absorbs each on its own."""
     regions: Regions | None = None
-    """How this is the rule of a server in each region, below a global one; None for one server."""
+    """How each region's server exchanges with a global one; None for a single server."""
     elementwise: bool = True
     """Whether parts of the vector may be updated separately."""
     state_copies: int = 1

@@ -86,7 +86,7 @@ def decoupled_diloco(
     Args:
         lr: outer learning rate η.
         momentum: outer Nesterov momentum μ, in the dialect of `torch.optim.SGD`.
-        quorum: K, learners that a round needs; all present ones where fewer are present.
+        quorum: K, learners that a round needs; with fewer present, all of them.
         grace_s: seconds to wait for more of them once the quorum is reached; "adaptive" waits as long as it costs no worker time,
             γ (τ ξ_step - (ξ_quorum + ξ_sync)) of `slack_s`, which is none for workers that do not train while they wait.
         share: γ, the part of the slack that "adaptive" uses; the rest is for phases that end early.

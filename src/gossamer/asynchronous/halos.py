@@ -37,7 +37,7 @@ def halos(
     """Workers push to the server of their region; after K pushes it reports to a global server, and merges its answer.
 
     local, at each push Δ:    θ_l ← DN(θ_l, Δ; ε_l, β_l, N_l);  the worker continues from θ_l at once
-    local, K pushes after s:  D_l = s - θ_l goes to the global server; nobody waits
+    local, K pushes after s: D_l = s - θ_l goes to the global server, asynchronously
     global, at each D_l:      Θ ← DN(Θ, D_l; ε, β, N);  Θ goes back to region l alone
     local, at Θ:              θ_l ← (1 - α) θ_l + α Θ;  s ← θ_l;  the count of pushes starts again
 

@@ -30,9 +30,11 @@ class Boundary(NamedTuple):
     unit: int = 1
     """The hidden size D must be a multiple of it."""
     again_bytes: Callable[[tuple[int, int, int]], int] | None = None
-    """Of a boundary that remembers: the bytes of a payload for samples that have been here before."""
+    """For a boundary with memory: the payload bytes for samples seen before."""
     linear: bool = False
-    """Whether h' is a fixed linear projection of h, so that what both ends know of h may be taken off before and put on after."""
+    """Whether h' is a fixed linear projection of h, so that a part of h known to both ends may be subtracted before and
+    added after.
+    """
     name: str = ""
     """The name of its factory; the factory decorator fills in name and options."""
     options: Mapping[str, Any] = MappingProxyType({})
@@ -40,7 +42,7 @@ class Boundary(NamedTuple):
 
     @property
     def remembers(self) -> bool:
-        """Whether what is encoded is the difference to what the receiver has of a sample since its last visit, on both ends."""
+        """Whether the difference from a sample's last visit is encoded, which both ends remember."""
         return self.again_bytes is not None
 
     @property
@@ -58,7 +60,8 @@ def join(*parts: Tensor) -> Tensor:
 
 
 def in_pieces(payload: Tensor, *sizes: int) -> tuple[Tensor, ...]:
-    """The payload cut into pieces of these many bytes, each in memory of its own, so that it can be read as any dtype.
+    """The payload cut into pieces of these sizes in bytes, each copied to aligned memory, so that it can be read as any
+    dtype.
 
     Raises: ValueError when the payload has another length.
     """

@@ -1,4 +1,4 @@
-"""One direction of a boundary in use: what its ends remember, and the bytes that crossed it."""
+"""One direction of a boundary in use: the memory of its ends, and the bytes that crossed it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from gossamer.transport.processes.pipe import LENGTH_BYTES
 
 
 class BoundaryEnd:
-    """The sender or the receiver of one direction, or both of them in one process, as they remember the same.
+    """The sender or the receiver of one direction, or both in one process, as they share the same memory.
 
     Args: `shape` of a micro-batch `[B, S, D]`.
     Cost: for a codec that remembers, a message of each sample seen so far, `S · D` fp32.
@@ -24,9 +24,9 @@ class BoundaryEnd:
         self._first_bytes = 4 * S * D
         self._change_bytes = codec.again_bytes((1, S, D)) if codec.again_bytes else 0
         self.memory: dict[int, Tensor] = {}
-        """What the receiver has of each sample since its last visit, `[S, D]`."""
+        """The receiver's copy of each sample from its last visit, `[S, D]`."""
         self.sent_bytes = 0
-        """Of all payloads since `take_sent`, with the lengths before them."""
+        """Bytes of all payloads since `take_sent`, including length prefixes."""
 
     @property
     def length_first(self) -> bool:
@@ -40,7 +40,7 @@ class BoundaryEnd:
         return payload
 
     def decode(self, payload: Tensor, like: Tensor, samples: Sequence[int]) -> Tensor:
-        """What the receiver trains on. Raises: ValueError when the payload does not fit."""
+        """The decoded activations that the receiver trains on. Raises: ValueError when the payload does not fit."""
         if not self.codec.remembers:
             return self.codec.decode(payload, like)
         parts = in_pieces(payload, *self._sample_bytes(samples, {*self.memory}))
@@ -50,7 +50,7 @@ class BoundaryEnd:
         return torch.stack([self.memory[sample] for sample in samples]).to(like.dtype)
 
     def cross(self, h: Tensor, samples: Sequence[int]) -> Tensor:
-        """What arrives at the other end when this object is both."""
+        """The activations at the other end when this object is both ends."""
         if not self.codec.remembers:
             return self.decode(self.encode(h, samples), h, samples)
         self.encode(h, samples)
@@ -69,7 +69,7 @@ class BoundaryEnd:
         return [self.codec.most_bytes(self.shape) if self.codec.fixed else None] * len(batches)
 
     def _sample_bytes(self, samples: Sequence[int], seen: set[int]) -> list[int]:
-        """The bytes for each sample of a codec that remembers, after those in `seen`, which gets these too."""
+        """The bytes of each sample for a codec with memory; adds the samples to `seen`."""
         sizes: list[int] = []
         for sample in samples:
             sizes.append(self._change_bytes if sample in seen else self._first_bytes)
@@ -84,14 +84,14 @@ class BoundaryEnd:
         return torch.cat(parts)
 
     def _take(self, sample: int, part: Tensor, like: Tensor) -> None:
-        """Both ends apply what was sent, from its bytes."""
+        """Updates the memory from the bytes sent, alike at both ends."""
         if sample in self.memory:
             self.memory[sample] = self.memory[sample] + self.codec.decode(part, like)[0]
         else:
             self.memory[sample] = part.clone().view(torch.float32).view(like.shape[1:])
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of this end."""
+        """The state of this end for a checkpoint."""
         return {"samples": [*self.memory], "messages": [*self.memory.values()]}
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ Bits = Annotated[int, Field(ge=2, le=8)]
 
 
 def _most(bits: int, zero: bool) -> float:
-    """How many steps the largest magnitude is away from the middle of the levels."""
+    """The number of steps from the middle level to the largest magnitude."""
     return (1 << bits - 1) - 1 if zero else ((1 << bits) - 1) / 2
 
 
@@ -110,6 +110,6 @@ def aqsgd(bits: Bits = 4) -> Boundary:
 
     def again_bytes(shape: tuple[int, int, int]) -> int:
         B, S, D = shape
-        return B * (num_bytes(S * D, bits) + 2 * D)  # each sample is sent on its own
+        return B * (num_bytes(S * D, bits) + 2 * D)  # each sample is sent separately
 
     return Boundary(encode, decode, most_bytes, fixed=False, again_bytes=again_bytes)

@@ -24,7 +24,7 @@ def projection(width: Count = 8, seed: int = 0) -> Boundary:
         paper was not readable.
     Differs: forward, the embeddings are taken off before and put on after, as far as they lie outside of U. The authors store
         a table in two parts, TS inside of U and the rest, and move what TS has outside of U to the rest after each outer step;
-        here the table is stored whole, and split anew at the start of each local phase, which is the same split.
+        here the table is stored whole, and split again at the start of each local phase, which is the same split.
     Fails when: layers write far outside of U, as nothing keeps them in it: choose a large width, give few workers such a
         boundary (`pipeline.workers`), or train a model that is narrow at its cuts (`model.bottleneck`).
 

@@ -147,7 +147,7 @@ def _is_low(plan: _Plan, h: Tensor) -> Tensor:
 
 
 def _swapped(tiles: Tensor, pivots: Tensor) -> Tensor:
-    """The tiles with the element at the pivot and the first in each other's place."""
+    """The tiles with the pivot element and the first one swapped."""
     out, rows = tiles.clone(), torch.arange(len(tiles), device=tiles.device)
     out[:, 0] = tiles[rows, pivots]
     out[rows, pivots] = tiles[:, 0]

@@ -144,14 +144,12 @@ def _experts(experts: "HeldExperts") -> str:
 
 
 def _seconds(network: Any) -> str:
-    from gossamer.network.timeline import utilisation_in_words
+    from gossamer.network.timeline import format_utilisation
 
     if network.round_s is None:
         return network.note
     note = f" ({network.note})" if network.note else ""
-    return (
-        f"{network.round_s:.4g} s per round, {utilisation_in_words(network.utilisation, network.between_stages)}{note}"
-    )
+    return f"{network.round_s:.4g} s per round, {format_utilisation(network.utilisation, network.between_stages)}{note}"
 
 
 def _plain(one: "Examined") -> dict[str, Any]:

@@ -167,21 +167,10 @@ def _address(own: str | None, peer: str | None) -> _Finding:
 
 
 def _interface(address: str) -> str:
-    """The interface that has an address of IPv4, in words; empty where the system does not say it."""
-    try:
-        import fcntl
+    """The interface that has an address, in words; empty where none has it."""
+    from gossamer.transport.processes.interfaces import interfaces
 
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-            for _, name in socket.if_nameindex():
-                try:
-                    raw = fcntl.ioctl(asked, 0x8915, name.encode().ljust(256, b"\0"))  # SIOCGIFADDR
-                except OSError:
-                    continue
-                if socket.inet_ntoa(raw[20:24]) == address:
-                    return f" on {name}"
-    except (ImportError, OSError):
-        pass
-    return ""
+    return next((f" on {one.name}" for one in interfaces() if one.address == address), "")
 
 
 def _clock() -> _Finding:

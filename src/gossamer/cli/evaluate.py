@@ -64,11 +64,7 @@ def command(
         print_json({**facts, "pushed": address})
         return
     worst = f"worst worker {max(result.worker_losses):.4f}, " if result.worker_losses else ""
-    echo(
-        f"round {round}: mean model {result.loss:.4f} nats, {worst}"
-        f"disagreement {result.disagreement:.3g}"
-        + ("" if result.js_divergence is None else f", of predictions {result.js_divergence:.3g} nats")
-    )
+    echo(f"round {round}: mean model {result.loss:.4f} nats, {worst}disagreement {result.disagreement:.3g}")
     if model is not None:
         echo(f"mean model: {model}")
     if address is not None:

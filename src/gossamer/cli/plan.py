@@ -414,7 +414,7 @@ def _print(made: "RunPlan", cut: "StagePlan | None", priced: "Priced", choice: "
     from gossamer.run.planning.choice import PLAN_HEADINGS, leading, plan_rows
 
     shown = [*made.candidates, *priced.candidates]
-    print_sentence(_recommendation(choice, shown))
+    print_sentence(_recommendation(choice, shown, asked=options.method is not None))
     if cut is not None:
         _print_cut(cut)
     elif options.memory_bytes is not None:
@@ -460,8 +460,8 @@ def _hours_to_loss(made: "RunPlan", choice: "Pick", options: PlanOptions) -> flo
     return choice.hours_of(choice.best) * law.times_as_many(options.loss, own.nats)
 
 
-def _recommendation(choice: "Pick", candidates: "Sequence[Candidate]") -> str:
-    """What to take, with its hours and tokens, and how it stands to one machine alone and to data parallelism."""
+def _recommendation(choice: "Pick", candidates: "Sequence[Candidate]", *, asked: bool) -> str:
+    """The choice, with its hours and tokens, beside one machine alone, one site alone and data parallelism."""
     from gossamer.report.table import digits_text
     from gossamer.run.planning.choice import ALONE, SITE_ALONE
 
@@ -476,12 +476,13 @@ def _recommendation(choice: "Pick", candidates: "Sequence[Candidate]") -> str:
         if some and best not in some:
             other = min(some, key=lambda one: one.seconds_per_token)
             faster = other.seconds_per_token / best.seconds_per_token
+            times, how = (faster, "as fast as") if faster >= 1 else (1 / faster, "the hours of")
             beside.append(
-                f"{faster:.{1 if faster < 9.95 else 0}f} times as fast as {words} ({digits_text(choice.hours_of(other))} h)"
+                f"{times:,.{1 if times < 9.95 else 0}f} times {how} {words} ({digits_text(choice.hours_of(other))} h)"
             )
-    return (
-        f"take {best.method}{steps}{_team(best)}{_codecs(best)}: {digits_text(choice.hours)} h for {choice.tokens:.3g} tokens"
-        + "".join(f", {words}" for words in beside)
+    head = f"{'asked for:' if asked else 'take'} {best.method}{steps}{_team(best)}{_codecs(best)}"
+    return f"{head}: {digits_text(choice.hours)} h for {choice.tokens:.3g} tokens" + "".join(
+        f", {words}" for words in beside
     )
 
 

@@ -24,7 +24,7 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *,
     run_file(folder)  # what is missing is told without waiting for torch
     links = read_network(network)
     from gossamer.network.pricing import price
-    from gossamer.network.timeline import utilisation_in_words
+    from gossamer.network.timeline import format_utilisation
     from gossamer.record.logs.events import has_events
     from gossamer.record.logs.trace import read_trace
     from gossamer.run.config.layouts import layout_for
@@ -65,5 +65,5 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *,
         return
     echo(
         f"{timeline.total_s:.1f} s for {trace.rounds} rounds of {trace.workers} workers, "
-        f"{utilisation_in_words(timeline.mean_utilisation, timeline.mean_between_stages)}"
+        f"{format_utilisation(timeline.mean_utilisation, timeline.mean_between_stages)}"
     )

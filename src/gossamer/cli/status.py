@@ -13,19 +13,20 @@ if TYPE_CHECKING:
     from gossamer.report.reading.status import RunStatus, StoreStatus
 
 
-def command(run: Annotated[str, Parameter(name="RUN")], /, *, json: Json = False) -> None:
+def command(run: Annotated[str, Parameter(name="RUN")], /, *, peers: Path | None = None, json: Json = False) -> None:
     """Shows who takes part in a run, in which round everybody is, how old that news is, and where the last round's seconds went.
 
     It reads the run folder, and asks the workers whose addresses are there. Of a run in a store it reads that, and asks nobody.
 
     Args:
         run: run folder, or the store of a run that was started with --store
+        peers: run file of a run with [peers] that lies in a store, which this machine's key opens
     """
     from gossamer.report.reading.status import run_status, store_status
 
     folder = Path(run)
     if "://" in run or (not (folder / "run.toml").exists() and (folder / "run").is_file()):
-        of_store = store_status(run)
+        of_store = store_status(run, peers=peers)
         print_json(of_store) if json else _print_store(of_store)
     else:
         found = run_status(folder)

@@ -8,7 +8,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from cyclopts import Parameter
 
@@ -54,9 +54,6 @@ class ServerOptions:
     """file of this machine's key, for a run with [peers] (default: GOSSAMER_KEY, else the one that the run file lists)"""
     listen: Annotated[str | None, Parameter(metavar="HOST:PORT")] = None
     """where this machine listens for the others, which --join it; with --local N each worker takes the next port"""
-    mailbox: Annotated[str | None, Parameter(metavar="URL")] = None
-    """folder or object store (as fsspec names it, such as s3://bucket/run) through which the workers of machines talk that cannot
-    reach each other; of elastic and asynchronous runs"""
     store: Annotated[str | None, Parameter(metavar="URL")] = None
     """folder or object store (such as s3://bucket/run) in which the whole state of an elastic run lies: starts it, joins it, or
     continues it, whoever else is there"""
@@ -105,8 +102,8 @@ def command(
     """
     if local is not None and (file is None or file.is_file()):  # otherwise it is refused, without waiting for torch
         import_early()
-    among = machines.entered()
-    if restarts < 0 or (restarts and (local is None or among is not None or served.listen is not None)):
+    way = _WayIn(local, join, machines.entered(), served)
+    if restarts < 0 or (restarts and (local is None or way.among is not None or served.listen is not None)):
         raise ConfigError(
             f"--restarts is {restarts}, and only who has started all processes can start them again; give it with --local N and "
             "without --rank and --listen"
@@ -114,7 +111,6 @@ def command(
     config, folder, resumed = run_and_folder(file, changes.words, out, resume)
     from gossamer.record.locks import must_be_idle
     from gossamer.run.config.resolve import resolve
-    from gossamer.transport.keys import KEY, keys_for
 
     # One of them tells what is imported: the launcher, or worker 0 of another's launcher.
     tells = multiprocessing.parent_process() is None and os.environ.get("RANK", "0") == "0"
@@ -124,32 +120,8 @@ def command(
     run = resolve(config, parts, real=True)
     for sentence in run.warnings if tells else ():
         log.warning(sentence)
-    if served.secret is not None:
-        from gossamer.transport.secret import SECRET, read_secret
-
-        os.environ[SECRET] = read_secret(served.secret)
-    if served.key is not None:
-        os.environ[KEY] = str(served.key.resolve())
-    if served.listen is not None:
-        among = _listen_at(served.listen, run, join, among)
-    _must_be_dialled("--join", join)
-    _must_be_dialled("--server", served.server if served.worker is not None else None)
-    if served.store is not None:
-        _must_be_alone(resumed, local, join, served, among)
-    if served.mailbox is not None:
-        _talk_through(served.mailbox, run, served, among)
-    if served.listen is not None or served.mailbox is not None:
-        local = 1 if local is None and join is None else local  # the first of a run that others join
-    keys = keys_for(run.peers, run.workers)  # before processes are started, so that a key that is missing is told once
-    if keys is None:
-        if served.store is None:
-            _warn_of_plain(run, served, among, join)
-    elif local is not None and run.kind != "server" and (among is None or among.first == 0):
-        keys.must_start(local)
-    if among is not None:
-        among = among._replace(keys=keys)
-        _check_place(run, among, local, served.given or (f"--join {join}" if join else ""))
-    if local is not None and among is None:
+    way = _opened(way, run, resumes=bool(resumed))
+    if way.local is not None and way.among is None:
         must_be_idle(folder)  # before a table shows how far it is
     code = 0
     with resume_hint(folder), contextlib.ExitStack() as open_:
@@ -158,28 +130,110 @@ def command(
             open_.enter_context(output.watching(folder))
         if _shows():
             open_.enter_context(output.showing()).follow(run.name, folder, run.record.print_every)
-        if local is not None:
-            sets = [word for one in changes.words for word in ("--set", one)]
-            words = (
-                ["train", "--resume", str(folder)] if resumed is True else ["train", str(file), "--out", str(folder)]
-            )
-            words += ["--resume", resumed] if resumed == AUTO else []
-            words += [*(["--quiet"] if output.silent else []), *([_ALLOW_CODE] if allow_code else [])]
-            code = _start_workers(run, folder, local, [*words, *sets], among, resume=resumed, restarts=restarts)
+        if way.local is not None:
+            words = _words_of_workers(file, folder, changes, resumed, silent=output.silent, allow_code=allow_code)
+            code = _start_workers(run, folder, way.local, words, way.among, resume=resumed, restarts=restarts)
         else:
             _train_one(run, folder, join, served, resume=resumed)
     if code == 0 and output.json:
-        print_json(_result(run, folder, local, served))
-    elif code != 0 and local is not None:
+        print_json(_result(run, folder, way.local, served))
+    elif way.local is not None or (run.kind == "rounds" and not _goes_on(run) and _shows()):
+        _say_how_it_ended(run, folder, code)
+    return code
+
+
+class _WayIn(NamedTuple):
+    """How this process takes part in a run."""
+
+    local: int | None
+    """How many workers it starts here; None for one that is a worker or the server itself."""
+    join: str | None
+    among: "Among | None"
+    served: ServerOptions
+
+    def given(self, *, resumes: bool) -> dict[str, object]:
+        """The options that say so, with their values."""
+        served = self.served
+        options: dict[str, object] = {
+            "--store": served.store,
+            "--rank": None if self.among is None else self.among.first,
+            "--join": self.join,
+            "--listen": served.listen,
+            "--server": served.server,
+            "--worker": served.worker,
+            "--local": self.local,
+            "--resume": "" if resumes else None,
+        }
+        return {option: value for option, value in options.items() if value is not None}
+
+
+_APART = {
+    "--store": (
+        {"--rank", "--join", "--listen", "--server", "--worker", "--local", "--resume"},
+        "one command, RUN.toml --store URL and an --out on each machine, starts a run, joins it or continues it: give that alone",
+    ),
+    "--rank": (
+        {"--join", "--server", "--worker"},
+        "processes are not numbered among all there; start the server with --server HOST:PORT, its workers with --worker I too, "
+        "and who joins a run with --join alone",
+    ),
+}
+"""For each way into a run the options that say something else, and what to do instead."""
+
+
+def _opened(way: _WayIn, run: "ResolvedRun", *, resumes: bool) -> _WayIn:
+    """The way into this run, once what others of it need is there: secret, key, address. Raises: ConfigError."""
+    from gossamer.transport.keys import KEY, keys_for
+    from gossamer.transport.secret import SECRET, read_secret
+
+    served, given = way.served, way.given(resumes=resumes)
+    for option, (others, instead) in _APART.items():
+        if option in given and (wrong := [f"{other} {given[other]}".strip() for other in given if other in others]):
+            raise ConfigError(f"{option} was given with {' and '.join(wrong)}; {instead}")
+    if served.secret is not None:
+        os.environ[SECRET] = read_secret(served.secret)
+    if served.key is not None:
+        os.environ[KEY] = str(served.key.resolve())
+    if served.listen is not None:
+        # The first of a run that others join.
+        local = 1 if way.local is None and way.join is None else way.local
+        way = way._replace(among=_listen_at(served.listen, run, way.join, way.among), local=local)
+    _must_be_dialled("--join", way.join)
+    _must_be_dialled("--server", served.server if served.worker is not None else None)
+    keys = keys_for(run.peers, run.workers)  # before processes are started, so that a missing key is reported once
+    if keys is None and served.store is None:
+        _warn_of_plain(run, served, way.among, way.join)
+    starts = way.among is None or way.among.first == 0
+    if keys is not None and way.local is not None and run.kind != "server" and starts:
+        keys.must_start(way.local)
+    if way.among is None:
+        return way
+    among = way.among._replace(keys=keys)
+    _check_place(run, among, way.local)
+    return way._replace(among=among)
+
+
+def _words_of_workers(
+    file: Path | None, folder: Path, changes: Changes, resumed: "Resume", *, silent: bool, allow_code: bool
+) -> list[str]:
+    """The command of each worker that is started here."""
+    sets = [word for one in changes.words for word in ("--set", one)]
+    words = ["train", "--resume", str(folder)] if resumed is True else ["train", str(file), "--out", str(folder)]
+    words += ["--resume", resumed] if resumed == AUTO else []
+    return [*words, *(["--quiet"] if silent else []), *([_ALLOW_CODE] if allow_code else []), *sets]
+
+
+def _say_how_it_ended(run: "ResolvedRun", folder: Path, code: int) -> None:
+    """Says how all workers that were started here have ended together."""
+    if code:
         # By code 2 a worker has said what is wrong, and it would meet that again.
         first = "mend what is said above, then " if code == 2 else ""
         again = f"; {first}resume it with --resume {folder}" if is_resumable(folder) else ""
         log.warning("the run ended before its last round, with code %d%s", code, again)
-    elif code == 0 and (local is not None or (run.kind == "rounds" and not _goes_on(run) and _shows())):
-        from gossamer.run.bookkeeping.which_round import how_to_score
+        return
+    from gossamer.run.bookkeeping.which_round import how_to_score
 
-        echo(f"run: {folder}, {run.rounds} rounds of {run.workers} workers; {how_to_score(run, folder)}")
-    return code
+    echo(f"run: {folder}, {run.rounds} rounds of {run.workers} workers; {how_to_score(run, folder)}")
 
 
 def _must_be_dialled(option: str, address: str | None) -> None:
@@ -264,57 +318,14 @@ def _goes_on(config: "ResolvedRun") -> bool:
     return config.run.elastic or config.kind in ("pair", "no waiting")
 
 
-def _talk_through(url: str, config: "ResolvedRun", served: ServerOptions, among: "Among | None") -> None:
-    """Has the workers here talk through a mailbox, before any are started. Raises: ConfigError where they cannot."""
-    from gossamer.transport.sockets.mailbox import MAILBOX, opened
-
-    refused = {
-        "a run with a [server]": config.kind == "server",
-        "--listen too": served.listen is not None,
-        "--rank too": among is not None,
-        "a run in rounds of all": not _goes_on(config),
-    }
-    if what := next((one for one, holds in refused.items() if holds), None):
-        raise ConfigError(
-            f"--mailbox was given with {what}; it carries runs with run.elastic = true, with run.wait = false or with [pair]: "
-            "start the first worker with --mailbox URL alone, and each other one with --mailbox URL --join auto"
-        )
-    opened(url)
-    os.environ[MAILBOX] = url
-
-
-def _must_be_alone(
-    resumed: "Resume", local: int | None, join: str | None, served: ServerOptions, among: "Among | None"
-) -> None:
-    """Raises ConfigError for what says how workers meet beside a store, in which they do."""
-    given = {
-        "--resume": bool(resumed),
-        "--local": local is not None,
-        "--join": join is not None,
-        "--rank": among is not None,
-        "--listen": served.listen is not None,
-        "--mailbox": served.mailbox is not None,
-        served.given: bool(served.given),
-    }
-    if what := next((one for one, holds in given.items() if holds), None):
-        raise ConfigError(
-            f"--store was given with {what}; one command, RUN.toml --store URL and an --out on each machine, starts a run, "
-            "joins it or continues it: give that alone"
-        )
-
-
-def _check_place(config: "ResolvedRun", among: "Among", local: int | None, elsewhere: str) -> None:
+def _check_place(config: "ResolvedRun", among: "Among", local: int | None) -> None:
     """Refuses a place among processes that the run has not got, before any are started, and warns where it has no secret."""
     from gossamer.transport.processes.member import place_of
     from gossamer.transport.secret import SECRET, environment_secret
     from gossamer.transport.sockets.addresses import is_loopback
 
-    if elsewhere or config.kind == "server":
-        why = f"with {elsewhere}" if elsewhere else "for a run with a [server]"
-        raise ConfigError(
-            f"--rank {among.first} was given {why}, where processes are not numbered among all; start the server with --server "
-            "HOST:PORT, its workers with --worker I too, and who joins a run with --join alone"
-        )
+    if config.kind == "server":
+        raise ConfigError(f"--rank was given for a run with a [server]; {_APART['--rank'][1]}")
     if local is not None:
         sizes = config.processes
         worker, part = place_of(among.first, sizes)
@@ -519,7 +530,7 @@ def _start_participants(config: "ResolvedRun", folder: Path, n: int, words: list
 
 def _train_served(config: "ResolvedRun", folder: Path, served: ServerOptions, *, resume: "Resume") -> None:
     """The server of a run, or one of its workers."""
-    from gossamer.run.served.protocol import address
+    from gossamer.run.served.protocol import parse_address
     from gossamer.run.served.served_worker import work
     from gossamer.run.served.server import serve
 
@@ -528,7 +539,7 @@ def _train_served(config: "ResolvedRun", folder: Path, served: ServerOptions, *,
             f"this run needs server '{config.with_server.rule.name}': add --local {config.workers} to start all "
             "of it here, or --server HOST:PORT on the server's machine, and the same with --worker I for each worker"
         )
-    host, port = address(served.server)
+    host, port = parse_address(served.server)
     if served.worker is not None:
         work(config, folder, host, port, served.worker, resume=resume)
     else:

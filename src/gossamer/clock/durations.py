@@ -4,13 +4,13 @@ import math
 
 import numpy as np
 
-from gossamer.clock.events import SERVER
 from gossamer.errors import ConfigError
 from gossamer.network.links import Network, jitter_factors, links_of, tcp_bps
+from gossamer.record.logs.seconds import SERVER
 
 
 def regions_in(network: Network, workers: int) -> tuple[int, ...]:
-    """The region of each worker, its site; that of worker 0 is number 0, and so on in the order of their smallest workers."""
+    """The region (site) of each worker, numbered in the order of their smallest workers, so that worker 0's is 0."""
     sites = links_of(network, workers).site.tolist()
     places = list(dict.fromkeys(sites))
     return tuple(places.index(place) for place in sites)
@@ -19,7 +19,8 @@ def regions_in(network: Network, workers: int) -> tuple[int, ...]:
 class Durations:
     """Seconds of local phases and messages on a network, where messages do not share the bandwidth of links.
 
-    Workers in one site are a region, and without sites all are. A server is in the site of worker 0, unless each region has one.
+    The workers of one site form a region; without sites, all workers do. A server is in the site of worker 0, unless
+    each region has one.
     """
 
     def __init__(self, network: Network, workers: int) -> None:

@@ -1,4 +1,4 @@
-"""Events of asynchronous training, in which every loop reports its course, and the settings that decide them."""
+"""Events of asynchronous training, which every loop yields, and the settings that determine them."""
 
 import math
 from typing import Annotated, Any, Literal, NamedTuple
@@ -8,9 +8,6 @@ from pydantic import AllowInfNan
 from gossamer.errors import ConfigError
 from gossamer.settings.options import Count, NotNegative, Positive
 from gossamer.settings.schema import settings
-
-SERVER = -1
-"""The server's number where a worker's is expected."""
 
 
 class Absence(NamedTuple):
@@ -94,8 +91,9 @@ class EventsConfig:
     network: str | None = None
     """The name of the network whose times decide in a simulation which messages are late; optional where there is only one."""
     dylu: bool = False
-    """Whether slower workers take fewer inner steps a phase, so that all phases take about as long; the fastest worker takes
-    run.local_steps."""
+    """Whether slower workers take fewer inner steps per phase, so that all phases take about as long; the fastest
+    worker takes run.local_steps.
+    """
     fragments: Count = 1
     """Parts of the model that a server keeps and workers push one by one."""
     overlap: bool = False

@@ -59,7 +59,7 @@ class FragmentState:
         self.merged_updates = 0
         """Updates up to the last merge."""
         self.reported = False
-        """Whether a report is under way."""
+        """Whether a report is in flight."""
 
     def start(self) -> StartingPoint:
         """The starting point for a worker now."""
@@ -86,9 +86,10 @@ class FragmentState:
         return absorbed, tuple(info.age for info in infos)
 
     def report(self, p: int, every: int) -> list[RegionReport]:
-        """The report of this fragment, number `p`, if none is under way and there are so many updates since the last merge.
+        """The report of this fragment, number `p`, if none is in flight and at least `every` updates were made since
+        the last merge.
 
-        Args: `every` = 0 reports whatever has not been, and nothing where all has.
+        Args: `every` = 0 reports any updates not yet reported.
         """
         if self.rule.regions is None or self.reported or self.updates - self.merged_updates < every:
             return []

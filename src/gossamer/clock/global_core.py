@@ -13,7 +13,9 @@ from gossamer.tree import leaves, must_fit, refill
 
 
 class GlobalState(NamedTuple):
-    """The part of a checkpoint for a global server; `sent` has a region, a fragment, and the updates when it was answered."""
+    """The part of a checkpoint for a global server; `sent` has a region, a fragment, and the number of updates at its
+    last answer.
+    """
 
     states: list[list[Tensor]]
     updates: list[int]
@@ -24,7 +26,7 @@ class GlobalCore:
     """The state of a global server, for each fragment; it answers each report at once.
 
     Args:
-        rule: its own, of `Regions`.
+        rule: that of the global server, `Regions.rule`.
         x: the initial parameters `[P]`.
         spans: the fragments, as slices of x, with their layouts.
     Cost: the rule's state.
@@ -36,7 +38,7 @@ class GlobalCore:
         self.spans, self._rule, self._layouts = spans, rule, layouts
         self._states = [rule.init(x[a:b]) for a, b in spans]
         self._updates = [0] * len(spans)
-        self._sent: dict[tuple[int, int], int] = {}  # region and fragment: the updates when it was answered last
+        self._sent: dict[tuple[int, int], int] = {}  # region and fragment: number of updates at its last answer
 
     def greet(self, region: int) -> Tensor:
         """A region joins: the global parameters `[P]`, which it begins from."""
@@ -63,7 +65,7 @@ class GlobalCore:
         return self._rule.greet(state)
 
     def state(self) -> GlobalState:
-        """All that it knows."""
+        """The state of the global server."""
         sent = [(region, p, updates) for (region, p), updates in self._sent.items()]
         return GlobalState([leaves(state) for state in self._states], self._updates, sent)
 

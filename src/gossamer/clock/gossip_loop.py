@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from gossamer.clock.agenda import DECISION, Agenda, AgendaState, VirtualTimeLoop
 from gossamer.clock.durations import Durations
+from gossamer.clock.event_queue import DECISION, EventQueue, EventQueueState, VirtualTimeLoop
 from gossamer.clock.events import Absence, Phase, Record, Transfer
 from gossamer.clock.gossip_worker import GossipWorker
 from gossamer.clock.phases import DEFAULTS, Learner, LoopOptions, PhaseEnd, Phases, PhasesState
@@ -24,7 +24,7 @@ from gossamer.tree import Tree, leaves, must_fit, refill
 
 
 class _Mix(NamedTuple):
-    """An event: a worker mixes what it has just published with what has reached it from those that were present."""
+    """An event: a worker mixes its new message with the messages received from the peers that were present."""
 
     worker: int
     number: int
@@ -34,7 +34,7 @@ class _Mix(NamedTuple):
 class _GossipState(NamedTuple):
     """The part of a checkpoint for this loop; `published` has times and the tensors of messages, for each worker."""
 
-    agenda: AgendaState
+    agenda: EventQueueState
     phases: PhasesState
     states: list[list[Tensor]]
     published: list[list[tuple[float, list[Tensor]]]]
@@ -51,7 +51,7 @@ class GossipRun(VirtualTimeLoop):
 
     Args:
         rule: one that combines messages by a `pull` on any connected graph, such as `gasloc()`.
-        learners: each starts from its own parameters, which everyone else knows from the start.
+        learners: each starts from its own parameters, which all others know from the start.
         network: links between workers, and seconds of an inner step.
         options: absences, budget and so on; the publisher of a message also mixes with the decoded one. The run ends with the
             last local phase. `models` returns parameters that may be in training.
@@ -76,8 +76,12 @@ class GossipRun(VirtualTimeLoop):
         codec = options.codec or exact()
         check(Combination(kind="no waiting", workers=len(learners), rule=rule, topology=topology, codec=codec))
         self.rule, self.topology, self.learners = rule, topology, learners
-        self._options, self._agenda, self._durations = options, Agenda(self._perform), Durations(network, len(learners))
-        self._phases = Phases(self._agenda, self._durations, learners, options, self._publish, self._change)
+        self._options, self._queue, self._durations = (
+            options,
+            EventQueue(self._perform),
+            Durations(network, len(learners)),
+        )
+        self._phases = Phases(self._queue, self._durations, learners, options, self._publish, self._change)
         first = topology.mixing(0)
         self._workers = [GossipWorker(i, rule, learner, first) for i, learner in enumerate(learners)]
         self._bytes = options.transmit(self._workers[0].message(0, first), learners[0].layout, 0, 0)[1]
@@ -96,10 +100,10 @@ class GossipRun(VirtualTimeLoop):
         return [worker.s for worker in self._workers]
 
     def state(self) -> dict[str, Any]:
-        """The part of a checkpoint for this loop; the learners have parts of their own."""
+        """The part of a checkpoint for this loop; the learners have separate parts."""
         published = [[(time_s, leaves(message)) for time_s, message in own] for own in self._published]
         states = [leaves(worker.s) for worker in self._workers]
-        return as_dicts(_GossipState(self._agenda.state(), self._phases.state(), states, published))
+        return as_dicts(_GossipState(self._queue.state(), self._phases.state(), states, published))
 
     def restore(self, state: Any) -> None:
         """Continues from a state, before the learners are restored. Raises ValueError when it does not fit."""
@@ -114,7 +118,7 @@ class GossipRun(VirtualTimeLoop):
             worker.s = refill(worker.s, saved.states[i])
             self._published[i] = [(time_s, refill(like, message)) for time_s, message in saved.published[i]]
         self._phases.restore(saved.phases)
-        events = self._agenda.restore(saved.agenda, (PhaseEnd, Absence, _Mix))
+        events = self._queue.restore(saved.agenda, (PhaseEnd, Absence, _Mix))
         within(events, worker=n)
         if not all(0 <= j < n for event in events if isinstance(event, _Mix) for j in event.present):
             raise ValueError(f"a worker beyond {n} was present")
@@ -131,7 +135,7 @@ class GossipRun(VirtualTimeLoop):
         own.append((self.time_s, message))
         oldest_of_use = bisect_right(own, self.time_s - self._slowest_s, key=lambda version: version[0]) - 1
         del own[:oldest_of_use]
-        self._agenda.plan(self.time_s, DECISION, i, _Mix(i, number, present))
+        self._queue.plan(self.time_s, DECISION, i, _Mix(i, number, present))
         return [Phase(start_s, self.time_s, i, number, report)]
 
     def _mix(self, i: int, number: int, present: Sequence[int]) -> list[Record]:

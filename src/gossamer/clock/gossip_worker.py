@@ -1,4 +1,4 @@
-"""One worker of gossip that waits for nobody, without clock or connection: for virtual time, real processes and replays."""
+"""One worker of asynchronous gossip, without clock or connection: for virtual time, real processes and replays."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,11 +14,11 @@ from gossamer.tree import Tree, leaves, must_fit
 
 
 class GossipWorker:
-    """One worker that publishes a message after each local phase, and mixes it with what its peers published last.
+    """A worker that publishes a message after each local phase, and mixes it with the latest messages of its peers.
 
     Args:
         mixing: that of the first round of the topology.
-        learner: starts from its own parameters; its `x` is where a local phase works, and what a mix changes.
+        learner: starts from its own parameters; local phases and mixes update its `x` in place.
     """
 
     def __init__(self, worker: int, rule: Rule, learner: Learner, mixing: Mixing) -> None:
@@ -32,22 +32,23 @@ class GossipWorker:
         return self.learner.x
 
     def restore(self, x: Tensor, s: Sequence[Tensor]) -> None:
-        """Goes on from these parameters and the leaves of a state. Raises ValueError when they do not fit."""
+        """Resumes from these parameters and the leaves of a state. Raises ValueError when they do not fit."""
         mine, theirs = [self.x, *leaves(self.s)], [x, *s]
         must_fit(theirs, mine)
         for own, saved in zip(mine, theirs, strict=True):
             own.copy_(saved)
 
     def message(self, number: int, mixing: Mixing) -> Tree:
-        """What it publishes after its phase of this number."""
+        """The message to publish after phase `number`."""
         return own_message(self.rule, self.learner.x, self.s, self._context(number, mixing))
 
     def mix(self, number: int, own: Tree, received: Mapping[int, Tree], mixing: Mixing) -> None:
-        """The outer update after the phase of this number.
+        """The outer update after phase `number`.
 
         Args:
             own: its own message, as the others decode it.
-            received: those of the peers that it receives from; the weight of a peer whose message is missing stays at home.
+            received: those of the peers that it receives from; the weight of a missing message goes to the worker's
+                own.
         """
         full, i = mixing.rows[self.worker], self.worker
         row = without(full, i, [j for j, _ in full if j != i and j not in received])

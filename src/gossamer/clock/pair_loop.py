@@ -1,4 +1,4 @@
-"""Workers that train on their own, and in pairs meet at random times."""
+"""Workers that train independently, and meet in pairs at random times."""
 
 import itertools
 import math
@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from gossamer.asynchronous import PairRule, Rates, conditions
-from gossamer.clock.agenda import DECISION, REPLY, Agenda, AgendaState, VirtualTimeLoop
 from gossamer.clock.durations import Durations
+from gossamer.clock.event_queue import DECISION, REPLY, EventQueue, EventQueueState, VirtualTimeLoop
 from gossamer.clock.events import Absence, Phase, Record, Transfer
 from gossamer.clock.pair_worker import PairWorker
 from gossamer.clock.phases import DEFAULTS, Learner, LoopOptions, PhaseEnd, Phases, PhasesState
@@ -62,7 +62,7 @@ class _PeerState(NamedTuple):
 class _PairState(NamedTuple):
     """The part of a checkpoint for this loop."""
 
-    agenda: AgendaState
+    agenda: EventQueueState
     phases: PhasesState
     peers: list[_PeerState]
     rng: dict[str, Any]
@@ -71,7 +71,7 @@ class _PairState(NamedTuple):
 
 
 class PairRun(VirtualTimeLoop):
-    """Workers that train on their own, and meet in pairs at random times.
+    """Workers that train independently, and meet in pairs at random times.
 
     Each pair of `rates` meets as an independent Poisson process. Both ends send their message when the meeting begins, and the
     meeting acts on both when both messages have arrived, or on neither if one leaves meanwhile. A worker is in one meeting at a
@@ -81,7 +81,7 @@ class PairRun(VirtualTimeLoop):
     A worker that leaves loses its current phase, and continues from its own parameters when it returns.
 
     Args:
-        learners: each starts from its own parameters; its `x` is where a local phase works.
+        learners: each starts from its own parameters; local phases update its `x` in place.
         network: links between workers, and seconds of an inner step.
         rates: meetings per second of each pair, such as `meeting_rates(mixing, 1.0)`; a rule whose options are "auto" computes
             them from these.
@@ -108,8 +108,12 @@ class PairRun(VirtualTimeLoop):
         if rule.settle is not None:
             rule = rule.settle(*conditions(len(learners), rates))
         self.rule, self.learners = rule, learners
-        self._options, self._agenda, self._durations = options, Agenda(self._perform), Durations(network, len(learners))
-        self._phases = Phases(self._agenda, self._durations, learners, options, self._end_phase, self._change)
+        self._options, self._queue, self._durations = (
+            options,
+            EventQueue(self._perform),
+            Durations(network, len(learners)),
+        )
+        self._phases = Phases(self._queue, self._durations, learners, options, self._end_phase, self._change)
         self._pairs = sorted(rates)
         self._edges = list(itertools.accumulate(rates[pair] for pair in self._pairs))
         self._rng = numpy_rng(options.seed, "meetings")
@@ -121,11 +125,11 @@ class PairRun(VirtualTimeLoop):
         self._plan_meeting()
 
     def models(self) -> list[Tensor]:
-        """The parameters `[P]` of each worker, all at the present virtual time."""
+        """The parameters `[P]` of each worker, all at the current virtual time."""
         return [x for x, _ in self._advanced()]
 
     def states(self) -> list[Tree]:
-        """The rule's state of each worker, all at the present virtual time."""
+        """The rule's state of each worker, all at the current virtual time."""
         return [s for _, s in self._advanced()]
 
     def _advanced(self) -> list[tuple[Tensor, Tree]]:
@@ -133,12 +137,12 @@ class PairRun(VirtualTimeLoop):
         return [self.rule.advance(peer.worker.x, peer.worker.s, now_s - peer.time_s) for peer in self._peers]
 
     def state(self) -> dict[str, Any]:
-        """The part of a checkpoint for this loop; the learners have parts of their own."""
+        """The part of a checkpoint for this loop; the learners have separate parts."""
         peers = [
             _PeerState(peer.worker.x, leaves(peer.worker.s), peer.worker.start, peer.time_s, peer.meets)
             for peer in self._peers
         ]
-        agenda, phases, rng = self._agenda.state(), self._phases.state(), dict(self._rng.bit_generator.state)
+        agenda, phases, rng = self._queue.state(), self._phases.state(), dict(self._rng.bit_generator.state)
         return as_dicts(_PairState(agenda, phases, peers, rng, self._meetings, self._meeting_planned))
 
     def restore(self, state: Any) -> None:
@@ -154,7 +158,7 @@ class PairRun(VirtualTimeLoop):
         self._rng.bit_generator.state = saved.rng
         self._meetings, self._meeting_planned = saved.meetings, saved.planned
         self._phases.restore(saved.phases)
-        events = self._agenda.restore(saved.agenda, (PhaseEnd, Absence, _Begin, _Meet))
+        events = self._queue.restore(saved.agenda, (PhaseEnd, Absence, _Begin, _Meet))
         within(events, worker=n, other=n)
         for tensor in tensors_of(events):
             must_fit([tensor], [self._peers[0].worker.x])
@@ -169,7 +173,7 @@ class PairRun(VirtualTimeLoop):
                 return self._phases.perform(event)
 
     def _now(self, i: int) -> PairWorker:
-        """The worker, advanced to the present virtual time."""
+        """The worker, advanced to the current virtual time."""
         peer = self._peers[i]
         peer.worker.advance(self.time_s - peer.time_s)
         peer.time_s = self.time_s
@@ -193,7 +197,7 @@ class PairRun(VirtualTimeLoop):
         wait_s = self._rng.exponential(1 / self._edges[-1])
         place = bisect_right(self._edges, self._rng.random() * self._edges[-1])
         i, j = self._pairs[min(place, len(self._pairs) - 1)]
-        self._agenda.plan(self.time_s + wait_s, DECISION, i, _Begin(i, j))
+        self._queue.plan(self.time_s + wait_s, DECISION, i, _Begin(i, j))
 
     def _begin_meeting(self, i: int, j: int) -> list[Record]:
         self._plan_meeting()
@@ -206,7 +210,7 @@ class PairRun(VirtualTimeLoop):
                 sent.append(message)
             takes_s = max(self._durations.transfer_s(i, j, size), self._durations.transfer_s(j, i, size))
             meeting = _Meet(number, i, j, (sent[0], sent[1]), size, self.time_s)
-            self._agenda.plan(self.time_s + takes_s, REPLY, i, meeting)
+            self._queue.plan(self.time_s + takes_s, REPLY, i, meeting)
         return []
 
     def _meet(

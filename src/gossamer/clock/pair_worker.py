@@ -23,20 +23,20 @@ class PairWorker:
         self.x: Tensor = learner.x.clone()
         self.s: Tree = rule.init(self.x)
         self.start = self.x
-        """Where the local phase began that it is in."""
+        """The parameters at the start of the current local phase."""
 
     def restore(self, x: Tensor, s: Sequence[Tensor]) -> None:
-        """A local phase begins from these parameters and the leaves of a state. Raises ValueError when they do not fit."""
+        """Begins a local phase from these parameters and the leaves of a state. Raises ValueError when they do not fit."""
         must_fit([x, *s], [self.x, *leaves(self.s)])
         self.x, self.s = x.to(self.x, copy=True), refill(self.s, [one.to(self.x.device, copy=True) for one in s])
         self.begin()
 
     def advance(self, dt: float) -> None:
-        """Lets time pass; comes before everything else."""
+        """Advances to the current time; called before every other update."""
         self.x, self.s = self.rule.advance(self.x, self.s, dt)
 
     def begin(self) -> None:
-        """A local phase begins from x as it is now."""
+        """Begins a local phase from the current x."""
         self.start = self.x
         self.learner.x.copy_(self.start)
 

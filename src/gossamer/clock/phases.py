@@ -7,8 +7,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from gossamer.clock.agenda import ABSENCE, PHASE, Agenda
 from gossamer.clock.durations import Durations
+from gossamer.clock.event_queue import ABSENCE, PHASE, EventQueue
 from gossamer.clock.events import Absence, Record
 from gossamer.codecs import Codec, fitted
 from gossamer.codecs.cast import EXACT
@@ -52,7 +52,7 @@ class Learner(Protocol):
 
 
 Begins = Callable[[int, int], None]
-"""Called with a worker and the number of the phase it begins; until that phase ends, nothing else changes its parameters."""
+"""Called with a worker and the number of the phase it begins; until that phase ends, no other code changes its parameters."""
 
 
 class LoopOptions(NamedTuple):
@@ -64,7 +64,7 @@ class LoopOptions(NamedTuple):
     seed: int = 0
     """The seed of all random draws of the loop and its codec."""
     budget: float = math.inf
-    """Inner steps of all workers together, after which nobody begins another local phase."""
+    """Inner steps of all workers together, after which no local phase begins."""
     begins: Begins = lambda worker, number: None
     """Called when a local phase begins, so that a driver may start to compute it."""
 
@@ -96,13 +96,13 @@ DEFAULTS = LoopOptions()
 
 
 class Budget:
-    """Inner steps of all workers together, after which nobody begins another local phase."""
+    """Inner steps of all workers together, after which no local phase begins."""
 
     def __init__(self, steps: float = math.inf) -> None:
         self.steps, self.begun = steps, 0
 
     def claim(self, steps: int) -> bool:
-        """Counts another phase of this many steps and returns True, or returns False if the budget is spent."""
+        """Claims a phase of this many steps; returns False if the budget is spent."""
         if self.begun >= self.steps:
             return False
         self.begun += steps
@@ -142,14 +142,14 @@ class Phases:
 
     def __init__(
         self,
-        agenda: Agenda,
+        agenda: EventQueue,
         durations: Durations,
         learners: Sequence[Learner],
         options: LoopOptions,
         ended: Callable[[int, int, float], list[Record]],
         changed: Callable[[Absence], list[Record]],
     ) -> None:
-        self._agenda, self._durations, self._learners = agenda, durations, learners
+        self._queue, self._durations, self._learners = agenda, durations, learners
         self._begins, self._ended, self._changed = options.begins, ended, changed
         self._budget = Budget(options.budget)
         self.present = [True] * len(learners)
@@ -163,19 +163,19 @@ class Phases:
 
     def begin(self, worker: int) -> None:
         """Begins the worker's next phase, unless the budget is spent."""
-        steps, number, start_s = self._learners[worker].local_steps, self.count[worker], self._agenda.time_s
+        steps, number, start_s = self._learners[worker].local_steps, self.count[worker], self._queue.time_s
         self.trains[worker] = self._budget.claim(steps)
         if self.trains[worker]:
             end_s = start_s + self._durations.phase_s(worker, number, steps)
-            self._agenda.plan(end_s, PHASE, worker, PhaseEnd(worker, self.epoch[worker], start_s))
+            self._queue.plan(end_s, PHASE, worker, PhaseEnd(worker, self.epoch[worker], start_s))
             self._begins(worker, number)
 
     def perform(self, event: PhaseEnd | Absence) -> list[Record]:
-        """What an event of a phase or a presence does."""
+        """Executes an event of a phase or a presence."""
         return self._change(event) if isinstance(event, Absence) else self._end(*event)
 
     def state(self) -> PhasesState:
-        """Who is present and trains, and how much has been begun."""
+        """The presence and progress of all workers."""
         return PhasesState(self.present, self.epoch, self.trains, self.count, self._budget.begun)
 
     def restore(self, state: PhasesState) -> None:

@@ -1,7 +1,7 @@
 """The state of an event loop as plain data for a checkpoint, and back.
 
-A state is a named tuple of numbers, tensors and further tuples. Written, each named tuple is a dict of its fields. What is read
-is a stranger's: every field must have the type that its tuple declares, and indices and tensors must fit the run.
+A state is a named tuple of numbers, tensors and further tuples. Written, each named tuple is a dict of its fields.
+Input is untrusted: every field must have the type that its tuple declares, and indices and tensors must fit the run.
 """
 
 from collections.abc import Iterable
@@ -29,7 +29,7 @@ def as_dicts(value: Any) -> Any:
 
 
 def rebuilt(kind: type[T], value: Any) -> T:
-    """The named tuple of this kind that `as_dicts` has written as `value`. Raises ValueError for anything else.
+    """The named tuple of this kind from the output of `as_dicts`. Raises ValueError for anything else.
 
     >>> from gossamer.clock.events import Absence
     >>> rebuilt(Absence, {"time_s": 1.5, "worker": 0, "change": "leave"})

@@ -2,8 +2,8 @@
 
 A driver passes each event (`join`, `push`, `leave`, and `tick` as time passes) with its time to the core, and carries out the
 actions it returns. Virtual time (`gossamer.clock.server_loop`), real processes (`gossamer.run.served.server`) and the replay of
-a real run (`gossamer.run.replay.served`) run the same core, so the same inputs give the same bits. The drivers differ in three
-things:
+a real run (`gossamer.run.replay.served`) run the same core, so the same inputs give bitwise the same results. The
+drivers differ in three things:
 
 * Who spends the budget. A real worker may train one phase for each starting point it receives, so the core claims its steps
   when it sends one and returns them when the worker leaves. Over virtual time a worker claims them when a phase begins,
@@ -14,7 +14,7 @@ things:
   virtual time only the agenda knows the messages in flight, so the driver calls `flush`.
 
 Below a global server (`Regions`), over virtual time only, each region has a core. It returns a `RegionReport` when one is due,
-and the driver calls `merge` when the global model arrives; of each fragment one report is under way at a time.
+and the driver calls `merge` when the global model arrives; one report per fragment is in flight at a time.
 
 A push that was sent before its worker left still counts, and gets no reply. Connections deliver all messages before they
 report a loss, except a connection that a newer one of the same worker replaces; the driver drops its remaining messages.
@@ -132,7 +132,7 @@ class ServerCore:
         """The layout of each fragment."""
         self._fragments = [FragmentState(rule, x[a:b], own) for (a, b), own in zip(spans, self.layouts, strict=True)]
         self._members = [_Member(steps) for steps in local_steps]
-        self._seen = set[int]()  # who has joined since this core was made
+        self._seen = set[int]()  # workers that joined since this core was made
         self._sent: dict[tuple[int, int], tuple[int, int]] = {}  # worker and fragment: updates and phases at that time
         self._refused = False
 
@@ -183,7 +183,7 @@ class ServerCore:
         return actions
 
     def flush(self, now_s: float) -> list[ServerAction]:
-        """No worker can push any more: the windows that have a push close at the next ticks, and the rest is reported."""
+        """Handles that no worker can push any more: windows with a push close at the next ticks, and the rest is reported."""
         actions: list[ServerAction] = []
         for p, fragment in enumerate(self._fragments):
             if fragment.waiting:
@@ -195,7 +195,7 @@ class ServerCore:
     # Queries of drivers
 
     @property
-    def over(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether the budget is spent or a phase was refused, and all pushes have been absorbed."""
         if self._budget is None or any(member.trains for member in self._members):
             return False
@@ -204,7 +204,7 @@ class ServerCore:
 
     @property
     def present(self) -> int:
-        """The number of workers that are present."""
+        """The number of workers present."""
         return sum(member.present for member in self._members)
 
     @property
@@ -279,7 +279,7 @@ class ServerCore:
             self._budget.begun = self.absorbed_steps
 
     def whole_state(self) -> CoreState:
-        """The state with the pushes that wait and those who train, of a server that nothing is lost with."""
+        """The complete state, including waiting pushes and phases in progress."""
         fragments = [
             _FragmentCopy(leaves(f.state), f.updates, f.waiting, f.closes_s, f.merged_updates, f.reported)
             for f in self._fragments
@@ -289,7 +289,7 @@ class ServerCore:
         return CoreState(fragments, members, sorted(self._seen), sent, self.absorbed_steps, self._refused)
 
     def restore_whole(self, state: CoreState) -> None:
-        """Continues from a whole state. Raises ValueError when it does not fit."""
+        """Continues from a complete state. Raises ValueError when it does not fit."""
         for fragment, saved in zip(self._fragments, state.fragments, strict=True):
             must_fit(saved.outer, leaves(fragment.state))
             for one in saved.waiting:
@@ -321,7 +321,7 @@ class ServerCore:
         return self._count(lambda member: member.trains, now_s) > 0
 
     def _count(self, counts: Callable[[_Member], bool], now_s: float) -> int:
-        """The number of workers for which `counts` holds, and of those that are expected to join."""
+        """The number of workers for which `counts` holds, plus those expected to join."""
         starting = now_s < self._expected_until_s
         return sum(counts(member) or (starting and i not in self._seen) for i, member in enumerate(self._members))
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from gossamer.asynchronous import ServerRule, Slack
-from gossamer.clock.agenda import ARRIVAL, DECISION, RELAY, REPLY, Agenda, AgendaState, VirtualTimeLoop
 from gossamer.clock.durations import Durations
-from gossamer.clock.events import SERVER, Absence, Phase, Record, Relay, Transfer, Update
+from gossamer.clock.event_queue import ARRIVAL, DECISION, RELAY, REPLY, EventQueue, EventQueueState, VirtualTimeLoop
+from gossamer.clock.events import Absence, Phase, Record, Relay, Transfer, Update
 from gossamer.clock.fragment import Push, RegionReport
 from gossamer.clock.global_core import GlobalCore, GlobalState
 from gossamer.clock.phases import DEFAULTS, Learner, LoopOptions, PhaseEnd, Phases, PhasesState
@@ -17,6 +17,7 @@ from gossamer.clock.saved import as_dicts, rebuilt, within
 from gossamer.clock.server_core import WAITS, CoreState, Send, ServerAction, ServerCore
 from gossamer.clock.server_worker import ServerWorker, ServerWorkerState
 from gossamer.network.links import Network
+from gossamer.record.logs.seconds import SERVER
 from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.incompatibilities import check
 from gossamer.tree import must_fit, nbytes
@@ -70,7 +71,7 @@ _EVENTS = (PhaseEnd, Absence, _Arrival, _Reply, _Closing, _ReportArrival, _Merge
 class _ServerState(NamedTuple):
     """The part of a checkpoint for this loop: the cores of regions, the global one, and the workers."""
 
-    agenda: AgendaState
+    agenda: EventQueueState
     phases: PhasesState
     cores: list[CoreState]
     above: GlobalState | None
@@ -85,9 +86,10 @@ class ServerRun(VirtualTimeLoop):
     is lost. A server with a window also closes it when no worker can push any more.
 
     With a rule for regions, each site of the network has a server for its own workers, next to them, and a global server in
-    the site of worker 0 takes their reports. A report and its answer take the seconds of the route between the two sites, and
-    nobody waits for them; as of each fragment one is under way at a time, and the routes of two regions differ, a model in one
-    fragment has its route to itself. When no worker can push any more, each region reports what it has not yet.
+    the site of worker 0 takes their reports. A report and its answer take the seconds of the route between the two
+    sites, and do not block workers; as one report per fragment is in flight at a time, and regions use different
+    routes, a model in one fragment never shares its route. When no worker can push any more, each region reports its
+    remaining progress.
 
     A worker that leaves loses its current phase; its pushes in flight still count. When it returns it fetches all fragments.
 
@@ -117,7 +119,7 @@ class ServerRun(VirtualTimeLoop):
         check(Combination(kind="server", server=rule.name, fragments=len(self.spans), overlap=overlap))
         self.learners = learners
         self._options, self._durations = options, Durations(network, len(learners))
-        self._agenda = Agenda(self._perform, self._flush)
+        self._queue = EventQueue(self._perform, self._flush)
         regions = self._durations.regions if rule.regions is not None else (0,) * len(learners)
         self._region, self._near = regions, rule.regions is not None
         steps = [learner.local_steps for learner in learners]
@@ -128,7 +130,7 @@ class ServerRun(VirtualTimeLoop):
             for action in self._core(i).join(i):
                 assert isinstance(action, Send)
                 self._workers.append(ServerWorker(learner, self.spans, action.starts, overlap=overlap))
-        self._phases = Phases(self._agenda, self._durations, learners, options, self._end_phase, self._change)
+        self._phases = Phases(self._queue, self._durations, learners, options, self._end_phase, self._change)
         for i in range(len(learners)):
             self._phases.begin(i)
 
@@ -142,10 +144,10 @@ class ServerRun(VirtualTimeLoop):
         return local if self._global is None else [*local, *self._global.states()]
 
     def state(self) -> dict[str, Any]:
-        """The part of a checkpoint for this loop; the learners have parts of their own."""
+        """The part of a checkpoint for this loop; the learners have separate parts."""
         cores, above = [core.whole_state() for core in self._cores], self._global and self._global.state()
         workers = [worker.state() for worker in self._workers]
-        return as_dicts(_ServerState(self._agenda.state(), self._phases.state(), cores, above, workers))
+        return as_dicts(_ServerState(self._queue.state(), self._phases.state(), cores, above, workers))
 
     def restore(self, state: Any) -> None:
         """Continues from a state, before the learners are restored. Raises ValueError when it does not fit."""
@@ -161,7 +163,7 @@ class ServerRun(VirtualTimeLoop):
         for worker, theirs in zip(self._workers, saved.workers, strict=True):
             worker.restore(theirs)
         self._phases.restore(saved.phases)
-        events = self._agenda.restore(saved.agenda, _EVENTS)
+        events = self._queue.restore(saved.agenda, _EVENTS)
         within(events, **limits)
         x = self.learners[0].x
         for p, tensor in (found for event in events for found in _of_fragments(event)):
@@ -185,12 +187,12 @@ class ServerRun(VirtualTimeLoop):
             push_s = self._transfer_s(i, SERVER, size)
             arrives_s, slack = self.time_s + push_s, WAITS
             if worker.overlap:
-                # The reply is taken in at the end of the next phase, which takes about as long as this one.
+                # The reply is used at the end of the next phase, which takes about as long as this one.
                 steps = worker.learner.local_steps
                 reply_s = self._transfer_s(SERVER, i, nbytes(push.message))
                 slack = Slack(steps, (self.time_s - start_s) / steps, push_s + reply_s)
             epoch, push = self._phases.epoch[i], push._replace(message=message)
-            self._agenda.plan(arrives_s, ARRIVAL, i, _Arrival(i, epoch, push, slack, size, self.time_s))
+            self._queue.plan(arrives_s, ARRIVAL, i, _Arrival(i, epoch, push, slack, size, self.time_s))
         if worker.waits_for is None:
             self._phases.begin(i)
         return [Phase(start_s, self.time_s, i, number, report)]
@@ -234,12 +236,12 @@ class ServerRun(VirtualTimeLoop):
                 size = sum(nbytes(start.x) for start in action.starts.values())
                 arrives_s = self.time_s + self._transfer_s(SERVER, action.worker, size)
                 reply = _Reply(self._phases.epoch[action.worker], action, self.time_s)
-                self._agenda.plan(arrives_s, REPLY, action.worker, reply)
+                self._queue.plan(arrives_s, REPLY, action.worker, reply)
             elif isinstance(action, RegionReport):
                 arrives_s = self.time_s + self._durations.relay_s(region, nbytes(action.message))
-                self._agenda.plan(arrives_s, RELAY, region, _ReportArrival(region, action, self.time_s))
+                self._queue.plan(arrives_s, RELAY, region, _ReportArrival(region, action, self.time_s))
             elif not isinstance(action, Update):
-                self._agenda.plan(action.at_s, DECISION, action.fragment, _Closing(region))
+                self._queue.plan(action.at_s, DECISION, action.fragment, _Closing(region))
         return [action for action in actions if isinstance(action, Update)]
 
     def _answer(self, region: int, report: RegionReport, start_s: float) -> list[Record]:
@@ -248,7 +250,7 @@ class ServerRun(VirtualTimeLoop):
         p, size = report.fragment, nbytes(report.message)
         x = self._global.report(region, p, report.message)
         merge = _Merge(region, p, x, self.time_s)
-        self._agenda.plan(self.time_s + self._durations.relay_s(region, nbytes(x)), RELAY, region, merge)
+        self._queue.plan(self.time_s + self._durations.relay_s(region, nbytes(x)), RELAY, region, merge)
         return [Relay("report", start_s, self.time_s, region, p, size)]
 
     def _merge(self, region: int, p: int, x: Tensor, start_s: float) -> list[Record]:

@@ -10,7 +10,7 @@ from gossamer.tree import must_fit
 
 
 @dataclass
-class _Held:
+class _Contribution:
     """A worker's state of one fragment: its starting point, and the work since."""
 
     start: StartingPoint
@@ -40,7 +40,7 @@ class ServerWorker:
     Args:
         spans: the fragments, as slices of the learner's flat vector.
         starts: a starting point for each fragment.
-        overlap: whether it goes on training while a reply is in flight, instead of waiting.
+        overlap: whether it continues training while a reply is in flight, instead of waiting.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ServerWorker:
             self.waits_for = p  # the last push of this fragment has had no reply yet
             return report, None
         if p in received:
-            return report, None  # nothing has been learned on it since
+            return report, None  # no training since its last push
         self.waits_for = None if self.overlap else p
         return report, self._push(p)
 
@@ -88,11 +88,11 @@ class ServerWorker:
         return True
 
     def leave(self) -> None:
-        """Drops unused replies; the worker needs starting points of all fragments to continue."""
+        """Drops unused replies; to continue, the worker needs starting points of all fragments."""
         self._inbox, self.waits_for = {}, len(self.spans) - 1
 
     def state(self) -> ServerWorkerState:
-        """The starting points it has, and the work since."""
+        """The current starting points, and the work since."""
         held = {p: _HeldState(one.start, one.tokens, one.steps, one.unanswered) for p, one in self._held.items()}
         return ServerWorkerState(held, dict(self._inbox), self.waits_for)
 
@@ -104,17 +104,17 @@ class ServerWorker:
             must_fit([start.x], [self._held[p].start.x])
         if len(state.held) != len(self.spans) or state.waits_for not in (None, *self._held):
             raise ValueError(f"{len(state.held)} starting points, and it waits for fragment {state.waits_for}")
-        self._held = {p: _Held(self._here(one.start), *one[1:]) for p, one in state.held.items()}
+        self._held = {p: _Contribution(self._here(one.start), *one[1:]) for p, one in state.held.items()}
         self._inbox, self.waits_for = dict(state.inbox), state.waits_for
 
-    def _start_from(self, p: int, start: StartingPoint) -> _Held:
+    def _start_from(self, p: int, start: StartingPoint) -> _Contribution:
         a, b = self.spans[p]
         start = self._here(start)
         self.learner.x[a:b].copy_(start.x)
-        return _Held(start)
+        return _Contribution(start)
 
     def _here(self, start: StartingPoint) -> StartingPoint:
-        """With its numbers on the device of the learner; messages and checkpoints have them on the host."""
+        """A starting point moved to the learner's device; messages and checkpoints are on the host."""
         return start._replace(x=start.x.to(self.learner.x.device))
 
     def _push(self, p: int) -> Push:

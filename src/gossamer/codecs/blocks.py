@@ -12,14 +12,14 @@ from gossamer.layout import Reused
 SLAB = 1 << 16  # elements; fp32 temporaries of this size stay in the cache
 _DEVICE_SLAB = (
     1 << 26
-)  # beside a CPU, where each slab costs its launches: the int8 of 134M numbers took 600 ms, and takes 2.5
+)  # on an accelerator, where each slab costs kernel launches: int8 of 134M numbers took 600 ms, and takes 2.5
 _BF16_MAX = torch.finfo(torch.bfloat16).max
-_MAPPED_BYTES = 1 << 24  # smaller blocks are reused by the C library, which maps larger ones anew each time
+_MAPPED_BYTES = 1 << 24  # the C library reuses smaller blocks, and maps larger ones again for each allocation
 _MEMORY = Reused(keep_bytes=1 << 28)
 
 
 def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialised memory for what a codec makes, which is reused where it is large: at most 256 MiB wait for that."""
+    """Uninitialised memory for a codec's output; large blocks come from a pool that keeps at most 256 MiB."""
     if device.type != "cpu" or numel * dtype.itemsize < _MAPPED_BYTES:
         return torch.empty(numel, dtype=dtype, device=device)
     return _MEMORY.take(numel * dtype.itemsize).view(dtype)
@@ -31,7 +31,7 @@ def num_blocks(numel: int, block: int) -> int:
 
 
 def slab_on(device: torch.device, slab: int = SLAB) -> int:
-    """How many elements to take at a time on this device: a slab on a CPU, and on another what its memory can spare."""
+    """Elements processed at a time on this device: a slab on a CPU; on another device, as many as its memory can spare."""
     return slab if device.type == "cpu" else _DEVICE_SLAB
 
 

@@ -39,13 +39,14 @@ class _Part:
 
 
 def by_part(codec: Codec, part_of: Callable[[str], int]) -> Codec:
-    """A codec that compresses every part of a vector as a vector of its own: whoever has one part alone sends the same of it.
+    """A codec that compresses every part of a vector as a separate vector, so that a worker with one part sends the
+    same payload for it.
 
-    x' = the parts of x, each as the codec has it, with a key of its own
+    x' = the parts of x, each through the codec, with a separate key
 
-    Its claims are those of the codec, except that x cannot be cut anywhere. Blocks begin anew with every part, so it differs
-    from the codec on the whole: the last block of a part is shorter, what is chosen in a block is chosen among other elements,
-    and random draws are others.
+    Its claims are those of the codec, except that x cannot be cut anywhere. Blocks restart at every part, so the result
+    differs from the codec applied to the whole: the last block of a part is shorter, a block selects among other
+    elements, and random draws differ.
 
     Args:
         codec: one that is not `exact`, and has no second leg.

@@ -37,7 +37,7 @@ class Codec(NamedTuple):
     linear: bool = False
     """Whether `decode(encode(x, key))` is linear in `x` for every fixed key."""
     contraction: float | None = None
-    """δ > 0 with ||x - x'||² <= (1 - δ) ||x||² for every x, in the mean over keys if it draws; None if none is known."""
+    """δ > 0 with ||x - x'||² <= (1 - δ) ||x||² for every x, averaged over keys if it draws; None if none is known."""
     blockwise: int | None = None
     """A length such that cutting x at any multiple of it and encoding the pieces gives the same x'; None if there is none."""
     payload_bytes: Callable[[int], int] | None = None
@@ -57,7 +57,7 @@ class Codec(NamedTuple):
 def fitted(codec: Codec, layout: Layout) -> Codec:
     """The codec for vectors of a layout, or for the messages about them; itself where it does not look at shapes.
 
-    Whoever applies a codec to a fragment fits it first, so that both ends cut the same tiles.
+    A codec must be fitted before it is applied to a fragment, so that both ends cut the same tiles.
     """
     if codec.fit is None:
         return codec
@@ -92,7 +92,7 @@ _NUMEL = 4096
 def relative_error(codec: Codec) -> float:
     """`||x - x'|| / ||x||` for 4096 Gaussian numbers x, always the same; infinite where x' is not finite.
 
-    A claim such as `contraction` holds for every x and is far from what happens; parameters are close to Gaussian.
+    A bound such as `contraction` holds for every x and is far from typical; parameters are close to Gaussian.
 
     Cost: the codec once each way, below a millisecond.
 

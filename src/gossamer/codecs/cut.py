@@ -1,4 +1,4 @@
-"""How a flat vector is cut into short rows that are encoded one by one: runs of it, or tiles of its matrices."""
+"""Partitions of a flat vector into short rows that are encoded separately: runs of it, or tiles of its matrices."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -65,7 +65,7 @@ def tiles(layout: Layout, chunk: int) -> Cut:
 
 
 _Block = tuple[int, int, int, int, int, int]
-"""First row and first column of equal tiles, how many there are below and beside each other, and their height and width."""
+"""A grid of equal tiles: first row and column, tiles down and across, and their height and width."""
 
 
 def _blocks(numel: int, columns: int, height: int, width: int, chunk: int) -> list[_Block]:

@@ -32,7 +32,7 @@ def decode(codec: Codec, payload: Tree, like: Tree) -> Tree:
 
 
 def decode_received(codec: Codec, payload: Tree, like: Tree) -> Tree:
-    """The message of another worker, whose bytes may be anything.
+    """The message of another worker, from untrusted bytes.
 
     Raises: TransportError for one that no honest worker sends: it cannot be decoded, or has numbers that are not finite.
 

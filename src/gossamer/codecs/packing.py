@@ -1,8 +1,8 @@
 """Dense packing of numbers of 1 to 8 and of 12 bits; the first number in the lowest bits, on little-endian machines.
 
-Codes that divide a byte are packed by folding: the codes of one future byte, each in a byte of its own, are read as one integer
-and shifted onto each other, twice as many in every fold. That is a few vectorised passes, whatever the number of bits. Of other
-codes eight make one integer, of which as many bytes are kept as a code has bits.
+Codes that divide a byte are packed by folding: the codes of one output byte, one per byte at first, are read as one
+integer and shifted onto each other, twice as many in every fold. That is a few vectorised passes, whatever the number
+of bits. Of other codes eight make one integer, of which as many bytes are kept as a code has bits.
 """
 
 import functools

@@ -1,7 +1,9 @@
-"""The functions of `passes.c`, compiled once on a machine that has a C compiler: codecs then pass over memory once each way.
+"""The functions of `passes.c`, compiled once on a machine that has a C compiler: with them, codecs make one pass over
+memory each way.
 
-The bits are those of the plain form in Python, which is taken where there is no compiler, off the CPU, for other dtypes than fp32
-and for short tensors. The compiled file is kept in a folder of this user's alone, because who could write there could run code.
+Results are bitwise those of the plain form in Python, which is used without a compiler, off the CPU, for dtypes other
+than fp32 and for short tensors. The compiled file is kept in a folder that only this user can write, as anyone who
+could write there could run code.
 """
 
 import ctypes
@@ -22,9 +24,9 @@ import torch
 from torch import Tensor
 
 LONG = 1 << 14
-"""Elements from which a tensor is worth the call."""
+"""The number of elements from which the call pays off."""
 _SOURCE = Path(__file__).with_suffix(".c")
-# Products and sums stay apart, as they round apart in Python; and no option that allows other numbers.
+# No fused multiply-add, as Python rounds product and sum separately; and no option that changes results.
 _FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-ffp-contract=off", "-fwrapv", "-fno-math-errno")
 log = logging.getLogger("gossamer")
 
@@ -41,7 +43,7 @@ class Passes:
 
 
 def passes_for(x: Tensor) -> Passes | None:
-    """What passes over this tensor; None where the plain form shall.
+    """The compiled functions for this tensor; None where the plain form is used.
 
     Cost: a second at the first call on a machine, where it is compiled.
     """
@@ -87,12 +89,12 @@ def _loaded(compiler: str) -> Passes:
         kept = folder / name if own else Path(new, name)
         began = time.perf_counter()
         compile_to(Path(new, "passes.so"), compiler)
-        os.replace(Path(new, "passes.so"), kept)  # at once, as several processes may compile it
+        os.replace(Path(new, "passes.so"), kept)  # atomically, as several processes may compile it
         log.info(f"compiled the codecs in {time.perf_counter() - began:.1f} s, kept in {kept}")
-        return Passes(kept)  # once open, it needs its file no more
+        return Passes(kept)  # once loaded, the file is no longer needed
 
 
 def compile_to(target: Path, compiler: str, *more: str) -> None:
-    """Compiles `passes.c`, with more flags. Raises: OSError, CalledProcessError."""
+    """Compiles `passes.c`, with additional flags. Raises: OSError, CalledProcessError."""
     words = [compiler, *_FLAGS, *more, "-o", str(target), str(_SOURCE)]
     subprocess.run(words, check=True, capture_output=True, text=True, timeout=120)

@@ -236,7 +236,7 @@ def _block_codec(
         generator = torch.Generator(x.device).manual_seed(key) if draws and not x.is_meta else None
         for start, stop in spans(x, block):
             blocks = as_blocks(x[start:stop], block)
-            own = scale(blocks[:, : stop - start])  # the last block comes alone: its padding does not count
+            own = scale(blocks[:, : stop - start])  # the last block is a separate slab: its padding does not count
             scales[start // block : num_blocks(stop, block)] = own
             ratio = blocks / own.float().masked_fill_(own == 0, 1.0)[:, None]
             packed = pack_codes(code(ratio, generator).view(-1), bits)

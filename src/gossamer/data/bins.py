@@ -1,4 +1,4 @@
-"""Files of tokens that others have made: those of nanoGPT, of llm.c and modded-nanogpt, and of Megatron."""
+"""Token files of other tools: nanoGPT, llm.c and modded-nanogpt, and Megatron."""
 
 import hashlib
 import re
@@ -24,7 +24,7 @@ _VALIDATION = re.compile(r"(^|[^a-z])(val|valid|validation)([^a-z]|$)")
 
 
 class TokenArray:
-    """Tokens in several arrays, one after the other, as one: nothing is copied but what is asked for."""
+    """A concatenation of token arrays; only requested windows are copied."""
 
     def __init__(self, parts: Sequence[NDArray[Any]]) -> None:
         self.parts = tuple(part for part in parts if len(part))
@@ -34,7 +34,7 @@ class TokenArray:
         return self._ends[-1] if self._ends else 0
 
     def window(self, start: int, size: int) -> NDArray[np.int64]:
-        """`size` tokens from a place on, int64, across the ends of arrays."""
+        """`size` tokens from `start`, int64, across array boundaries."""
         found, k = [], bisect_right(self._ends, start)
         while size > 0:
             part = self.parts[k][start - (self._ends[k - 1] if k else 0) :][:size]
@@ -43,7 +43,7 @@ class TokenArray:
         return found[0] if len(found) == 1 else np.concatenate(found)
 
     def cut(self, at: int) -> tuple["TokenArray", "TokenArray"]:
-        """What comes before a place, and what comes from it on."""
+        """The tokens before `at`, and those from `at` on."""
         starts = [0, *self._ends]
         split = [max(0, at - start) for start in starts[: len(self.parts)]]
         pairs = [(part[:k], part[k:]) for part, k in zip(self.parts, split, strict=True)]
@@ -57,20 +57,20 @@ class Binary(NamedTuple):
     """A file of tokens."""
 
     tokens: NDArray[Any]
-    """Mapped into memory, so that a file may be larger than that."""
+    """Memory-mapped, so that a file may exceed memory."""
     documents: int | None
-    """How many texts it has, where it says so."""
+    """The number of documents, where the file states it."""
 
 
 def open_binary(path: Path, vocab_size: int) -> Binary:
-    """The tokens of a .bin file; which kind it is, it says itself.
+    """The tokens of a .bin file, whose kind is detected.
 
-    With a file of the same name and .idx next to it, it is one of Megatron; with a header of 256 numbers, of which the first is
-    known, one of llm.c. Else it is plain, as nanoGPT writes it: 16 bits a token, or 32 where the vocabulary needs them or every
-    second 16 bits are 0.
+    With an .idx file of the same name next to it, it is Megatron's; with a header of 256 numbers and a known magic
+    number, llm.c's. Else it is plain, as nanoGPT writes it: 16 bits a token, or 32 where the vocabulary needs them or
+    every second 16 bits are 0.
 
-    Raises: DataError for a file that cannot be read or is damaged, and for one with tokens that the vocabulary has not, as far as
-        its beginning, middle and end show that.
+    Raises: DataError for a file that cannot be read or is damaged, and for tokens beyond the vocabulary in its
+        beginning, middle or end.
     """
     try:
         size, index = path.stat().st_size, path.with_suffix(".idx")
@@ -80,7 +80,7 @@ def open_binary(path: Path, vocab_size: int) -> Binary:
             (dtype, offset, count), documents = _with_header(path, size) or _plain(path, size, vocab_size), None
         tokens = np.memmap(path, dtype, "r", offset, (count,)) if count else np.empty(0, dtype)
         for sample in _samples(tokens):
-            _must_be_of_vocabulary(path, sample, vocab_size)
+            _check_token_ids(path, sample, vocab_size)
     except OSError as error:
         raise DataError(f"'{path}' cannot be read ({error}); correct it, or leave it out") from error
     return Binary(tokens, documents)
@@ -96,7 +96,9 @@ def is_for_validation(path: Path) -> bool:
 
 
 def sampled_hash(arrays: Sequence[NDArray[Any]]) -> str:
-    """A hash of the sizes of arrays, and of the beginning, middle and end of each: all of a terabyte would take an hour."""
+    """A hash of the sizes of arrays, and of the beginning, middle and end of each: hashing a whole terabyte would take
+    an hour.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for array in arrays:
         digest.update(f"{array.dtype.str} {len(array)} ".encode())
@@ -106,7 +108,7 @@ def sampled_hash(arrays: Sequence[NDArray[Any]]) -> str:
 
 
 def closer_hash(arrays: Sequence[NDArray[Any]]) -> str:
-    """As `sampled_hash`, by which workers and checkpoints are compared, of many more places: of a small file, of all of it.
+    """As `sampled_hash`, of many more places, to compare workers and checkpoints; a small file is hashed whole.
 
     Cost: reads 64 MiB of each array at most.
     """
@@ -131,7 +133,7 @@ def _samples(tokens: NDArray[Any]) -> list[NDArray[Any]]:
 
 
 def _with_header(path: Path, size: int) -> tuple[np.dtype[Any], int, int] | None:
-    """What follows the header of llm.c; None for a file without one."""
+    """The tokens after the header of llm.c; None for a file without one."""
     with path.open("rb") as file:
         header = np.frombuffer(file.read(_HEADER_BYTES), "<i4") if size >= _HEADER_BYTES else np.empty(0, "<i4")
     if not len(header) or int(header[0]) not in _OF_MAGIC:
@@ -158,7 +160,7 @@ def _plain(path: Path, size: int, vocab_size: int) -> tuple[np.dtype[Any], int, 
 
 
 def _megatron(index: Path, path: Path, size: int) -> tuple[np.dtype[Any], int, int, int]:
-    """What the index of a file says: the kind of numbers, where they begin, how many there are, and of how many documents."""
+    """The index of a file: dtype, offset, number of tokens and number of documents."""
 
     def damaged(why: str) -> DataError:
         return DataError(f"'{index}' is no index of Megatron for '{path.name}': {why}; write both files again")
@@ -181,10 +183,10 @@ def _megatron(index: Path, path: Path, size: int) -> tuple[np.dtype[Any], int, i
         raise damaged(
             f"its {sequences:,} sequences have {count:,} tokens of {dtype.itemsize} bytes, and the file {size:,} bytes"
         )
-    return dtype, 0, count, max(0, documents - 1)  # it counts their ends, and one more
+    return dtype, 0, count, max(0, documents - 1)  # it holds the end of each document, and a leading zero
 
 
-def _must_be_of_vocabulary(path: Path, tokens: NDArray[Any], vocab_size: int) -> None:
+def _check_token_ids(path: Path, tokens: NDArray[Any], vocab_size: int) -> None:
     if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
         bad = int(tokens.max()) if int(tokens.max()) >= vocab_size else int(tokens.min())
         raise DataError(

@@ -18,7 +18,7 @@ class Batches(Protocol):
     """Open training data. Workers may ask for their batches from several threads, each worker from one at a time."""
 
     read: tuple[SourceRead, ...]
-    """What was read of each source of files; nothing of a stream, which is read on the way, or of the user's own."""
+    """Statistics of each source of files; empty for a stream, which is read during training, and for a user's data set."""
 
     def batch(self, worker: int, step: int) -> Any:
         """The training batch of a worker; equal arguments give equal batches. Of text, int64 `[batch_size, seq_len + 1]`.
@@ -28,9 +28,9 @@ class Batches(Protocol):
         ...
 
     def read_ahead(self, worker: int, step: int, batches: int) -> None:
-        """Reads the next batches of a worker, from this one on, of a stream; else does nothing.
+        """Prefetches the next batches of a worker from a stream; else does nothing.
 
-        Raises: DataError when not all of them can be read. Those before can still be taken.
+        Raises: DataError when not all of them can be read. The earlier ones can still be taken.
         """
         ...
 
@@ -39,7 +39,7 @@ class Batches(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """Its part of a checkpoint, as plain values: the positions of streams, and the fingerprint of files."""
+        """The data's part of a checkpoint, as plain values: positions of streams, and the fingerprint of files."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -54,7 +54,7 @@ class Corpus(Batches, Protocol):
     tokenizer: Tokenizer
 
     def samples(self, worker: int, step: int) -> list[int]:
-        """The numbers of the windows in a batch of a worker: those that come again have the same number again."""
+        """The numbers of the windows in a worker's batch: a repeated window has the same number."""
         ...
 
 
@@ -65,7 +65,7 @@ def open_corpus(
 
     Args:
         scored: of files, all text is for validation.
-        patience_s: how long a stream that breaks off is opened again.
+        patience_s: how long to retry a stream that breaks off.
     Raises: DataError when text is missing, empty, unreadable or too short; ConfigError when a package is missing, and for a
     batch larger than this machine's memory.
     """

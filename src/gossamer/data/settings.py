@@ -1,9 +1,9 @@
 """The [data] settings of a run file."""
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
+import psutil
 from pydantic import Field
 
 from gossamer.errors import ConfigError
@@ -20,11 +20,11 @@ _Shards = Annotated[
 
 
 MANY_PASSES = 4
-"""Up to about so many passes over a text are worth nearly as much as new text (Muennighoff et al., arXiv 2305.16264)."""
+"""The number of passes over a text that are worth nearly as much as new text (Muennighoff et al., arXiv 2305.16264)."""
 
 
 def passes_over(shards: Any, text_tokens: Sequence[int], worker_tokens: Sequence[float]) -> float | None:
-    """How often the text is trained on, by the worker that repeats its part of it most; None of an empty text.
+    """The number of passes over the text, for the worker that repeats its part most; None for an empty text.
 
     Args:
         shards: `DataConfig.shards`.
@@ -42,7 +42,7 @@ def passes_over(shards: Any, text_tokens: Sequence[int], worker_tokens: Sequence
 
 
 def passes_warning(passes: float) -> str:
-    """What to say of a text that is trained on so often.
+    """A warning for this number of passes over the text.
 
     >>> passes_warning(256)[:43]
     'the text is trained on about 256 times; abo'
@@ -63,9 +63,9 @@ class DataConfig:
     `seq_len` and `batch_size` then only count its tokens. Files named *.bin hold tokens, as nanoGPT, llm.c and Megatron write
     them; `tokenizer` must be the one that they were made with."""
     options: Mapping[str, Any] | None = None
-    """Keywords for a data set of your own."""
+    """Keywords for your data set."""
     validation: CodeName | None = None
-    """"package.module:name" of a function `validation(k)` that returns the k-th validation batch of a data set of your own; None
+    """"package.module:name" of a function `validation(k)` that returns the k-th validation batch of your data set; None
     validates on what would come after the last inner step."""
     text_field: str = "text"
     """The field or column with the text, in jsonl, parquet and streams."""
@@ -82,10 +82,11 @@ class DataConfig:
     """Passes per inner step, their gradients averaged."""
     constant_batch: bool = False
     """Whether the workers of an elastic run that takes means over everyone train on the batches of those that are dead too, so
-    that the global batch of a step stays the same. While nobody is dead, it changes no bit."""
+    that the global batch of a step stays the same. While no worker is dead, results are bitwise the same."""
     windows: Annotated[int, Field(ge=1, le=100_000_000)] | None = None
-    """How many fixed windows of text each worker trains on, all of them in every epoch, in its own order; None draws every
-    window at a new place."""
+    """How many fixed windows of text each worker trains on, all of them in every epoch, reshuffled in each epoch; None
+    draws every window at a new place.
+    """
     shards: _Shards = "iid"
     """"iid": every worker draws from all training text; "contiguous": each only from its own n-th, in document order; a
     list: for every worker the place in `source`, counted from 0, of the only text that it draws from. All validate on the same
@@ -99,10 +100,11 @@ class DataConfig:
     """A folder that keeps tokenised files, which are then memory-mapped instead of held in memory."""
 
     shuffle_buffer: Count | None = None
-    """How many documents of a stream a worker reads at a time and takes in an order of their own; None takes them as they come.
-    A resumed run goes on in the same order: it reads these documents again."""
+    """How many documents of a stream a worker reads at a time and shuffles; None keeps their order. A resumed run
+    continues in the same order: it reads these documents again.
+    """
     prefetch: Annotated[Number, NEUTRAL] = 0
-    """How many batches of a stream a thread reads and tokenises ahead, while the worker trains; it changes no bit."""
+    """How many batches of a stream a thread reads and tokenises ahead, while the worker trains; results are bitwise the same."""
 
     def __post_init__(self) -> Iterator[str]:
         if self.global_batch is not None and self.batch_size != DataConfig.batch_size:
@@ -137,7 +139,7 @@ class DataConfig:
         yield from self._bad_shards()
 
     def _bad_shards(self) -> Iterator[str]:
-        """Why the source cannot be divided like that."""
+        """The reason why the source cannot be divided in this way, if any."""
         if self.shards != "iid" and (self.streamed or self.own):
             divides = "a stream divides its documents" if self.streamed else "a function divides its data"
             yield (f"data.shards is {self.shards!r:.60}, but {divides} among the workers itself; remove data.shards")
@@ -149,7 +151,7 @@ class DataConfig:
 
     @property
     def own(self) -> bool:
-        """Whether the data set is the user's own function."""
+        """Whether the data set is a user's function."""
         return isinstance(self.source, str) and is_code(self.source)
 
     @property
@@ -164,8 +166,8 @@ class DataConfig:
 
 
 def must_fit_memory(data: DataConfig, batches: int = 1) -> None:
-    """Raises ConfigError where a batch, or so many for validation, is more than this machine's memory."""
-    here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Raises ConfigError where a batch, or `batches` of them for validation, exceeds this machine's memory."""
+    here = psutil.virtual_memory().total
     each = 8 * data.batch_size * (data.seq_len + 1)
     if data.own or each * batches <= here:
         return

@@ -24,23 +24,24 @@ from gossamer.rng import numpy_rng
 
 log = logging.getLogger("gossamer")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-"""Between two attempts to open a stream that broke off: at first, doubled after each, and at most."""
+"""Seconds between attempts to reopen a stream: the first pause, doubled after each attempt, up to the longest."""
 _LASTING = (ValueError, TypeError, LookupError, FileNotFoundError, PermissionError)
-"""What mostly is a fault of the data itself, which is read once more: a transfer that was cut may look so too."""
+"""Errors that are mostly faults of the data; retried once, as an interrupted transfer may look alike."""
 
 
 class StreamCorpus:
     """A data set streamed by `datasets`. Workers divide its files, or its documents if the files do not divide evenly.
 
-    A worker's documents are packed in order into windows of `seq_len + 1` tokens; after the last document it starts again.
-    A batch is a function of worker and step alone: a later one is found by reading on, an earlier one from the start.
+    A worker's documents are packed in order into windows of `seq_len + 1` tokens; after the last document it starts
+    again. A batch is a function of worker and step only: a later one is reached by reading ahead, an earlier one from
+    the start.
 
-    With `data.shuffle_buffer` so many documents at a time are read and come in an order of their own, drawn by
-    `numpy_rng(seed, worker, block, "shuffle")`. A resumed run reads the block again: unlike the rolling buffer of `datasets`,
-    which is lost with the process, it goes on with the next document. With `data.prefetch` a thread reads so many batches ahead;
-    a state is that of the last batch that was asked for, not of what was read.
+    With `data.shuffle_buffer` that many documents at a time are read and shuffled by `numpy_rng(seed, worker, block,
+    "shuffle")`. A resumed run reads the block again: unlike the rolling buffer of `datasets`, which is lost with the
+    process, it continues with the next document. With `data.prefetch` a thread reads batches ahead; the state is that
+    of the last batch requested, not of the last one read.
 
-    A stream that breaks off is opened again at its place, with growing pauses, until `patience_s` are over.
+    A stream that breaks off is reopened at its position, with growing pauses, for up to `patience_s`.
 
     Raises: MissingPackageError without the package datasets; DataError when the stream cannot be opened or fails.
     """
@@ -77,7 +78,7 @@ class StreamCorpus:
         self._at(worker, step).read_ahead(batches)
 
     def _at(self, worker: int, step: int) -> "_Ahead":
-        """The batches of a worker from this one on."""
+        """A worker's batches, positioned at this step."""
         packed = self._train[worker]
         if step < packed.step:
             packed.restore(START)
@@ -86,7 +87,7 @@ class StreamCorpus:
         return packed
 
     def samples(self, worker: int, step: int) -> list[int]:
-        """See `Corpus.samples`; no window comes again as the same."""
+        """See `Corpus.samples`; windows never repeat."""
         return [*range(step * self._shape[0], (step + 1) * self._shape[0])]
 
     def validation(self, num_batches: int) -> list[Tensor]:
@@ -102,7 +103,7 @@ class StreamCorpus:
         return {"streams": streams, "reading": _READING}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See `Corpus.restore`; costs nothing until the next batch, which continues where the worker was."""
+        """See `Corpus.restore`; costs nothing until the next batch, which continues at the worker's position."""
         if state["streams"] and self.tokenizer.special and state.get("reading") != _READING:
             raise DataError(
                 f"the stream '{self._config.source}' was begun by a version of Gossamer that took text which spells a special "
@@ -119,20 +120,20 @@ START = {"step": 0, "place": None, "used": 0, "hash": None}
 
 
 def _drawn_order(seed: int, worker: int, block: int, documents: int) -> list[int]:
-    """In which order the documents of a block come."""
+    """The shuffled order of a block's documents."""
     return [int(k) for k in numpy_rng(seed, worker, block, "shuffle").permutation(documents)]
 
 
 class _Packed:
     """A position in the endless token sequence of one worker, after `step` batches.
 
-    Documents are read in blocks of `data.shuffle_buffer`, else of one. Its place is that of the block in the stream, and which
-    document of the block it is at: the first of them alone would be read again in another order.
+    Documents are read in blocks of `data.shuffle_buffer`, else of one. Its position is the block's position in the
+    stream and the document within the block: with the block's position alone, documents would be read again in another
+    order.
 
     Args:
-        order: the order in which the documents of a block come, by the number of the block and how many there are; None where
-            they are not shuffled.
-        patience_s: how long a stream that breaks off is tried again.
+        order: the order of a block's documents, by the block's number and size; None without shuffling.
+        patience_s: how long to retry a stream that breaks off.
     """
 
     def __init__(
@@ -208,11 +209,11 @@ class _Packed:
         return np.concatenate(parts)
 
     def _begin(self, place: dict[str, Any] | None) -> None:
-        """The next row is the one at this position."""
+        """Positions the stream so that the next row is the one at `place`."""
         self._ahead, self._rows = place, None
 
     def _open(self) -> Iterator[dict[str, Any]]:
-        """Opens the stream at its position. It needs a new object: a restored one would always begin at that position."""
+        """Opens the stream at its position, as a new object: a restored one would always begin at that position."""
         self._stream = self._open_pass()
         if self._ahead is not None:  # the stream has its own position only after the first row
             self._stream.load_state_dict(self._ahead)
@@ -221,7 +222,7 @@ class _Packed:
     def _next_row(self) -> dict[str, Any] | None:
         """The next row; None at the end of a pass.
 
-        Raises: DataError when the stream breaks off, and does so again until the patience is over.
+        Raises: DataError when the stream breaks off, and retries fail for `patience_s`.
         """
         pause_s, give_up_s = FIRST_PAUSE_S, math.inf
         while True:
@@ -248,7 +249,7 @@ class _Packed:
                         first_line(error),
                         give_up_s - now_s,
                     )
-            # What was read is kept: the row that failed is the first of the stream when it is opened again.
+            # Rows read so far are kept: the reopened stream begins at the row that failed.
             self._rows = None
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -262,7 +263,7 @@ class _Packed:
         return self._texts[self._taken]
 
     def _read_block(self) -> None:
-        """Reads the documents of a block from where the stream is. The last block of a pass may be shorter than others."""
+        """Reads the documents of a block from the stream's position. The last block of a pass may be shorter."""
         texts: list[str] = []
         name = f"a document of the stream '{self._config.source}'"
         passes = 0
@@ -292,10 +293,10 @@ class _Packed:
 
 
 class _Ahead:
-    """The batches of a worker in order, of which a thread reads some before they are asked for.
+    """The batches of a worker in order, prefetched by a thread.
 
-    What it says of itself (`step`, `state`) is of the last batch that was taken. After a fork the child has no such thread, and
-    reads again from there.
+    Its `step` and `state` are those of the last batch taken. After a fork the child has no such thread, and reads again
+    from there.
     """
 
     def __init__(self, packed: _Packed, batches: int) -> None:
@@ -332,12 +333,12 @@ class _Ahead:
             self._top_up(self._batches + 1)
             batch, self._state = self._coming.popleft().result()
         except DataError:
-            self.restore(START)  # as a stream that broke off begins anew, and no batch read after it may be taken
+            self.restore(START)  # as after a stream that broke off, no batch read later may be taken
             raise
         return batch
 
     def read_ahead(self, batches: int) -> None:
-        """Reads so many of the next batches. Raises DataError when not all of them can be read; those before can be taken."""
+        """Prefetches the next batches. Raises DataError when not all of them can be read; the earlier ones can be taken."""
         if self._process != os.getpid():
             self.restore(self._state)
         self._top_up(batches)
@@ -345,7 +346,7 @@ class _Ahead:
             coming.result()
 
     def _top_up(self, batches: int) -> None:
-        """Has at least so many batches on their way, unless one could not be read: none after it counts."""
+        """Keeps at least this many batches in flight, unless one could not be read: none after it counts."""
         while len(self._coming) < batches:
             if not self._batches:
                 if self._coming and self._coming[-1].exception() is not None:
@@ -361,7 +362,7 @@ class _Ahead:
 
 
 def _done(work: Callable[[], Any]) -> Future[Any]:
-    """What a call returned or raised."""
+    """The result or the exception of a call."""
     done = Future[Any]()
     try:
         done.set_result(work())

@@ -1,4 +1,4 @@
-"""Text in files: tokenised once, or by others before; a batch consists of windows at random places."""
+"""Text in files, tokenised once or by other tools; a batch consists of windows at random places."""
 
 import contextlib
 import functools
@@ -44,14 +44,14 @@ PIECE_CHARS = 1 << 16  # longer documents are cut, so that one book cannot becom
 
 
 class SourceRead(NamedTuple):
-    """What was read of a source."""
+    """Statistics of a source that was read."""
 
     source: str
     files: int
     bytes: int
-    """Of UTF-8; of files of tokens, of these."""
+    """Bytes of UTF-8 text, or of token files."""
     documents: int | None
-    """None where files of tokens do not say it."""
+    """None for token files that do not state it."""
     tokens: int
     left_out: Mapping[str, int]
     """How many files of a folder were not read, by their ending."""
@@ -78,11 +78,11 @@ class Tokens(NamedTuple):
     train: TokenArray
     val: TokenArray
     ends: Sequence[int]
-    """Where in the training tokens each source ends."""
+    """The end of each source in the training tokens."""
     read: tuple[SourceRead, ...]
-    """What was read of each source."""
+    """Statistics of each source."""
     fingerprint: str
-    """A hash of all tokens and of their split; of files of tokens, of their sizes and of samples (`sampled_hash`)."""
+    """A hash of all tokens and of their split; for token files, of their sizes and samples (`sampled_hash`)."""
     files: str = ""
     """`closer_hash` of files of tokens."""
 
@@ -96,7 +96,7 @@ class Piece(NamedTuple):
     last: bool
     """Whether it ends here."""
     source: int
-    """The place of its source."""
+    """The index of its source."""
 
 
 def _pieces(documents: Iterable[tuple[int, Document]], max_bytes: int | None) -> Iterator[Piece]:
@@ -118,7 +118,7 @@ class _Written(NamedTuple):
     """What was tokenised."""
 
     ends: list[int]
-    """Where each source ends in the tokens for training."""
+    """The end of each source in the training tokens."""
     read: list[tuple[int, int, int, int]]
     """The files, bytes, documents and tokens of each source."""
     fingerprint: str
@@ -127,7 +127,7 @@ class _Written(NamedTuple):
 def _tokenise(
     config: DataConfig, tokenizer: Tokenizer, sources: Sequence[SourceFiles], train: BinaryIO, val: BinaryIO
 ) -> _Written:
-    """Writes the tokens of all files. Raises: DataError of a file; OSError only where a token cannot be written."""
+    """Writes the tokens of all files. Raises: DataError for a file; OSError only where tokens cannot be written."""
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     before, after = (np.array(ids, dtype).tobytes() for ids in (tokenizer.before, tokenizer.after))
     digest = hashlib.blake2b(digest_size=16)
@@ -178,7 +178,7 @@ def _tokens(sources: Sequence[SourceFiles], train: NDArray[Any], val: NDArray[An
 
 
 def opened_binaries(config: DataConfig, vocab_size: int, sources: Sequence[SourceFiles]) -> list[dict[Path, Binary]]:
-    """The files of tokens of each source. Raises: DataError as `open_binary`, and for options that only text has."""
+    """The files of tokens of each source. Raises: DataError as `open_binary`, and for options that only apply to text."""
     for key in ("max_bytes", "cache"):
         if (value := getattr(config, key)) is not None:
             raise DataError(
@@ -219,10 +219,10 @@ def _documents(files: Iterable[Binary]) -> int | None:
 def _cached_tokens(config: DataConfig, tokenizer: Tokenizer, sources: Sequence[SourceFiles]) -> Tokens:
     """Tokens as files in the cache folder, under a name that changes with the text, the tokenizer and the options.
 
-    The name has the content of the text, not its path or times: a copy of the text, here or on another machine that sees the
-    folder, finds them too. One process tokenises, and those that want the same meanwhile wait for it.
+    The name depends on the content of the text, not on path or times: a copy of the text, here or on another machine
+    that shares the folder, uses them too. One process tokenises, and concurrent ones wait for it.
 
-    Files whose times are those of their writing are taken as they are; others, such as a copy, are read and hashed.
+    Files with unchanged times are taken as they are; others, such as copies, are read and hashed.
     """
     assert config.cache is not None
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
@@ -276,10 +276,10 @@ def _write_tokens(folder: Path, config: DataConfig, tokenizer: Tokenizer, source
 
 @contextlib.contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """Inside, no other process of this machine is; the lock of one that dies is free.
+    """A lock between processes of this machine; a process that dies releases it.
 
-    Where the system or the file system has no locks, several may be inside: each writes a scratch folder of its own, and
-    the first to be done is taken.
+    Where the system or the file system has no locks, several may hold it: each writes a separate scratch folder, and
+    the first to finish is used.
     """
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("ab") as file:
@@ -290,7 +290,7 @@ def _alone(lock: Path) -> Iterator[None]:
 
 
 def _stamps(sources: Sequence[SourceFiles]) -> list[tuple[Any, ...]]:
-    """What tells whether a file is still the one that was read."""
+    """File metadata that detects changes since the files were read."""
     try:
         found = [(path, path.stat()) for source in sources for path in source.files]
     except OSError as error:
@@ -330,10 +330,8 @@ def _content(sources: Sequence[SourceFiles], cache: Path) -> str:
                     own = hashlib.file_digest(file, hashlib.blake2b).hexdigest()
             except OSError as error:
                 raise DataError(f"'{path}' cannot be read ({error}); correct it, or leave it out") from error
-            digest.update(f"{own} {''.join(path.suffixes[-2:]).lower()}\n".encode())  # the ending tells the format
-    with contextlib.suppress(
-        OSError
-    ):  # a cache that may only be read is one too, and the text is then hashed each time
+            digest.update(f"{own} {''.join(path.suffixes[-2:]).lower()}\n".encode())  # the suffix gives the format
+    with contextlib.suppress(OSError):  # a read-only cache works too; the text is then hashed each time
         cache.mkdir(parents=True, exist_ok=True)
         scratch = known.with_name(f".{known.name}.{os.getpid()}.{threading.get_ident()}")
         scratch.write_text(digest.hexdigest())
@@ -359,7 +357,7 @@ def _seal(path: Path) -> list[Any]:
 
 
 def _mapped(path: Path, seal: Sequence[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """The tokens of a file. Raises ValueError if they are not those that were written."""
+    """The tokens of a file, memory-mapped. Raises ValueError if they are not those that were written."""
     size, *times, digest = seal
     now = path.stat()
     if now.st_size != size:
@@ -376,7 +374,7 @@ class FileCorpus:
     If the training or the validation text would be shorter than one window, as with one small file, the last
     `val_fraction` of all text is the validation text instead, unless each worker has a source.
 
-    Args: `scored`: all text is for validation, in windows as long as it at most.
+    Args: `scored`: all text is for validation, in windows no longer than the text.
     Raises: DataError when there is not enough text for one window on either side, or in one worker's shard.
     """
 
@@ -396,7 +394,7 @@ class FileCorpus:
                     "scored; give a longer one"
                 )
             return
-        if isinstance(config.shards, tuple):  # a file that moves from one source to another moves to other workers
+        if isinstance(config.shards, tuple):  # a file that moves to another source moves to other workers
             self._fingerprint = hashlib.blake2b(
                 f"{self._fingerprint} {self._ends}".encode(), digest_size=16
             ).hexdigest()
@@ -405,7 +403,7 @@ class FileCorpus:
             train, val = whole.cut(len(whole) - int(config.val_fraction * len(whole)))
         self._train, self._val = train, val
         self._check_lengths()
-        # A worker has a few epochs under way at most, and all workers of a simulation share this corpus.
+        # A worker is in a few epochs at most, and all workers of a simulation share this corpus.
         self._places = functools.lru_cache(maxsize=256)(self._drawn_places)
         self._order = functools.lru_cache(maxsize=256)(self._drawn_order)
 
@@ -433,7 +431,7 @@ class FileCorpus:
                 )
 
     def _shard(self, worker: int) -> tuple[int, int]:
-        """The range of training tokens that a worker draws from: the first, and one past the last."""
+        """The range of training tokens that a worker draws from: first, and one past the last."""
         if isinstance(self._config.shards, tuple):
             source = self._config.shards[worker]
             return self._ends[source - 1] if source else 0, self._ends[source]
@@ -451,7 +449,7 @@ class FileCorpus:
         return self._windows(self._train, places.integers(low, high - self._window + 1, size=self._config.batch_size))
 
     def samples(self, worker: int, step: int) -> list[int]:
-        """Which windows a batch consists of; each has its own number where they do not come again."""
+        """The numbers of a batch's windows; all different where windows do not repeat."""
         size, windows = self._config.batch_size, self._config.windows
         numbers = range(step * size, (step + 1) * size)
         if windows is None:
@@ -459,18 +457,18 @@ class FileCorpus:
         return [int(self._order(worker, n // windows)[n % windows]) for n in numbers]
 
     def _drawn_places(self, worker: int) -> NDArray[np.int64]:
-        """Where the windows of a worker begin that come again."""
+        """The starts of a worker's repeated windows."""
         low, high = self._shard(worker)
         return numpy_rng(self._seed, worker, "windows").integers(
             low, high - self._window + 1, size=self._config.windows
         )
 
     def _drawn_order(self, worker: int, epoch: int) -> NDArray[np.int64]:
-        """Their order in an epoch."""
+        """The order of a worker's windows in an epoch."""
         return numpy_rng(self._seed, worker, epoch, "order").permutation(self._config.windows or 0)
 
     def read_ahead(self, worker: int, step: int, batches: int) -> None:
-        """See `Corpus.read_ahead`: all text is here."""
+        """See `Corpus.read_ahead`: a no-op, as all text is in memory."""
 
     def validation(self, num_batches: int) -> list[Tensor]:
         """See `Corpus.validation`; the windows are spread evenly over the validation text."""
@@ -480,7 +478,7 @@ class FileCorpus:
         return [self._windows(self._val, starts[k * size : (k + 1) * size]) for k in range(num_batches)]
 
     def batches_of_all(self, most_tokens: int) -> int:
-        """How many validation batches have all validation text, or so many tokens of it."""
+        """The number of validation batches that cover the validation text, or `most_tokens` of it."""
         tokens = min(len(self._val) - 1, most_tokens)
         return -(-tokens // (self._config.batch_size * (self._window - 1)))
 

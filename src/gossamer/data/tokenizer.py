@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from gossamer.errors import DataError, first_line, require
 
-# Of a tokenizer whose post-processor ends no text, and that no tokenizer_config.json speaks for.
+# End tokens for a tokenizer whose post-processor adds none, without a tokenizer_config.json.
 END_TOKENS = (
     "<|endoftext|>",
     "<|end_of_text|>",
@@ -30,7 +30,7 @@ _TRIED = (
     "The quick brown fox isn't 12,345.678 metres from (the) lazy dog's kennel: \"why?\" -- e-mail it; 100% of A/B_tests!",
     "def f(x):\n\treturn [2 ** k for k in range(x) if k != 0]  # ünïcode, ΑΒΓ, 漢字, \U0001f642\r\n\n   indented",
 )
-"""Text with what tokenizers cut in different ways."""
+"""Sample text that tokenizers split differently."""
 PAD_TOKENS = ("<pad>", "<|pad|>", "<|padding|>", "<PAD>", "[PAD]")
 
 
@@ -39,20 +39,20 @@ class Tokenizer(NamedTuple):
 
     vocab_size: int
     before: tuple[int, ...]
-    """The tokens before each document and each prompt, which its post-processor adds, such as <|bos|>."""
+    """The tokens that its post-processor puts before each document and prompt, such as <|bos|>."""
     after: tuple[int, ...]
-    """The tokens after each document: those of its post-processor, else the end token; empty where there is none."""
+    """The tokens after each document: its post-processor's, else the end token; empty if it has none."""
     pad: int | None
-    """What fills a batch of prompts; the last of `after` where it has none of its own."""
+    """The padding token for batches of prompts; the last of `after` by default."""
     encode: Callable[[Sequence[str]], list[NDArray[Any]]]
-    """The ids of each text, without special tokens, also where the text spells one. Raises: DataError where it cannot."""
+    """The ids of each text, without special tokens even where the text spells one. Raises: DataError if it fails."""
     decode: Callable[[Sequence[int]], str]
     token: Callable[[int], str]
-    """How a token is written."""
+    """The text form of a token."""
     json: Callable[[], str]
     """The same tokenizer as a document of the `tokenizers` library."""
     special: frozenset[str] = frozenset()
-    """Its special tokens. Text that spells one is encoded as text, so that no document ends by what it says."""
+    """Its special tokens. Text that spells one is encoded as text, so that no document can end early."""
 
     @property
     def end(self) -> int | None:
@@ -67,12 +67,12 @@ def local_file(name: str) -> Path | None:
 
 
 def local_tokenizer(name: str) -> Tokenizer | None:
-    """The tokenizer; None for one on the Hub, which is not asked. Raises: as `load_tokenizer`."""
+    """The tokenizer; None for one on the Hub, which is not contacted. Raises: as `load_tokenizer`."""
     return load_tokenizer(name) if name == "bytes" or local_file(name) is not None else None
 
 
 def vocabulary(tokenizer: str) -> int | None:
-    """How many tokens it has; None for one on the Hub, which is not asked.
+    """Its number of tokens; None for one on the Hub, which is not contacted.
 
     Raises: DataError for a file that is no tokenizer.
 
@@ -84,9 +84,9 @@ def vocabulary(tokenizer: str) -> int | None:
 
 
 def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
-    """A hash of what a tokenizer does: its vocabulary, what it puts around a document, and how it cuts some text.
+    """A hash of a tokenizer's behaviour: vocabulary, special tokens around a document, and splits of sample text.
 
-    Not of its file: that of the same tokenizer differs between versions of the library.
+    Not of its file, which differs between versions of the library.
     """
     words = [tokenizer.token(id) for id in range(tokenizer.vocab_size)]
     cut = [ids.tolist() for ids in tokenizer.encode(_TRIED)]
@@ -97,8 +97,8 @@ def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
 def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer that `DataConfig.tokenizer` names.
 
-    A document is trained on as its post-processor has it. Where that ends no text, the `eos_token` of a tokenizer_config.json
-    next to it follows, or else the first of `END_TOKENS` that the vocabulary has.
+    Documents are encoded with its post-processor. Where that adds no end token, the `eos_token` of a
+    tokenizer_config.json next to it follows, or else the first of `END_TOKENS` that the vocabulary has.
 
     Raises: DataError when it is missing or no tokenizer; MissingPackageError without the library.
 
@@ -133,7 +133,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     vocabulary = library.get_vocab(with_added_tokens=True)
     if not vocabulary:
         raise DataError(f"the tokenizer '{name}' has a vocabulary of 0 tokens; train it before it is used")
-    if (widest := max(vocabulary.values())) >= _MOST_IDS:  # the library would list each id below it that no token has
+    if (widest := max(vocabulary.values())) >= _MOST_IDS:  # the library would list every unused id below it
         raise DataError(
             f"the tokenizer '{name}' gives a token the id {widest:,}, and ids are below {_MOST_IDS:,}; repair its file, or give "
             "data.tokenizer another"
@@ -144,7 +144,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
     special = frozenset(token.content for token in library.get_added_tokens_decoder().values() if token.special)
     as_json = _without_special_words(library, special)
-    library.encode_special_tokens = True  # which means that text that spells one is encoded as text
+    library.encode_special_tokens = True  # text that spells a special token is encoded as text
 
     def encode(texts: Sequence[str]) -> list[NDArray[Any]]:
         try:
@@ -180,10 +180,11 @@ def _cannot_encode(name: str, error: Exception) -> DataError:
 
 
 def _without_special_words(library: Any, special: frozenset[str]) -> Callable[[], str]:
-    """Takes special tokens from the words of the tokenizer's model; returns what gives the tokenizer as it was, as JSON.
+    """Removes special tokens from the vocabulary of the tokenizer's model; returns a function that gives the original
+    as JSON.
 
-    `encode_special_tokens` keeps the library from looking for special tokens in a text, but its model finds those that are among
-    its own words, as in a Unigram model. Their ids stay: the library keeps them beside its model.
+    `encode_special_tokens` keeps the library from looking for special tokens in a text, but its model matches those in
+    its own vocabulary, as in a Unigram model. Their ids stay: the library keeps them outside its model.
     """
     if special.isdisjoint(library.get_vocab(with_added_tokens=False)):
         return library.to_str
@@ -191,9 +192,9 @@ def _without_special_words(library: Any, special: frozenset[str]) -> Callable[[]
     document = json.loads(whole)
     model = document["model"]
     words, unknown = model["vocab"], model.get("unk_token")
-    if isinstance(words, list):  # whose places are the ids; no text has an empty word
+    if isinstance(words, list):  # positions are the ids; no text has an empty word
         model["vocab"] = [["" if word in special else word, score] for word, score in words]
-    else:  # what no word stands for becomes the unknown token, and so does the text that spells it
+    else:  # a removed word becomes the unknown token, and so does text that spells it
         kept = {word: id for word, id in words.items() if word not in special or word == unknown}
         model["vocab"] = kept
         if "merges" in model:
@@ -206,11 +207,11 @@ def _without_special_words(library: Any, special: frozenset[str]) -> Callable[[]
 
 
 def _named(name: str, path: Path | None) -> dict[str, str]:
-    """The special tokens that the tokenizer_config.json next to a tokenizer names, by what they are for."""
+    """The special tokens in the tokenizer_config.json next to a tokenizer, by role."""
     if path is not None:
         config = path.with_name("tokenizer_config.json")
     else:
-        from huggingface_hub import hf_hub_download  # which tokenizers needs itself
+        from huggingface_hub import hf_hub_download  # a dependency of tokenizers
         from huggingface_hub.errors import EntryNotFoundError
 
         try:
@@ -228,7 +229,7 @@ def _named(name: str, path: Path | None) -> dict[str, str]:
 
 def _added(library: Any, vocabulary: dict[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The tokens that the post-processor of a tokenizer puts before and after a text."""
-    for text in itertools.chain("a", vocabulary):  # the first that is no empty text to it
+    for text in itertools.chain("a", vocabulary):  # the first that it does not encode as empty
         if bare := library.encode(text, add_special_tokens=False).ids:
             whole = library.encode(text)
             start = whole.special_tokens_mask.index(0) if 0 in whole.special_tokens_mask else 0
@@ -247,7 +248,7 @@ _ALPHABET = _alphabet()
 
 
 def _bytes_as_json() -> str:
-    """Bytes as a byte-level BPE without a merge: each byte is written as the one character that stands for it there.
+    """The byte tokenizer as a byte-level BPE without merges: each byte is written as its character there.
 
     Byte 0, which ends a document, is a special token and is written as itself: the character that stands for it, Ā, is also text.
     """

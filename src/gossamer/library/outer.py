@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ from gossamer.library.parts import (
     timetable_in,
 )
 from gossamer.library.peers import Common, Peers, common_of, model_in_words
+from gossamer.library.recording import Recording, RecordPlan, run_toml
 from gossamer.library.saved import FORMAT, OuterState, must_be_of, must_continue_alike, what_it_is_of
 from gossamer.library.siblings import Siblings
 from gossamer.library.sites import REJOIN_ROUNDS, ElasticSite, elastic_site
@@ -43,7 +45,7 @@ from gossamer.rounds.loop import EVERYONE, OuterLoop
 from gossamer.rounds.mean_model import mean_over_workers
 from gossamer.rounds.schedule import Schedule, Stop
 from gossamer.rules import Rule
-from gossamer.settings.options import Number, Positive, check_option
+from gossamer.settings.options import Count, Number, Positive, check_option
 from gossamer.settings.over_time import timetable_of
 from gossamer.topologies import Topology
 from gossamer.transport.elastic.closing import LeftOutError
@@ -219,6 +221,8 @@ class Outer(Generic[M]):
         self._takes_rest = rest == "broadcast"
         self._watched = True  # until the first round has ended, for a wrapper that is put on later
         self._meter = Meter()
+        self._record_plan: RecordPlan | None = None
+        self._recording: Recording | None = None
         common = common_of(
             self.method,
             self.layout,
@@ -243,7 +247,7 @@ class Outer(Generic[M]):
             local_steps=self.local_steps,
             timetable=self._timetable,
             seed=seed,
-            reduce=self._peers.timed_reduce(self._meter.add_waiting),
+            reduce=self._peers.timed_reduce(self._reduced),
             membership=EVERYONE if self._site is None else self._site.membership,
             shard=self.shard,
             over_shards=self._siblings.total,
@@ -349,12 +353,83 @@ class Outer(Generic[M]):
         path = (self.worker, self.steps_taken if batch is None else batch, "model")
         return rng.drawing(self.x.device, self.seed, *path, *((part,) if part else ()))
 
+    def record(self, folder: str | Path, *, steps: int, name: str = "", step_tokens: int = 0) -> None:
+        """Records this worker's losses, messages and seconds from the next step on, for `gossamer status`, `watch` and `report`.
+
+            outer.record("runs/mine", steps=5_000)        # on all workers, after a saved outer state was loaded
+            ...
+            outer.step(loss)
+
+        Each worker has files of its own in the folder, which all may share; status and pages show those that lie where they are
+        called. A loop that goes on from a saved outer state goes on in the same folder, without the rounds after it. Of a worker
+        of several processes the first one writes, its own part of the bytes.
+
+        Args:
+            steps: inner steps that this worker is going to take, of which pages show the share.
+            name: of the run; by default that of the folder.
+            step_tokens: tokens, or samples, of an inner step of this worker, for curves over them.
+        Raises: ConfigError for fewer steps than a round has; at the next `step`, for a folder that holds another run.
+        Cost: some 40 µs a round, and a line of metrics, seconds and trace each.
+
+        >>> import gossamer, tempfile, torch
+        >>> from gossamer.record.folder import read_metrics
+        >>> folder = tempfile.mkdtemp()
+        >>> with gossamer.Outer(torch.nn.Linear(2, 1), "gossip", local_steps=1) as outer:
+        ...     outer.record(folder, steps=2)
+        ...     rounds = [outer.step(loss) for loss in (0.5, 0.25)]
+        >>> [line["loss"] for line in read_metrics(folder)]
+        [0.5, 0.25]
+        """
+        self._must_be_open("record")
+        for option, given, kind in (
+            ("folder", folder, str | Path),
+            ("steps", steps, Count),
+            ("name", name, str),
+            ("step_tokens", step_tokens, Number),
+        ):
+            check_option("record", option, given, kind)
+        if self._record_plan is not None:
+            raise ConfigError(
+                f"record() got '{folder}', and this Outer records into '{self._record_plan.folder}'; call it once"
+            )
+        text = run_toml(
+            self.method,
+            self._timetable,
+            name=name or Path(folder).name,
+            workers=self.n,
+            steps=steps,
+            seed=self.seed,
+            model=type(self.model).__name__,
+        )
+        self._record_plan = RecordPlan(Path(folder), text, step_tokens, time.perf_counter())
+
+    def log_validation(self, loss: float) -> None:
+        """Records the validation loss of this worker's own model, after the last round that has ended; needs `record`."""
+        self._must_be_open("log_validation")
+        check_option("log_validation", "loss", loss, Annotated[float, Field(allow_inf_nan=True)])
+        if self._record_plan is None:
+            raise ConfigError(
+                f"log_validation({loss}) was called without a record; call record(folder, steps=...) first"
+            )
+        if (recording := self._open_record()) is not None:
+            recording.validated(self.rounds - 1, self._timetable.begin(self.rounds), loss)
+
+    def _open_record(self) -> Recording | None:
+        """The record of this process, from the first call on; None without one. After a load, as that says what is void."""
+        if self._recording is None and self._record_plan is not None and self.shard == 0:
+            first_round = self.rounds if self.steps_taken else None
+            self._recording = Recording(self._record_plan, self.worker, first_round, self.method.sends_per_round)
+        return self._recording
+
     @in_own_words()
-    def step(self) -> bool:
+    def step(self, loss: float | torch.Tensor | None = None) -> bool:
         """Counts one inner step; and exchanges after every `local_steps` of them. Returns whether a round ended.
 
-        Call it after `optimizer.step()`. Raises: PeerError naming the worker that failed first; ConfigError after `close`, for a
-            wrapper that was put around the model, or when its parameters are not what they were.
+        Call it after `optimizer.step()`.
+
+        Args: `loss` of this step goes into the record, if there is one; it is read when the round ends.
+        Raises: PeerError naming the worker that failed first; ConfigError after `close`, for a wrapper that was put around the
+            model, or when its parameters are not what they were.
         """
         self._must_be_open("step")
         if self._left:  # it has finished and goes on after all
@@ -378,6 +453,8 @@ class Outer(Generic[M]):
             self._loop.begin_round(self.rounds)
             self._stops = [stop for stop in self._loop.stops(self.rounds) if stop.step > self.steps]
             self._loop.announce(self.rounds, self._stops[0])
+        if (recording := self._open_record()) is not None:
+            recording.step(loss)
         self.steps += 1
         with torch.no_grad():
             self._advance()
@@ -397,6 +474,10 @@ class Outer(Generic[M]):
         if self._stops:
             return False
         self.steps, self.rounds = 0, self.rounds + 1
+        if recording is not None:
+            self._count_waits()
+            lr = None if self.lr is None else self.lr()
+            recording.end_round(self.rounds - 1, self._timetable.begin(self.rounds), lr)
         self._meter.rounds += 1
         self._watch.exchanged = True
         if self._site is not None:
@@ -407,10 +488,15 @@ class Outer(Generic[M]):
         return True
 
     def _exchange(self, stop: Stop) -> None:
-        with self._meter.exchanging(), self._explaining():
+        recording = self._recording
+        timed = contextlib.nullcontext() if recording is None else recording.exchanging()
+        with timed, self._meter.exchanging(), self._explaining():
             with self._all_or_none(f"round {self.rounds}", self.rounds, self.steps):
                 self._look()
-                self._meter.count(self._loop.post(self.rounds, stop))
+                sent = self._loop.post(self.rounds, stop)
+                self._meter.count(sent)
+                if recording is not None:
+                    recording.sent(self.rounds, sent)
                 for due in self._loop.due(self.rounds, stop):
                     if due in self._loop.in_flight:
                         self._loop.in_flight[due].receive()
@@ -440,6 +526,8 @@ class Outer(Generic[M]):
 
         self.rounds, self.steps, self._stops = max(round, self._site.take(mine, load, source)), 0, []
         self._before = None
+        if self._recording is not None:
+            self._recording.drop_round()
 
     @in_own_words()
     def finish(self) -> None:
@@ -507,9 +595,21 @@ class Outer(Generic[M]):
         >>> found.rounds, found.bytes_sent, found.disagreement
         (1, 0, None)
         """
-        self._meter.add_waiting(self._peers.waited_s(self._loop.exchanges))
+        self._count_waits()
         self._loop.compare_messages(self._meter.compare)
         return self._meter.read()
+
+    def _count_waits(self) -> None:
+        """Counts the waits and deliveries since the last call, for metrics and record."""
+        waits, deliveries = self._peers.waits(self._loop.exchanges)
+        self._meter.add_waiting(sum(wait.end_s - wait.start_s for wait in waits))
+        if self._recording is not None:
+            self._recording.waited(waits, deliveries)
+
+    def _reduced(self, seconds: float) -> None:
+        self._meter.add_waiting(seconds)
+        if self._recording is not None:
+            self._recording.reduced(seconds)
 
     def losses(self, mine: float) -> dict[int, float]:
         """Tells the others this worker's loss, and returns what each of them has told last, by worker; waits for nobody.
@@ -772,6 +872,8 @@ class Outer(Generic[M]):
         self._loop.in_flight.clear()
         self._peers.close()
         self._siblings.close()
+        if self._recording is not None:
+            self._recording.close()
 
     def _leave(self) -> None:
         """Tells the others where this worker ends, for those that wait for it later in vain."""

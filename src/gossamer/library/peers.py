@@ -24,7 +24,7 @@ from gossamer.library.lane import Lane
 from gossamer.record.jsonl import json_from_peer
 from gossamer.record.lineage import choice_in_words
 from gossamer.rounds.compatibility.combine import Method
-from gossamer.transport.contract import Reduce, Ticket, Transport, WaitingTransport
+from gossamer.transport.contract import Delivery, Reduce, Ticket, TimedTransport, Transport, Wait
 from gossamer.transport.memory import MemoryNetwork
 from gossamer.transport.processes.backend import Backend, backend_of, gloo_group, hang_up, nccl_group
 from gossamer.transport.processes.group import GroupTransport, all_reduce
@@ -158,7 +158,7 @@ class Peers:
             atexit.register(self._hang_up)  # a thread that is still inside torch would abort the process
 
     @classmethod
-    def of_site(cls, transport: WaitingTransport, lane: Lane | None, start: str, timeout_s: float) -> "Peers":
+    def of_site(cls, transport: TimedTransport, lane: Lane | None, start: str, timeout_s: float) -> "Peers":
         """Those of a process of a site that may come and go; `lane` is None where it has come back to a run under way."""
         member = None
         if lane is not None:
@@ -287,10 +287,12 @@ class Peers:
 
         return timed
 
-    def waited_s(self, fragments: int) -> float:
-        """The seconds that the exchanges of so many fragments have waited for messages since the last call."""
-        waits = self.transport.waits() if isinstance(self.transport, WaitingTransport) else []
-        return sum(wait.end_s - wait.start_s for wait in waits if wait.ticket.fragment < fragments)
+    def waits(self, fragments: int) -> tuple[list[Wait], list[Delivery]]:
+        """The waits for messages of so many fragments since the last call, and the messages that came."""
+        if not isinstance(self.transport, TimedTransport):
+            return [], []
+        waits = [wait for wait in self.transport.waits() if wait.ticket.fragment < fragments]
+        return waits, self.transport.deliveries()
 
     def close(self) -> None:
         """Ends all transfers and connections; the user's own process group stays open. A second call does nothing."""

@@ -33,9 +33,9 @@ from gossamer.library.lane import Lane, board, claimed, must_have_equal_shards, 
 from gossamer.library.peers import Common, must_agree, read_losses
 from gossamer.library.siblings import Siblings
 from gossamer.record.jsonl import json_from_peer
-from gossamer.record.packed import cold, frozen, unpacked
+from gossamer.record.packed import packable_snapshot, unpacked
 from gossamer.rounds.loop import Membership, OuterLoop
-from gossamer.transport.contract import Sound, Ticket, Wait
+from gossamer.transport.contract import Delivery, Sound, Ticket, Wait
 from gossamer.transport.elastic.closing import LeftOutError
 from gossamer.transport.elastic.members import (
     Members,
@@ -133,6 +133,10 @@ class LaneTransport:
         """As of `ElasticTransport`."""
         return self._inner.waits()
 
+    def deliveries(self) -> list[Delivery]:
+        """As of `ElasticTransport`."""
+        return self._inner.deliveries()
+
     def close(self) -> None:
         """Says goodbye, and ends all connections. A second call does nothing."""
         if not self.closed:
@@ -221,7 +225,7 @@ class ElasticSite:
         self._round = round
 
         def alive() -> list[int]:
-            return self._mask(self._inner.enter(round, lambda seen: self._peers(round, seen), 0))
+            return self._mask(self._inner.begin_round(round, lambda seen: self._peers(round, seen), 0))
 
         self._alive = self._set(self._siblings.said_by_first(alive, f"round {round}"))
         if not self._siblings.first:
@@ -319,7 +323,7 @@ class ElasticSite:
 
     def keep(self, after: int, state: Mapping[str, Any]) -> None:
         """Keeps a state for sites that come back, with so many rounds behind it. Cost: a copy."""
-        kept, self._before = Handover(after, frozen({**state, "line": self._inner.line}), cold), None
+        kept, self._before = Handover(after, packable_snapshot({**state, "line": self._inner.line})), None
         with self._changed:
             self._kept = kept
             self._changed.notify_all()

@@ -17,7 +17,7 @@ __all__ = [*_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        # At first use, as sizes are needed without torch.
+        # Imported at first use, as sizes are needed without torch.
         if name not in _HOMES:
             raise AttributeError(f"module 'gossamer.models' has no attribute '{name}'")
         return getattr(importlib.import_module(f"gossamer.models.{_HOMES[name]}"), name)

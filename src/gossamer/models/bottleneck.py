@@ -35,13 +35,13 @@ class ResidualBottleneck(nn.Module):
 
 
 def narrow(h: Tensor, encoder: nn.Module) -> Tensor:
-    """What the sender computes: `[B, S, D]` to `[B, S, w]`."""
+    """The sender's part: `[B, S, D]` to `[B, S, w]`."""
     z = encoder(h)
     return z + h[..., : z.shape[-1]]
 
 
 def widen_stream(z: Tensor, decoder: nn.Module) -> Tensor:
-    """What the receiver computes: `[B, S, w]` to `[B, S, D]`."""
+    """The receiver's part: `[B, S, w]` to `[B, S, D]`."""
     x = decoder(z)
     return x + F.pad(z, (0, x.shape[-1] - z.shape[-1]))
 
@@ -54,7 +54,8 @@ def _map(size: int, to: int, kind: str) -> nn.Sequential:
 
 
 class Subspace(nn.Module):
-    """Lets w numbers of a token cross any cut: layers write into one fixed subspace, and what lies outside is known to all.
+    """Lets w numbers of a token cross any cut: layers write into one fixed subspace, and the component outside it is
+    known to all stages.
 
     x = F[token] + U c,   with a random table F and an orthonormal basis U [D, w], both fixed
 
@@ -77,11 +78,11 @@ class Subspace(nn.Module):
         return c @ self.basis.T
 
     def narrow(self, x: Tensor, tokens: Tensor) -> Tensor:
-        """What crosses: `c = Uᵀ (x - F[token])`."""
+        """The coordinates that cross: `c = Uᵀ (x - F[token])`."""
         return (x - self.table[tokens]) @ self.basis
 
     def widen(self, c: Tensor, tokens: Tensor) -> Tensor:
-        """What the receiver goes on with: `F[token] + U c`."""
+        """The hidden states at the receiver: `F[token] + U c`."""
         return self.spread(c) + self.table[tokens]
 
 
@@ -89,4 +90,4 @@ BOTTLENECKS: dict[str, tuple[type[nn.Module], tuple[str, ...]]] = {
     "resbm": (ResidualBottleneck, ("width", "cuts", "kind")),
     "subspace": (Subspace, ("width", "free_layers")),
 }
-"""The architectures by their names in `model.bottleneck`, each with the keys that it has there."""
+"""The architectures by their names in `model.bottleneck`, each with its keys."""

@@ -15,15 +15,15 @@ from gossamer.models.sizes import ExpertsConfig
 class Experts(nn.Module):
     """`y = Σ_(e in the k largest p) p_e / (Σ of the k) · expert_e(x)` with `p = softmax(R x)` over all E experts.
 
-    A token that is sent to an expert which is not here skips it: that expert adds nothing, and the gates of the others stay as
-    they are. So a worker computes what it would with zeros in place of the experts that it lacks.
+    A token skips an expert that is not resident: that expert adds nothing, and the gates of the others stay unchanged,
+    as if missing experts were zero.
 
     Compiled, every expert here computes all tokens, with weight zero where it was not chosen: the same sum in fixed shapes, for
     E/k times the products, which is faster where the experts are small.
 
     Args: `expert` makes one, from `[T, D]` to `[T, D]`.
     Source: FoMoE, arXiv 2606.19025; router and gates of Mixtral, arXiv 2401.04088, so that `transformers` opens the whole.
-    Differs: FoMoE names sigmoid gates (σ-MoE), and does not say what skipping makes of the other gates.
+    Differs: FoMoE names sigmoid gates (σ-MoE), and does not specify the other gates when one is skipped.
     """
 
     def __init__(self, hidden_size: int, config: ExpertsConfig, expert: Callable[[], nn.Module]) -> None:

@@ -24,12 +24,13 @@ _MODULE = "modeling_bottleneck.py"
 def export(model: Llama, folder: Path, tokenizer: Tokenizer) -> None:
     """Writes a folder that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` open.
 
-    A prompt gets the tokens before it that documents had in training, generation ends at the token that ended them, and batches
-    are padded on the left. Bytes too are written as a tokenizer file. The model's parameters may be views of a flat buffer. A
-    model with a subspace is written as the plain Llama that it is, to rounding; one with residual bottlenecks comes with a module
-    of its own, so that it takes `trust_remote_code=True` to open it; one with experts is written as a Mixtral.
+    Prompts begin with the tokens that began documents in training, generation ends at their end token, and batches are
+    padded on the left. A byte tokenizer is written as a tokenizer file too. The model's parameters may be views of a
+    flat buffer. A model with a subspace is written as the equivalent plain Llama, up to rounding; one with residual
+    bottlenecks comes with a module, so that opening it takes `trust_remote_code=True`; one with experts is written as a
+    Mixtral.
 
-    Raises: DiskError when the disk refuses. Cost: one more copy of the parameters while they are written.
+    Raises: DiskError when writing fails. Cost: one more copy of the parameters during the write.
     """
     make_folder(folder)
     tensors = {_name(name): tensor.clone() for name, tensor in model.state_dict().items()}
@@ -44,7 +45,7 @@ def export(model: Llama, folder: Path, tokenizer: Tokenizer) -> None:
     special = {"bos": tokenizer.before[0] if tokenizer.before else None, "eos": tokenizer.end, "pad": tokenizer.pad}
     known = {name: token for name, token in special.items() if token is not None}
     documents = {
-        # Without the token for padding: torch would not train its embedding any further, and it may be that of the end.
+        # Without a padding token: torch would stop training its embedding, and it may be the end token.
         "config.json": {**_config(model), "bos_token_id": special["bos"], "eos_token_id": special["eos"]},
         "generation_config.json": {f"{name}_token_id": token for name, token in known.items()},
         "tokenizer_config.json": {
@@ -65,7 +66,7 @@ def export(model: Llama, folder: Path, tokenizer: Tokenizer) -> None:
 def export_state(model: nn.Module, folder: Path) -> None:
     """Writes a model that is not Gossamer's: by its own `save_pretrained`, or as `model.safetensors` with its state.
 
-    Raises: DiskError when the disk refuses. Cost: one more copy of the parameters while they are written.
+    Raises: DiskError when writing fails. Cost: one more copy of the parameters during the write.
     """
     make_folder(folder)
     with writing(folder / "model.safetensors"):
@@ -128,7 +129,7 @@ def push_to_hub(folder: Path, repository: str, *, private: bool) -> str:
 
 @torch.no_grad()
 def _spread(model: Llama) -> dict[str, Tensor]:
-    """The weights of a model with a subspace that write into it, as those of a plain Llama write: `U W`, and `F + E Uᵀ`."""
+    """The weights that write into the subspace, in the form of a plain Llama: `U W`, and `F + E Uᵀ`."""
     if model.subspace is None:
         return {}
     basis, table = model.subspace.basis, model.subspace.table
@@ -158,7 +159,7 @@ def _name(name: str) -> str:
 
 
 def _own(model: Llama) -> dict[str, Any]:
-    """What a configuration says of the architecture, and of a module that comes with the model."""
+    """The configuration's entries on the architecture and an accompanying module."""
     narrow, experts = model.config.bottleneck, model.config.experts
     if experts is not None:
         return {
@@ -180,7 +181,7 @@ def _own(model: Llama) -> dict[str, Any]:
 
 
 def _config(model: Llama) -> dict[str, Any]:
-    """The model's shape in the words of `transformers`, of version 4 (rope_theta) as well as 5 (rope_parameters)."""
+    """The model's shape as a `transformers` configuration, of version 4 (rope_theta) as well as 5 (rope_parameters)."""
     shape = model.config.shape
     return {
         **_own(model),

@@ -1,4 +1,4 @@
-"""Which workers hold which experts of a mixture: a pure function of the settings, so that nobody need tell anybody."""
+"""Which workers hold which experts of a mixture: a pure function of the settings, which needs no communication."""
 
 import re
 from typing import NamedTuple
@@ -10,7 +10,7 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 class Holders(NamedTuple):
-    """The parts that the parameters are exchanged in, and who holds each."""
+    """The parts in which parameters are exchanged, and the holders of each."""
 
     parts: tuple[frozenset[int], ...]
     """The workers that hold each part: all, for everything but the experts, then each set of workers with experts in common."""
@@ -28,7 +28,7 @@ class Holders(NamedTuple):
 
 
 def holders_of(experts: ExpertsConfig | None, workers: int) -> Holders | None:
-    """The copies of experts, dealt out one after the other: `holders(e) = {(e O + j) mod M : j < O}`.
+    """The holders of each expert, assigned round-robin: `holders(e) = {(e O + j) mod M : j < O}`.
 
     Returns: None without `model.experts.holders`, where every worker holds all parameters.
     Raises: ConfigError as `must_deal`.

@@ -22,7 +22,7 @@ ROPE_THETA = 10_000.0
 NORM_EPS = 1e-6
 INIT_STD = 0.02
 _SHORT = 256
-"""Positions up to which a table of all pairs is smaller than the other activations."""
+"""The sequence length up to which an attention matrix is smaller than the other activations."""
 
 
 class RMSNorm(nn.Module):
@@ -111,7 +111,7 @@ class Layer(nn.Module):
     """Attention and MLP, each on the normalised stream and added to it through dropout (arXiv 1706.03762, section 5.4).
 
     Args:
-        out: how many numbers of a token they write, fewer than D in a subspace.
+        out: the width that they write, less than D in a subspace.
         experts: of a mixture in place of the MLP.
     """
 
@@ -127,9 +127,7 @@ class Layer(nn.Module):
         """`[B, S, D]` to `[B, S, D]`; what it adds is spread by the subspace that it writes into."""
 
         def spread(y: Tensor) -> Tensor:
-            y = self.dropout(
-                y
-            )  # before it is spread: single numbers of D that are dropped would lead out of the subspace
+            y = self.dropout(y)  # before it is spread: dropping single coordinates of D would leave the subspace
             return y if subspace is None else subspace.spread(y)
 
         x = x + spread(self.self_attn(self.input_layernorm(x), cos, sin))

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
-_Llama: Any = LlamaForCausalLM  # what it imports would take a type checker as long as a third of Gossamer
+_Llama: Any = LlamaForCausalLM  # type checking its imports would take as long as a third of Gossamer
 
 
 class BottleneckLlama(_Llama):

@@ -15,9 +15,9 @@ def sample(
     """The prompt and up to `num_tokens` tokens that the model continues it with, until it ends the document.
 
     Each token is drawn from `softmax(logits / temperature)`; equal arguments give equal text on one machine. Once the
-    text outgrows the length that the model was trained on, the model goes on from its last half of that length.
+    text exceeds the context length, the model continues from the last half of it.
 
-    Raises: ConfigError when the temperature is not above zero, or nothing is there to continue.
+    Raises: ConfigError when the temperature is not above zero, or the prompt is empty.
     Cost: one pass over at most the trained length per token; nothing is cached.
     """
     if not temperature > 0:

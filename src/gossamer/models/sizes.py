@@ -42,14 +42,14 @@ LARGE: dict[str, Shape] = {
     "34b": Shape(8192, 48, 64, 8, 22016),
     "70b": Shape(8192, 80, 64, 8, 28672),
 }
-"""Shapes that a plan knows besides: those of Llama 2 and 3.2, and of Code Llama. A run file gives them as dimensions."""
+"""Further shapes for plans: those of Llama 2 and 3.2, and of Code Llama. A run file gives them as dimensions."""
 
 
-# Beyond what anybody trains, and few enough that names and sizes of all tensors are listed within a second.
+# Larger than any real model, and small enough that all tensors are listed within a second.
 _Several = Annotated[int, Field(ge=1, le=2_000)]
 _Width = Annotated[int, Field(ge=1, le=1_000_000)]
 _MOST_EXPERTS = 50_000
-"""Of all layers together."""
+"""Experts of all layers together."""
 
 
 @settings("model.bottleneck")
@@ -61,11 +61,11 @@ class BottleneckConfig:
     width: Count
     """Numbers of a token that cross."""
     cuts: Annotated[tuple[Count, ...], Field(min_length=1)] | None = None
-    """Of "resbm": the layers before which the stream is narrow, also where the stages change between two starts."""
+    """For "resbm": the layers before which the stream is narrow, even if the cuts between stages change on resume."""
     kind: Literal["linear", "mlp"] = "linear"
-    """Of "resbm": one matrix each, or two with SiLU between them."""
+    """For "resbm": one matrix each, or two with SiLU between them."""
     free_layers: Number = 1
-    """Of "subspace": last layers that may write anywhere, after which the model is not cut."""
+    """For "subspace": the last layers, which may write anywhere; the model is not cut after them."""
 
     def __post_init__(self) -> None:
         if (self.name == "resbm") != (self.cuts is not None):
@@ -91,7 +91,7 @@ class BottleneckConfig:
 
 @settings("model.experts")
 class ExpertsConfig:
-    """A mixture of experts in place of each feed-forward layer: a router sends every token to few of them (FoMoE).
+    """A mixture of experts in place of each feed-forward layer: a router sends every token to a few of them (FoMoE).
 
     Each is as wide as `model.intermediate_size` says.
     """
@@ -121,7 +121,7 @@ class ModelConfig:
     """A shape of the built-in Llama; up to 30m the name counts parameters with a vocabulary of 256, from 134m on with one of
     32,000. Or "package.module:name", a function of yours that returns the model."""
     options: Mapping[str, Any] | None = None
-    """Keywords for a model of your own."""
+    """Keywords for your model."""
     loss: CodeName | None = None
     """"package.module:name" of a function `loss(model, batch)` that returns a scalar; None for the mean cross-entropy of the
     next token."""
@@ -142,7 +142,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     """One matrix for the embedding and the output head."""
     dropout: Decay = 0.0
-    """Share of what attention and the feed-forward layer add that is left out at random in training; 0 draws nothing."""
+    """Dropout probability of the outputs of attention and feed-forward layers in training; 0 draws nothing."""
 
     def __post_init__(self) -> Iterator[str]:
         if self.own:
@@ -188,7 +188,7 @@ class ModelConfig:
 
     @property
     def own(self) -> bool:
-        """Whether the model is the user's own, of which nothing is known before it is made."""
+        """Whether the model is the user's, so that nothing is known before it is built."""
         return is_code(self.size)
 
     @property
@@ -254,19 +254,19 @@ def _halves(narrow: BottleneckConfig, hidden: int) -> list[tuple[str, tuple[int,
 
 
 def in_subspace(config: ModelConfig) -> int:
-    """The first layers, which write into the subspace of a model alone; 0 without one."""
+    """The number of first layers, which write into the model's subspace only; 0 without one."""
     narrow = config.bottleneck
     return config.shape.layers - narrow.free_layers if narrow is not None and narrow.name == "subspace" else 0
 
 
 def written(config: ModelConfig, layer: int) -> int:
-    """How many numbers of a token a layer writes: all, or those of a subspace."""
+    """The width that a layer writes: the hidden size, or that of a subspace."""
     narrow = config.bottleneck
     return narrow.width if narrow is not None and layer < in_subspace(config) else config.shape.hidden_size
 
 
 def crossing(config: ModelConfig, cut: int) -> int:
-    """How many numbers of a token cross a cut before this layer.
+    """The width that crosses a cut before this layer.
 
     Raises: ConfigError where a model with a subspace writes anywhere before the cut.
     """

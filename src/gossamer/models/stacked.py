@@ -1,6 +1,6 @@
-"""Several Llamas of one shape as one computation: every operation takes a dimension more, one entry for each replica.
+"""Several Llamas of one shape as one computation: every operation has one more dimension, for the replicas.
 
-Small models leave a processor idle between operations that are too short for it. R of them together take as many operations as
+The operations of small models are too short to keep a processor busy. R replicas together take as many operations as
 one, each R times as long.
 
 Legend of shapes: R replicas, B sequences, S tokens of a sequence, V vocabulary, D hidden size, H heads.

@@ -1,4 +1,4 @@
-"""A Llama cut into the stages of a pipeline: consecutive layers, which other stages reach by hidden states alone."""
+"""A Llama cut into the stages of a pipeline: consecutive layers, which exchange hidden states only."""
 
 import math
 from bisect import bisect_left, bisect_right
@@ -15,11 +15,11 @@ from gossamer.models.llama import Decoder, Llama
 from gossamer.models.sizes import in_subspace
 
 _MOST_SPLITS = 5e6
-"""That are compared to find the best one, which takes some seconds."""
+"""The most splits compared to find the best one, which takes some seconds."""
 
 
 class _Part(nn.Module):
-    """What some spans of layers have of a Decoder, under the same names."""
+    """The submodules of a Decoder for some spans of layers, under the same names."""
 
     def __init__(self, whole: Decoder, spans: Sequence[tuple[int, int]]) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class _Part(nn.Module):
 
 
 class OwnLayers(nn.Module):
-    """What one process has of a Llama: the parameters of some spans of its layers, which it shares under the same names.
+    """One process's share of a Llama: the parameters of some spans of layers, under the same names.
 
     Args: `spans` are the first layer of each and the one after its last.
     """
@@ -46,7 +46,7 @@ class OwnLayers(nn.Module):
         self.lm_head = whole.lm_head if self.model.norm is not None else None
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The output head, for optimizers that treat it otherwise; None where another process has it."""
+        """The output head, for optimizers that treat it differently; None where another process has it."""
         return self.lm_head
 
 
@@ -96,7 +96,7 @@ class Stage(OwnLayers):
 
 
 def cutting_faults(cuts: Sequence[int], layers: int, *, tied: bool) -> Iterator[tuple[str, str, str]]:
-    """The settings with which a model of so many layers cannot be cut: each with its value, and why not."""
+    """The settings that prevent cutting a model of `layers` layers: each with its value and the reason."""
     if cuts and tied:
         yield (
             "model.tie_embeddings",
@@ -118,7 +118,7 @@ def piece_of(name: str, cuts: Sequence[int]) -> int:
     [0, 1, 0, 2]
     """
     words = name.split(".")
-    if words[1] == "cuts":  # what narrows is at the end of a piece, what widens at the beginning of the next
+    if words[1] == "cuts":  # an encoder is at the end of a piece, its decoder at the beginning of the next
         return bisect_left(cuts, int(words[2]) + (words[3] != "encoder"))
     if words[1] == "layers":
         return bisect_right(cuts, int(words[2]))

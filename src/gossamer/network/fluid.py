@@ -5,10 +5,11 @@ rate, while the others grow on.
 """
 
 import heapq
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,17 +17,15 @@ from numpy.typing import NDArray
 from gossamer.network.links import Floats
 
 Places = NDArray[np.int64]
+T = TypeVar("T")
 _SAME = 1 + 1e-12
 """Shares that differ only in their last bits count as equal."""
 _FEW = 16
 """Streams, up to which lists are faster than arrays."""
-
-
-class Use(NamedTuple):
-    """A link that a stream uses, and its bandwidth for that stream; two directions of one link may differ."""
-
-    link: int
-    bandwidth_bps: float
+_AT_ONCE = 64
+"""Streams, up to which it is faster to look at all than to ask which a change can reach."""
+_MOST_KEPT = 100_000
+"""Sets of streams whose rates are kept."""
 
 
 class LinkChange(NamedTuple):
@@ -167,58 +166,119 @@ def _least(places: Places, values: Places | Floats, count: int) -> Floats:
     return least
 
 
-@dataclass(slots=True)
-class _Stream:
-    """A stream in flight: the bits left at `at_s`, and its rate since then; of its links, those that bound it."""
+class StreamWay(NamedTuple):
+    """What a stream uses; equal ones have one number in their `FairRates`, and streams on them equal rates."""
 
+    number: int
     uses: tuple[tuple[int, float], ...]
-    """Links, and seconds per bit of each."""
-    row: int
-    bits: float
-    at_s: float
+    """Links that may bound it, and seconds per bit of each."""
     most_bps: float
-    rate_bps: float = 0.0
-
-    def flow(self, to_s: float) -> None:
-        """Moves its bits until `to_s`."""
-        if to_s > self.at_s:
-            self.bits, self.at_s = max(0.0, self.bits - self.rate_bps * (to_s - self.at_s)), to_s
-
-    @property
-    def end_s(self) -> float:
-        """When its last bit leaves, if nothing changes."""
-        return self.at_s + (self.bits / self.rate_bps if self.rate_bps else math.inf)
+    """It is never faster."""
 
 
-class Fluid:
-    """Streams in flight, and a clock that only goes forward.
-
-        fluid.start(7, bits=8e6, uses=[Use(0, 1e6), Use(3, 5e6)])     # 7 is the caller's name for the stream
-        fluid.advance(fluid.next_s)                                   # -> [7] once its last bit has left
+class FairRates:
+    """Max-min fair rates of streams on few ways, computed once for each set of streams that share links.
 
     Args:
         links: the number of links.
-        changes: of their bandwidths, in any order.
-    Cost: for each start or end, one `max_min_rates` of the streams that share links with it, directly or through others;
-        some 0.1 ms where these are few.
     """
 
-    def __init__(self, links: int, changes: Iterable[LinkChange] = ()):
+    def __init__(self, links: int):
+        self.links = links
+        self._ways: dict[tuple[tuple[tuple[int, float], ...], float], StreamWay] = {}
+        self._rates: dict[tuple[Hashable, ...], dict[int, float]] = {}
+
+    def way(self, uses: Iterable[tuple[int, float]], most_bps: float = math.inf) -> StreamWay:
+        """The way through these links, each with its bandwidth in bit/s, on which no stream is faster than `most_bps`."""
+        bounds = tuple((link, 1 / bandwidth_bps) for link, bandwidth_bps in uses if bandwidth_bps < math.inf)
+        return self._ways.setdefault((bounds, most_bps), StreamWay(len(self._ways), bounds, most_bps))
+
+    def of(self, ways: Iterable[StreamWay], factors: Floats, state: Hashable) -> Mapping[int, float]:
+        """The rate of a stream on each of these ways, by its number; streams that share links with others are not left out.
+
+        Args:
+            factors: of all links; where these differ, so does `state`.
+        """
+        ordered = sorted(ways)
+        key = (state, *(way.number for way in ordered))
+        rates = self._rates.get(key)
+        if rates is None:
+            if len(self._rates) >= _MOST_KEPT:
+                self._rates.clear()
+            rates = self._rates[key] = {
+                way.number: rate for way, rate in zip(ordered, _rates(ordered, factors), strict=True)
+            }
+        return rates
+
+
+def _rates(ways: Sequence[StreamWay], factors: Floats) -> list[float]:
+    """The rates of streams that share links with each other alone; each with a limit has one more link, to itself."""
+    alone = len(factors)
+    uses = [
+        [*way.uses, *([(alone + k, 1 / way.most_bps)] if way.most_bps < math.inf else [])] for k, way in enumerate(ways)
+    ]
+    if len(ways) <= _FEW:
+        return rates_of_few(
+            uses, {link: float(factors[link]) if link < alone else 1.0 for own in uses for link, _ in own}
+        )
+    links, seconds_per_bit = np.zeros((2, len(uses), max(map(len, uses))))
+    for k, own in enumerate(uses):
+        for place, (link, takes) in enumerate(own):
+            links[k, place], seconds_per_bit[k, place] = link, takes
+    return max_min_rates(links.astype(np.int64), seconds_per_bit, np.append(factors, np.ones(len(ways)))).tolist()
+
+
+@dataclass(slots=True, eq=False)
+class _Stream(Generic[T]):
+    """A stream in flight: the bits left at `at_s`, and its rate since then."""
+
+    what: T
+    way: StreamWay
+    bits: float
+    at_s: float
+    rate_bps: float = 0.0
+    end_s: float = math.inf
+    """When its last bit leaves, if nothing changes."""
+
+    def flow(self, at_s: float, rate_bps: float) -> None:
+        """Moves its bits until `at_s`, from when it has another rate."""
+        if at_s > self.at_s:
+            self.bits, self.at_s = max(0.0, self.bits - self.rate_bps * (at_s - self.at_s)), at_s
+        self.rate_bps = rate_bps
+        self.end_s = self.at_s + (self.bits / rate_bps if rate_bps else math.inf)
+
+
+class Fluid(Generic[T]):
+    """Streams in flight, and a clock that only goes forward; false when nothing is in flight.
+
+        rates = FairRates(links=4)
+        fluid = Fluid[str](rates)
+        fluid.start("a", bits=8e6, way=rates.way([(0, 1e6), (3, 5e6)]))
+        fluid.advance(fluid.next_s)                                   # -> ["a"] once its last bit has left
+
+    Args:
+        rates: of the links; shared by all runs with the same changes.
+        changes: of the bandwidths of links, in any order.
+    Cost: for each start or end, a look at the streams that share links with it, directly or through others, and where these are
+        on other ways than ever before, their rates; some 0.01 ms where they are few, and 0.1 ms with their rates.
+    """
+
+    def __init__(self, rates: FairRates, changes: Iterable[LinkChange] = ()):
         self.now_s = 0.0
-        self._factors = np.ones(links)
+        self._rates, self._factors = rates, np.ones(rates.links)
         self._changes = sorted(changes, reverse=True)
-        self._streams: dict[int, _Stream] = {}
-        self._on: list[set[int]] = [set() for _ in range(links)]
+        self._streams: dict[int, _Stream[T]] = {}
+        self._names = itertools.count()
+        self._on: list[dict[int, _Stream[T]]] = [{} for _ in range(rates.links)]
         """The streams of each link."""
-        self._uses, self._seconds_per_bit = np.zeros((16, 1), np.int64), np.zeros((16, 1))
-        """What `max_min_rates` takes, a row for each stream, so that no rates are computed from objects."""
-        self._free = [*range(16)]
-        """The rows of no stream."""
         self._unsettled: set[int] = set()
         """Links that have changed since rates were last computed."""
         self._ends: list[tuple[float, int]] = []
         """A heap of when streams end. A stream whose end has moved has a newer entry too, and the old one is skipped."""
         self.advance(0.0)
+
+    def __bool__(self) -> bool:
+        return bool(self._streams)
 
     @property
     def next_s(self) -> float:
@@ -228,34 +288,30 @@ class Fluid:
             heapq.heappop(self._ends)
         if not self._ends:
             return math.inf
-        return min([self._ends[0][0], *(change.at_s for change in self._changes[-1:])])
+        return min(self._ends[0][0], self._changes[-1].at_s) if self._changes else self._ends[0][0]
 
-    def start(self, name: int, bits: float, uses: Sequence[Use], most_bps: float = math.inf) -> None:
-        """Adds a stream, now, which is never faster than `most_bps`."""
-        bounds = [use for use in uses if use.bandwidth_bps < math.inf]
-        own, row = tuple((use.link, 1 / use.bandwidth_bps) for use in bounds), self._row(len(bounds))
-        self._seconds_per_bit[row] = 0.0
-        for place, (link, seconds_per_bit) in enumerate(own):
-            self._uses[row, place], self._seconds_per_bit[row, place] = link, seconds_per_bit
-            self._on[link].add(name)
-            self._unsettled.add(link)
-        stream = _Stream(own, row, bits, self.now_s, most_bps, 0.0 if bounds else most_bps)
+    def start(self, what: T, bits: float, way: StreamWay) -> None:
+        """Adds a stream, now, by which `advance` will name it."""
+        name, stream = next(self._names), _Stream(what, way, bits, self.now_s)
         self._streams[name] = stream
-        if not bounds:
+        for link, _ in way.uses:
+            self._on[link][name] = stream
+            self._unsettled.add(link)
+        if not way.uses:
+            stream.flow(self.now_s, way.most_bps)
             heapq.heappush(self._ends, (stream.end_s, name))
 
-    def advance(self, to_s: float) -> list[int]:
-        """Moves the clock to `to_s`, at most `next_s`, and returns the names of the streams that have ended."""
+    def advance(self, to_s: float) -> list[T]:
+        """Moves the clock to `to_s`, at most `next_s`, and returns the streams that have ended."""
         self._settle()
-        ended: list[int] = []
-        while self._ends and self._ends[0][0] <= to_s * (1 + 1e-12):
+        ended: list[T] = []
+        while self._ends and self._ends[0][0] <= to_s * _SAME:
             end_s, name = heapq.heappop(self._ends)
             if self._stands(end_s, name):
-                ended.append(name)
                 gone = self._streams.pop(name)
-                self._free.append(gone.row)
-                for link, _ in gone.uses:
-                    self._on[link].remove(name)
+                ended.append(gone.what)
+                for link, _ in gone.way.uses:
+                    del self._on[link][name]
                     self._unsettled.add(link)
         self.now_s = to_s
         while self._changes and self._changes[-1].at_s <= to_s:
@@ -265,63 +321,31 @@ class Fluid:
         return ended
 
     def _stands(self, end_s: float, name: int) -> bool:
-        return name in self._streams and self._streams[name].end_s == end_s
-
-    def _row(self, links: int) -> int:
-        """A row for a stream of so many links."""
-        if not self._free:
-            more = len(self._uses)
-            self._free += range(more, 2 * more)
-            self._grow(more, 0)
-        if links > self._uses.shape[1]:
-            self._grow(0, links - self._uses.shape[1])
-        return self._free.pop()
-
-    def _grow(self, rows: int, columns: int) -> None:
-        """Makes room for so many more streams, and links of each."""
-        more = ((0, rows), (0, columns))
-        self._uses, self._seconds_per_bit = np.pad(self._uses, more), np.pad(self._seconds_per_bit, more)
+        stream = self._streams.get(name)
+        return stream is not None and stream.end_s == end_s
 
     def _settle(self) -> None:
         """Computes the rates of all streams that a change can reach from link to link."""
-        names: dict[int, None] = {}
-        seen = set[int]()
-        reached = sorted(self._unsettled)
-        self._unsettled.clear()
-        for link in reached:
-            if link not in seen:
-                seen.add(link)
-                for name in self._on[link]:
-                    if name not in names:
-                        names[name] = None
-                        reached += [link for link, _ in self._streams[name].uses]
-        if not names:
+        if not self._unsettled:
             return
-        streams = [self._streams[name] for name in names]
-        for name, stream, rate_bps in zip(names, streams, self._rates(streams), strict=True):
+        reached = self._streams if len(self._streams) <= _AT_ONCE else self._reached()
+        self._unsettled.clear()
+        rates = self._rates.of([stream.way for stream in reached.values()], self._factors, len(self._changes))
+        for name, stream in reached.items():
+            rate_bps = rates[stream.way.number]
             if rate_bps != stream.rate_bps:
-                stream.flow(self.now_s)
-                stream.rate_bps = rate_bps
+                stream.flow(self.now_s, rate_bps)
                 heapq.heappush(self._ends, (stream.end_s, name))
 
-    def _rates(self, streams: Sequence[_Stream]) -> list[float]:
-        """The rates of streams that share links with each other alone; each with a limit has one more link, to itself."""
-        if len(streams) <= _FEW:
-            own = [[*one.uses, *_limit(-1 - k, one.most_bps)] for k, one in enumerate(streams)]
-            return rates_of_few(
-                own, {link: 1.0 if link < 0 else float(self._factors[link]) for use in own for link, _ in use}
-            )
-        rows = [stream.row for stream in streams]
-        uses, seconds_per_bit, factors = self._uses[rows], self._seconds_per_bit[rows], self._factors
-        bounded = [place for place, stream in enumerate(streams) if stream.most_bps < math.inf]
-        if bounded:
-            uses, seconds_per_bit = np.pad(uses, ((0, 0), (0, 1))), np.pad(seconds_per_bit, ((0, 0), (0, 1)))
-            uses[bounded, -1] = len(factors) + np.arange(len(bounded))
-            seconds_per_bit[bounded, -1] = [1 / streams[place].most_bps for place in bounded]
-            factors = np.concatenate([factors, np.ones(len(bounded))])
-        return max_min_rates(uses, seconds_per_bit, factors).tolist()
-
-
-def _limit(link: int, most_bps: float) -> list[tuple[int, float]]:
-    """What a stream uses that is never faster than that: a link to itself."""
-    return [(link, 1 / most_bps)] if most_bps < math.inf else []
+    def _reached(self) -> dict[int, _Stream[T]]:
+        """The streams that what has changed can reach from link to link."""
+        links, seen, reached = list(self._unsettled), set(self._unsettled), dict[int, _Stream[T]]()
+        for link in links:
+            for name, stream in self._on[link].items():
+                if name not in reached:
+                    reached[name] = stream
+                    for other, _ in stream.way.uses:
+                        if other not in seen:
+                            seen.add(other)
+                            links.append(other)
+        return reached

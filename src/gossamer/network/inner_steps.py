@@ -17,9 +17,9 @@ class InnerSteps(NamedTuple):
     """The inner steps of a run on a network."""
 
     network: Network
-    """With the seconds of an inner step in stages."""
+    """The network, with the seconds of an inner step in stages."""
     by_stage: tuple[tuple[float, ...], ...]
-    """Of each worker, the share of an inner step in which each of its stages computes; in the rest it waits."""
+    """For each worker, the share of an inner step in which each of its stages computes."""
 
     @property
     def computing(self) -> tuple[float, ...]:
@@ -28,7 +28,8 @@ class InnerSteps(NamedTuple):
 
 
 def inner_steps(network: Network, work: PipelineWork | None, workers: int) -> InnerSteps:
-    """The network on which an inner step takes as long as a pipeline does; itself for workers in one piece, or without `step_s`.
+    """The network on which an inner step takes as long as a pipeline does; unchanged for workers in one piece, or
+    without `step_s`.
 
     `step_s` is that of a whole replica on one machine. A stage takes its share of it, over its speed; a third of it forward, two
     thirds backward (`gossamer.network.pipeline_time`). Where a boundary remembers samples it is the mean step of the run. Workers
@@ -49,7 +50,7 @@ def inner_steps(network: Network, work: PipelineWork | None, workers: int) -> In
 
 
 def _step(links: StageLinks, work: PipelineWork, step_s: float) -> PipelineStep:
-    """What an inner step in stages takes, given the seconds of a whole replica. Raises ConfigError as `inner_steps`."""
+    """The seconds of an inner step in stages, given those of a whole replica. Raises ConfigError as `inner_steps`."""
     stages, micro_batches = work["stages"], work["micro_batches"]
     speeds = links.speeds or (1.0,) * stages
     if len(speeds) != stages:
@@ -73,7 +74,7 @@ def _step(links: StageLinks, work: PipelineWork, step_s: float) -> PipelineStep:
         )
 
     whole, first = step_with(work["forward_bytes"]), work["first"]
-    if first == 1:  # nothing that a boundary remembers
+    if first == 1:  # no samples that a boundary remembers
         return whole
-    later = step_with(work["again_bytes"])  # which computes as much
+    later = step_with(work["again_bytes"])  # with the same compute
     return whole._replace(seconds=first * whole.seconds + (1 - first) * later.seconds)

@@ -1,4 +1,4 @@
-"""The links between workers and the workers' speed: what a network file says, and nothing of what a run costs on it.
+"""The links between workers and the workers' speed: the contents of a network file, without any pricing.
 
     uplink_bps = [1e9, 1e9, 1e8]   # bits per second a worker can send; one number for all, or one per worker
     downlink_bps = "1 Gbit/s"      # bits per second a worker can receive; inf for a link that costs nothing
@@ -113,7 +113,7 @@ class Site:
 
 @settings()
 class Route:
-    """What lies between two sites; both directions are alike, and each has the whole bandwidth."""
+    """The route between two sites; both directions are equal, and each has the whole bandwidth."""
 
     between: Annotated[tuple[str, str], Words("a list of the names of two sites")]
     """The names of the two sites."""
@@ -192,15 +192,15 @@ class Network:
     jitter_kind: JitterKind = "lognormal"
     """The distribution of the jitter; both have mean one."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Of the jitter; equal seeds give equal seconds."""
+    """Seed of the jitter; equal seeds give equal seconds."""
     mean: MeanKind = "owners"
     """How a mean is carried: "owners" of chunks as gossamer does, "ring" or "tree"."""
     sites: Mapping[str, Site] = field(default_factory=dict)
     """Workers in one place by the name of the place; every worker is in one site. A server such as halos has one in each."""
     routes: tuple[Route, ...] = ()
-    """What lies between two sites; one for each pair, or none at all."""
+    """Routes between two sites; one for each pair, or none at all."""
     stages: StageLinks | None = None
-    """What lies between the stages of a worker; nothing that takes time when left out."""
+    """The links between the stages of a worker; without cost when left out."""
     changes: tuple[Change, ...] = ()
     """From then on, until the next change of the same link, a link is faster or slower."""
 
@@ -212,7 +212,7 @@ class Network:
 
     @property
     def workers(self) -> int | None:
-        """The number of workers it describes one by one; None where it is the same for any number."""
+        """The number of workers that it describes individually; None if it applies to any number."""
         if self.sites:
             return sum(len(site.workers) for site in self.sites.values())
         lists = (self.uplink_bps, self.downlink_bps, self.latency_s, self.loss, self.step_s)
@@ -220,7 +220,7 @@ class Network:
 
     @property
     def shares(self) -> bool:
-        """Whether bandwidth depends on who else talks, or on the time."""
+        """Whether bandwidth depends on other traffic, or on time."""
         shared = [s for site in self.sites.values() for s in (site.uplink_bps, site.downlink_bps)]
         return min([*shared, *(route.bandwidth_bps for route in self.routes), math.inf]) < math.inf or bool(
             self.changes
@@ -279,7 +279,7 @@ class Links(NamedTuple):
     loss: Floats
     step_s: Floats | None
     site: Integers
-    """The place of each worker's site; 0 for all where there are no sites."""
+    """The index of each worker's site; 0 for all without sites."""
     site_uplink_bps: Floats
     site_downlink_bps: Floats
     route_latency_s: Floats
@@ -293,15 +293,15 @@ class Links(NamedTuple):
         return bool(self.loss.any() or self.route_loss.any())
 
     def stream_bps(self, source: Integers, target: Integers) -> Floats:
-        """The most that a message from each source to each target reaches, whoever shares its way: `tcp_bps`."""
+        """The largest rate of a message from each source to each target, without contention: `tcp_bps`."""
         a, b = self.site[source], self.site[target]
         kept = (1 - self.loss[source]) * (1 - self.loss[target]) * (1 - self.route_loss[a, b])
         return tcp_bps(2 * self.message_latency_s(source, target), 1 - kept)
 
     def message_latency_s(self, source: Integers, target: Integers) -> Floats:
-        """Seconds that the first bit from each source to each target is under way."""
+        """The latency of a message from each source to each target."""
         ends = np.maximum(self.latency_s[source], self.latency_s[target])
-        if len(self.route_latency_s) == 1:  # which has no latency within
+        if len(self.route_latency_s) == 1:  # without latency within a site
             return ends
         return ends + self.route_latency_s[self.site[source], self.site[target]]
 
@@ -362,7 +362,7 @@ def links_of(network: Network, workers: int) -> Links:
 
 
 def jitter_factors(network: Network, round: int, workers: int) -> Floats:
-    """What the seconds of the local phases of a round are multiplied by, `[workers]`; mean 1, deviation `jitter`.
+    """The factors on the seconds of the local phases of a round, `[workers]`; mean 1, deviation `jitter`.
 
     * lognormal: `exp(σ z - σ²/2)` with `σ² = ln(1 + jitter²)`
     * uniform: `1 + √3·jitter·u` with u from -1 to 1
@@ -379,7 +379,7 @@ def jitter_factors(network: Network, round: int, workers: int) -> Floats:
 
 
 def from_options(options: Any, where: str = "network") -> Network:
-    """The network that a parsed TOML table describes; `where` is named when it describes none.
+    """The network that a parsed TOML table describes; errors name `where`.
 
     Raises: ConfigError for an unknown or missing key, or a value out of bounds.
     """
@@ -387,7 +387,7 @@ def from_options(options: Any, where: str = "network") -> Network:
 
 
 def from_toml(text: str, where: str = "network") -> Network:
-    """The network that a TOML text describes; `where` is named when it describes none.
+    """The network that a TOML text describes; errors name `where`.
 
     Raises: ConfigError for text that is not TOML, an unknown or missing key, or a value out of bounds.
 
@@ -407,12 +407,12 @@ def _of_document(options: dict[str, Any], where: str) -> Network:
 
 
 def to_options(network: Network) -> dict[str, Any]:
-    """The table from which `from_options` makes this network again, without what is at its default."""
+    """The inverse of `from_options`, without fields at their default."""
     return toml_value(network, defaults=False)
 
 
 def to_toml(network: Network) -> str:
-    """The TOML text from which `from_toml` makes this network again.
+    """The inverse of `from_toml`.
 
     >>> print(to_toml(Network(uplink_bps=1e9, downlink_bps=float("inf"), latency_s=0.1)), end="")
     uplink_bps = 1000000000.0
@@ -494,9 +494,10 @@ def _check_changes(network: Network) -> None:
 
 
 def times_as_fast(network: Network, factor: float) -> Network:
-    """The same network with all links, those of sites and between them too, so many times as fast; those between stages stay.
+    """The same network with all bandwidths scaled, those of sites and routes included; links between stages are
+    unchanged.
 
-    What packets lost let TCP reach stays too.
+    TCP's limit under packet loss is unchanged too.
 
     >>> times_as_fast(Network(uplink_bps=(1e6, 2e6), downlink_bps=math.inf), 10.0).uplink_bps
     (10000000.0, 20000000.0)

@@ -1,13 +1,13 @@
-"""How many inner steps a worker takes in a round, so that all workers finish sending together.
+"""The choice of inner steps per worker, so that all workers finish sending together.
 
 Worker i computes a step in t_i seconds and sends for C_i seconds in a round, so it finishes h steps after `h·t_i + C_i`.
-The one that would finish first with the full H steps sets the cycle of all, and nobody waits:
+The one that would finish first with the full H steps sets the cycle of all, and no worker waits:
 
     T = min_j (H·t_j + C_j);    H_i = clamp(⌊(T - C_i) / t_i⌋, 1, H)
 
 `fitting_steps` computes this from known seconds, of a network file or a measurement. A `Pacer` follows the seconds that are
-measured during a run: workers send each other small notes of how fast they compute and how fast the messages of the others
-arrived, and nobody waits for a note.
+measured during a run: workers send each other small notes with their compute speed and the arrival rates of messages,
+without blocking.
 
 C_i counts sending only. A slow downlink delays the round of every worker that sends to it, whatever the receiver does, so
 fewer local steps there would only lose steps (`tests/network/test_pacing.py` measures this).
@@ -42,7 +42,7 @@ class Pace(NamedTuple):
 
 
 def cycle_s(pace: Pace, steps: float, hidden: float = 0.0) -> float:
-    """Seconds of a round of so many inner steps.
+    """Seconds of a round of `steps` inner steps.
 
     Args: `hidden` is the share of the steps that run while messages are in flight, in [0, 1].
 
@@ -55,7 +55,7 @@ def cycle_s(pace: Pace, steps: float, hidden: float = 0.0) -> float:
 def fitting_steps(pace: Pace, others: Iterable[Pace], full_steps: int, hidden: float = 0.0) -> float:
     """Inner steps with which a worker finishes when the fastest finishes `full_steps`; neither rounded nor bounded.
 
-    If even one step is too many, as many as take no more time than that one.
+    If even one step is too many, the number that takes as long as that one.
 
     >>> healthy, slow = Pace(1.0, 5 / 3), Pace(1.0, 50 / 3)
     >>> [whole_steps(fitting_steps(own, [healthy, slow], 30), 30) for own in (healthy, slow)]
@@ -89,7 +89,7 @@ def links_at(network: Network, workers: int, at_s: float) -> Links:
 
 
 def uplinks_bps(links: Links) -> Floats:
-    """What each worker can send, `[workers]`; the workers of a site share its link evenly."""
+    """The uplink rate of each worker, `[workers]`; the workers of a site share its link evenly."""
     together = np.bincount(links.site, minlength=len(links.site_uplink_bps))
     return np.minimum(links.uplink_bps, (links.site_uplink_bps / np.maximum(together, 1))[links.site])
 
@@ -111,7 +111,7 @@ def first_leg_bytes(operations: Iterable[Operation], there: Callable[[int], floa
 
 
 class PaceNote(NamedTuple):
-    """What a worker sends the others about its last rounds."""
+    """A worker's measurements of its last rounds, sent to the others."""
 
     step_s: float
     sent_bytes: float
@@ -146,7 +146,8 @@ def paces_of(notes: Sequence[PaceNote]) -> list[Pace]:
     """The pace of each worker, from one note of each.
 
     An uplink is at least as fast as the fastest message that passed it; a slower one was held up by the receiver. So a slow
-    downlink of one receiver does not count against the sender. A worker whose messages nobody has timed sends in no time.
+    downlink of one receiver does not count against the sender. A worker whose messages were not timed counts as sending
+    in no time.
     """
     paces = []
     for i, note in enumerate(notes):
@@ -197,7 +198,8 @@ class Pacer:
     def _follow(self, fits: float) -> None:
         now, wanted, before = self.steps, whole_steps(fits, self.full_steps), self._wanted
         slack = max(SLACK_STEPS, SLACK * now)
-        # No slack just below the full number: otherwise the fastest worker could stay there, and nobody would take all steps.
+        # No slack just below the full number: otherwise the fastest worker could stay there, and no worker would take
+        # all steps.
         if wanted == now or (now - slack <= fits < now + 1 + slack and wanted < self.full_steps):
             self._wanted = None
         elif before is None or (before > now) != (wanted > now):

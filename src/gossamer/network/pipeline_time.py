@@ -1,4 +1,4 @@
-"""How long an inner step of a pipeline takes: stages that compute in turn, and the links between them.
+"""The duration of an inner step of a pipeline: stages that compute in turn, and the links between them.
 
 A model is cut into pieces, of which each of S stages has one, or with the schedule "interleaved" every S-th. A stage does its
 operations in the order of the schedule. A forward pass of a micro-batch through piece p needs its activations from piece p - 1,
@@ -33,13 +33,15 @@ class StageLinks:
     bandwidth_bps: Annotated[float, AllowInfNan(True), Field(ge=1), BITS_PER_SECOND] = math.inf
     """Bits per second from a stage to another, in each direction."""
     latency_s: Annotated[float, Field(ge=0, le=1e9), SECONDS] = 0.0
-    """Seconds that a message is under way besides."""
+    """Latency of a message in seconds."""
     duplex: Literal["full", "half"] = "full"
     """"half": activations and gradients take turns on the link between two stages."""
     serialised: bool = False
     """Whether a stage receives one message at a time, latency included."""
     speeds: Annotated[tuple[Positive, ...], Field(min_length=1)] | None = None
-    """Of the processes of a worker, in order of its stages, relative to the machine that takes `step_s`; all 1 when left out."""
+    """Speeds of a worker's processes, in order of its stages, relative to the machine that takes `step_s`; all 1 when
+    left out.
+    """
 
 
 class Pass(NamedTuple):
@@ -48,7 +50,7 @@ class Pass(NamedTuple):
     forward: bool
     micro_batch: int
     chunk: int = 0
-    """Which of the pieces of the stage."""
+    """The index of the piece in the stage."""
 
 
 class PipelineStep(NamedTuple):
@@ -70,8 +72,8 @@ class PipelineStep(NamedTuple):
         return tuple(busy / self.seconds if self.seconds else 1.0 for busy in self.compute_s)
 
 
-def order_of(schedule: Order, stage: int, stages: int, micro_batches: int, chunks: int = 1) -> list[Pass]:
-    """What a stage does in an inner step, in order, as torch's schedules have it.
+def microbatch_order(schedule: Order, stage: int, stages: int, micro_batches: int, chunks: int = 1) -> list[Pass]:
+    """The operations of a stage in an inner step, in order, as in torch's schedules.
 
     "gpipe": all forward passes, then all backward passes. "1f1b": `min(micro_batches, stages - stage)` forward passes, then one
     backward and one forward pass in turn, then the remaining backward passes: no stage holds more activations than that.
@@ -80,9 +82,9 @@ def order_of(schedule: Order, stage: int, stages: int, micro_batches: int, chunk
 
     Args: `chunks` are the pieces of each stage, with "interleaved" alone more than one.
 
-    >>> "".join("BF"[one.forward] for one in order_of("1f1b", 0, 2, 4))
+    >>> "".join("BF"[one.forward] for one in microbatch_order("1f1b", 0, 2, 4))
     'FFBFBFBB'
-    >>> [one.chunk for one in order_of("interleaved", 1, 2, 2, 2)]
+    >>> [one.chunk for one in microbatch_order("interleaved", 1, 2, 2, 2)]
     [0, 0, 1, 1, 1, 1, 0, 0]
     """
     if schedule == "interleaved":
@@ -134,10 +136,10 @@ def pipeline_step(
         forward_s, backward_s: seconds of one micro-batch in each piece of the model, in the order of its layers.
         forward_bytes, backward_bytes: of one micro-batch over each boundary, one fewer than pieces.
         micro_batches: of the step.
-        chunks: the pieces of each stage, as in `order_of`.
+        chunks: the pieces of each stage, as in `microbatch_order`.
     Cost: O(stages · micro_batches · log).
     Raises: ConfigError for numbers that do not fit each other.
-    Differs: nothing overlaps within a stage; what arrives while it computes waits in memory.
+    Differs: nothing overlaps within a stage; messages that arrive while it computes wait in memory.
 
     >>> even = pipeline_step([1.0, 1.0], [2.0, 2.0], [0.0], [0.0], 4, StageLinks(), "gpipe")
     >>> even.seconds, even.wait_s
@@ -156,13 +158,13 @@ def pipeline_step(
             f"a pipeline of {pieces} pieces and {micro_batches} micro-batches was given {chunks} chunks with the schedule "
             f"'{schedule}'; give a divisor of the pieces with 'interleaved', and a multiple of the stages as micro-batches"
         )
-    orders = [order_of(schedule, stage, stages, micro_batches, chunks) for stage in range(stages)]
+    orders = [microbatch_order(schedule, stage, stages, micro_batches, chunks) for stage in range(stages)]
     run = _Run((forward_s, backward_s), (forward_bytes, backward_bytes), orders, links)
     return PipelineStep(run.to_end(), tuple(run.computed_s))
 
 
 class _Run:
-    """An inner step, event by event. Of two values the first is for forward, the second for backward passes."""
+    """An inner step, event by event. In pairs, the first value is for forward, the second for backward passes."""
 
     def __init__(
         self,
@@ -179,7 +181,7 @@ class _Run:
         self._free: dict[tuple[int | str, int], float] = {}
         self._busy, self._at, self.computed_s = [False] * stages, [0] * stages, [0.0] * stages
         self._events: list[tuple[float, int, bool, int, Pass]] = []
-        """Time, number, whether a stage has computed or a message arrived, stage, pass; of equal times the one planned first."""
+        """Time, number, whether a stage has computed or a message arrived, stage, pass; ties in order of planning."""
         self._planned = count()
 
     def to_end(self) -> float:
@@ -198,7 +200,7 @@ class _Run:
         return now
 
     def _begin(self, stage: int, now: float) -> None:
-        """Begins what is next on an idle stage, if it has what that needs."""
+        """Begins the next operation of an idle stage, if its inputs have arrived."""
         order, at = self._orders[stage], self._at[stage]
         if not self._busy[stage] and at < len(order) and (stage, order[at]) in self._has:
             seconds = self._seconds[not order[at].forward][self._piece(stage, order[at])]
@@ -210,7 +212,7 @@ class _Run:
         return one.chunk * len(self._orders) + stage
 
     def _send(self, stage: int, done: Pass, now: float) -> None:
-        """Sends what a pass has yielded to the stage that needs it, if there is one."""
+        """Sends the output of a pass to the stage that needs it, if any."""
         piece, links = self._piece(stage, done), self._links
         to = piece + (1 if done.forward else -1)
         if not 0 <= to < len(self._seconds[0]):

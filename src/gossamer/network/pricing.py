@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from gossamer.errors import ConfigError
 from gossamer.network.fluid import ends_at_once
 from gossamer.network.links import Floats, Links, Network, PerWorker, links_of
-from gossamer.network.replay import Replay
+from gossamer.network.replay import Paths, Replay
 from gossamer.network.timeline import (
     Leg,
     Timeline,
@@ -60,7 +60,7 @@ def price(trace: Trace, network: Network, computing: PerWorker = 1.0) -> Timelin
         other, which counts towards the seconds of a local phase, and not towards utilisation.
     Raises: ConfigError when the network describes another number of workers than the trace has, or one of the two is none.
     Cost: O(messages), vectorised over a round: 10 to 20 s for 100,000 workers and 1,000 rounds of single exchanges. A replay
-        costs 0.1 to 1 ms per message. Rounds of more than 1,000 messages are not replayed. They are priced as if these shared
+        costs 0.03 to 1 ms per message. Rounds of more than 1,000 messages are not replayed. They are priced as if these shared
         their links evenly all the time, which is never too fast and at most some per cent too slow; so are those of which all
         messages overlap, one operation after the other, which is right within a tenth.
 
@@ -72,11 +72,15 @@ def price(trace: Trace, network: Network, computing: PerWorker = 1.0) -> Timelin
     for given, kind, how in ((trace, Trace, "gossamer.read_trace(RUN)"), (network, Network, "gossamer.Network(...)")):
         if not isinstance(given, kind):
             raise ConfigError(f"price got {given!r:.60}, which is no {kind.__name__}; make one with {how}")
-    links = links_of(network, trace.workers)
+    return _price(trace, Paths(network, links_of(network, trace.workers)), computing)
+
+
+def _price(trace: Trace, paths: Paths, computing: PerWorker) -> Timeline:
+    network, links = paths.network, paths.links
     share = np.broadcast_to(np.asarray(computing, float), trace.workers)
     overlaps = trace.messages.overlap_steps > 0
     if network.shares or (overlaps.any() and not (overlaps.all() and _most_of_a_round(trace) > _MOST_REPLAYED)):
-        timeline = Replay(trace, network, links).run()
+        timeline = Replay(trace, paths).run()
     else:
         timeline = (_overlapping if overlaps.any() else _rounds)(trace, network, links)
     return timeline._replace(computing=share)
@@ -92,10 +96,12 @@ def price_together(traces: Sequence[Trace], network: Network, computing: PerWork
     if not traces:
         return []
     n, count = traces[0].workers, len(traces)
+    links = links_of(network, n)
     if network.shares or not all(map(_is_small_gossip, traces)):
-        return [price(trace, network, computing) for trace in traces]
+        paths = Paths(network, links)
+        return [_price(trace, paths, computing) for trace in traces]
     # One run of as many copies of the network, between which nothing is sent. Its seconds are given, as jitter goes by worker.
-    links, each = links_of(network, n), ("uplink_bps", "downlink_bps", "latency_s", "loss", "site")
+    each = ("uplink_bps", "downlink_bps", "latency_s", "loss", "site")
     seconds = [[compute_seconds(trace, network, links, r) for r in range(trace.rounds)] for trace in traces]
     moved = [
         trace.messages._replace(source=trace.messages.source + k * n, target=trace.messages.target + k * n)
@@ -144,7 +150,7 @@ def _rounds(trace: Trace, network: Network, links: Links, runs: int = 1) -> Time
             end, waits_on = _exchange_by_events(start, ready, messages, links, network)
         elif not sure and exact:
             alone = Trace(trace.steps[r, None], seconds[None], messages._replace(round=np.zeros_like(messages.round)))
-            replayed = Replay(alone, network, links._replace(step_s=None), start).run()
+            replayed = Replay(alone, Paths(network, links._replace(step_s=None)), start).run()
             end, waits_on = replayed.end_s[0], replayed.waits_on[0]
         timeline.compute_s[r], timeline.communication_s[r] = seconds, end - ready
         timeline.waits_on[r], timeline.end_s[r] = waits_on, end

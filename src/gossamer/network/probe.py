@@ -1,5 +1,5 @@
-"""Measures running workers and their links, as a network file: the seconds of an inner step of each, all at a time, and latency
-and bandwidth of each pair, with no other traffic.
+"""Measures running workers and their links, as a network file: the seconds of an inner step of each, all at once, and
+latency and bandwidth of each pair, with no other traffic.
 
 Pairs follow a factorisation of the complete graph: in each round every worker is in one pair, and a pair sends in one
 direction at a time. Messages grow until one takes long enough to be timed, within limits of bytes and time. So a slow link is
@@ -45,7 +45,7 @@ class Measured(NamedTuple):
 
 
 StepTimer = Callable[[Member], tuple[float, StepOf]]
-"""Measures the seconds of an inner step of a worker, and says of what step."""
+"""Measures the seconds of an inner step of a worker, and returns the step's description."""
 
 
 def probe(
@@ -56,10 +56,11 @@ def probe(
     max_rounds: int = 15,
     timeout_s: float = 60.0,
 ) -> Network | None:
-    """Joins the other workers, as `run_local` or who else has numbered them started them, and measures their links.
+    """Joins the other workers, started by `run_local` or another launcher that numbers them, and measures their links.
 
     Args:
-        step: measures the seconds of an inner step, on all workers at a time and before the links; they are left out when None.
+        step: measures the seconds of an inner step, on all workers at once and before the links; they are left out when
+            None.
         max_bytes: of one message; a test sends at most about 4/3 of it.
         test_s: a message that takes this long is long enough.
         max_rounds: with how many peers a worker is paired; routes need all of them.
@@ -168,7 +169,7 @@ class _Link:
         return self.transport.collect(ticket)[self.peer][0]
 
     def answer_and_receive(self, like: torch.Tensor) -> torch.Tensor:
-        """Allocates memory for the next message, tells the peer that it may send, and returns what came."""
+        """Allocates memory for the next message, signals the peer to send, and returns the message received."""
         answer, coming = self._ticket(), self._ticket()
         self.transport.expect(coming, self.peer, [like])
         self.transport.post(answer, self.peer, [_NUMBER])
@@ -234,7 +235,7 @@ def _answer_test(link: _Link, max_bytes: int) -> None:
 
 
 def _measured(worker: int, fact: Any, n: int) -> dict[int, Measured]:
-    """The measurements that a worker sent. Raises PeerError for anything else."""
+    """The measurements sent by a worker. Raises PeerError for anything else."""
     match fact:
         case dict() if fact and all(
             key.isdigit()
@@ -251,7 +252,7 @@ def _measured(worker: int, fact: Any, n: int) -> dict[int, Measured]:
 
 
 def _seconds(worker: int, fact: Any) -> float:
-    """The seconds of an inner step that a worker sent. Raises PeerError for anything else."""
+    """The seconds of an inner step sent by a worker. Raises PeerError for anything else."""
     if not isinstance(fact, float) or not 0 < fact <= 1e6:
         raise PeerError(
             f"worker {worker} sent {fact!r:.60} as the seconds of its inner step; install the same gossamer everywhere"

@@ -8,40 +8,92 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gossamer.network.fluid import Fluid, LinkChange, Use
+from gossamer.network.fluid import FairRates, Fluid, LinkChange, StreamWay
 from gossamer.network.links import Floats, Links, MeanKind, Network
-from gossamer.network.timeline import (
-    Leg,
-    Timeline,
-    compute_seconds,
-    legs_of,
-    no_rounds,
-    operations_of,
-    overlap_of_each,
-    streams_of,
-)
-from gossamer.record.logs.trace import Kind, Messages, Trace
+from gossamer.network.timeline import Leg, Timeline, compute_seconds, legs_of, no_rounds, operations_of, overlap_of_each
+from gossamer.record.logs.trace import KINDS, Integers, Kind, Messages, Trace
 
 
-class _Stream(NamedTuple):
+class _Message(NamedTuple):
     """A message under way."""
 
     operation: "_Operation"
     source: int
     target: int
     left_s: float
+    path: "_Path"
+
+
+class _Path(NamedTuple):
+    """What messages from one worker to another go through."""
+
+    way: StreamWay
+    latency_s: float
+    slower: int
+    """Of the two workers, the one with the slower link."""
+
+
+class Paths:
+    """The paths between workers of a network, made when they are first asked for, for any number of replays."""
+
+    def __init__(self, network: Network, links: Links):
+        self.network, self.links, self.loses = network, links, links.loses
+        n, sites = len(links.uplink_bps), len(links.site_uplink_bps)
+        places = {name: 2 * n + place for place, name in enumerate(network.sites)}
+        self.changes = [
+            LinkChange(change.at_s, link, change.factor)
+            for change in network.changes
+            for link in (
+                (change.worker, n + change.worker)
+                if change.worker is not None
+                else (places[change.site or ""], sites + places[change.site or ""])
+            )
+        ]
+        self.rates = FairRates(links=2 * n + 2 * sites + sites * sites)
+        self._paths: dict[tuple[int, int], _Path] = {}
+
+    def between(self, source: int, target: int) -> _Path:
+        """The path from one worker to another."""
+        path = self._paths.get((source, target))
+        if path is None:
+            path = self._paths[source, target] = self._path(source, target)
+        return path
+
+    def _path(self, source: int, target: int) -> _Path:
+        links, n, sites = self.links, len(self.links.uplink_bps), len(self.links.site_uplink_bps)
+        a, b = int(links.site[source]), int(links.site[target])
+        uses = [
+            (source, links.uplink_bps[source]),
+            (target if self.network.duplex == "half" else n + target, links.downlink_bps[target]),
+        ]
+        if a != b:
+            uses += [
+                (2 * n + a, links.site_uplink_bps[a]),
+                (2 * n + sites + b, links.site_downlink_bps[b]),
+                (2 * n + 2 * sites + a * sites + b, links.route_bps[a, b]),
+            ]
+        ends = np.array([source]), np.array([target])
+        most_bps = float(links.stream_bps(*ends)[0]) if self.loses else math.inf
+        return _Path(
+            self.rates.way([(link, float(bandwidth_bps)) for link, bandwidth_bps in uses], most_bps),
+            float(links.message_latency_s(*ends)[0]),
+            source if links.uplink_bps[source] <= links.downlink_bps[target] else target,
+        )
 
 
 class _Operation:
     """An exchange or a mean of one round while it is under way; a mean through owners is two exchanges."""
 
-    def __init__(self, round: int, kind: Kind, overlap_steps: int, messages: Messages, mean: MeanKind):
+    def __init__(self, round: int, kind: Kind, messages: Messages, mean: MeanKind, overlap: Integers | None):
         self.then: _Operation | None = None
         if kind == "mean" and mean == "owners":
             kind, messages = "exchange", messages._replace(bytes=messages.bytes / 2)
-            self.then = _Operation(round, kind, overlap_steps, messages, mean)
-        self.round, self.kind, self.overlap_steps = round, kind, overlap_steps
-        self.members = set(np.union1d(messages.source, messages.target).tolist())
+            self.then = _Operation(round, kind, messages, mean, overlap)
+        self.round, self.kind = round, kind
+        self.overlap = None if overlap is None else overlap.tolist()
+        """The inner steps of each worker that it overlaps with; None where it is waited for at once."""
+        source, target = messages.source.tolist(), messages.target.tolist()
+        self.members = {*source, *target}
         self.entered_s: dict[int, float] = {}
         self.done_s: dict[int, float] = {}
         self.blamed: dict[int, int] = {}
@@ -52,10 +104,15 @@ class _Operation:
         self.legs: Iterator[Leg] = iter(())
         self.missing_of_leg = 0
         if kind == "exchange":
-            for source, target, size in zip(*(column.tolist() for column in streams_of(messages)), strict=True):
-                self.sends[source].append((target, size))
-                self.missing[source] += 1
-                self.missing[target] += 1
+            before = None
+            for a, b, size in zip(source, target, messages.bytes.tolist(), strict=True):
+                if (a, b) == before:  # fragments for one peer follow each other on one stream
+                    self.sends[a][-1] = b, self.sends[a][-1][1] + size
+                    continue
+                before = a, b
+                self.sends[a].append((b, size))
+                self.missing[a] += 1
+                self.missing[b] += 1
         else:
             self.legs = (leg for one in legs_of(mean, messages) for leg in itertools.repeat(one, one.times))
 
@@ -63,27 +120,20 @@ class _Operation:
 class Replay:
     """A run replayed over links that are shared or change: a heap of things to do, and the streams under way."""
 
-    def __init__(self, trace: Trace, network: Network, links: Links, start_s: Floats | None = None):
-        self.trace, self.network, self.links, self.loses = trace, network, links, links.loses
-        n, sites = trace.workers, len(links.site_uplink_bps)
-        places = {name: 2 * n + place for place, name in enumerate(network.sites)}
-        self.fluid = Fluid(
-            links=2 * n + 2 * sites + sites * sites,
-            changes=[
-                LinkChange(change.at_s, link, change.factor)
-                for change in network.changes
-                for link in (
-                    (change.worker, n + change.worker)
-                    if change.worker is not None
-                    else (places[change.site or ""], sites + places[change.site or ""])
-                )
-            ],
-        )
+    def __init__(self, trace: Trace, paths: Paths, start_s: Floats | None = None):
+        self.trace, self.paths = trace, paths
+        n = trace.workers
+        self.fluid = Fluid[_Message](paths.rates, paths.changes)
         self.timeline = no_rounds(trace)
-        self.finished_steps = np.vstack([np.zeros((1, n), np.int64), trace.steps.cumsum(axis=0)])
+        self.steps: list[list[int]] = trace.steps.tolist()
+        self.finished_steps: list[list[int]] = np.vstack(
+            [np.zeros((1, n), np.int64), trace.steps.cumsum(axis=0)]
+        ).tolist()
         self.bounds = trace.bounds
         self.operations: dict[int, list[_Operation]] = {}
-        self.streams: dict[int, _Stream] = {}
+        self.compute_s: dict[int, list[float]] = {}
+        self.through = [0] * (trace.rounds + 1)
+        """How many workers have finished each round."""
         self.todo: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.order = itertools.count()
         self.now_s = 0.0
@@ -110,13 +160,10 @@ class Replay:
         if self.trace.rounds:
             for i, start_s in enumerate(self.start_s):
                 self.at(start_s, self.begin_round, i)
-        while self.todo or self.streams:
+        while self.todo or self.fluid:
             self.now_s = min(self.todo[0][0] if self.todo else math.inf, self.fluid.next_s)
-            if left := [self.streams.pop(name) for name in self.fluid.advance(self.now_s)]:
-                sources, targets = np.array([one.source for one in left]), np.array([one.target for one in left])
-                latencies_s = self.links.message_latency_s(sources, targets).tolist()
-                for stream, latency_s in zip(left, latencies_s, strict=True):
-                    self.at(self.now_s + latency_s, self.arrive, stream)
+            for message in self.fluid.advance(self.now_s):
+                self.at(self.now_s + message.path.latency_s, self.arrive, message)
             while self.todo and self.todo[0][0] <= self.now_s:
                 _, _, act, arguments = heapq.heappop(self.todo)
                 act(*arguments)
@@ -130,7 +177,9 @@ class Replay:
         """The local phase begins."""
         r = self.begun[i] = self.round[i]
         self.start_s[i], self.local_end_s[i], self.longest_s[i] = self.now_s, None, 0.0
-        seconds = float(compute_seconds(self.trace, self.network, self.links, r)[i])
+        if r not in self.compute_s:
+            self.compute_s[r] = compute_seconds(self.trace, self.paths.network, self.paths.links, r).tolist()
+        seconds = self.compute_s[r][i]
         self.timeline.compute_s[r, i], self.timeline.waits_on[r, i] = seconds, i
         for message in [message for message in self.held[i] if message[0].round == r]:
             self.held[i].remove(message)
@@ -149,8 +198,8 @@ class Replay:
         if local_end_s is None:
             return
         r = self.round[i]
-        steps, finished = int(self.trace.steps[r, i]), int(self.finished_steps[r + 1, i])
-        step_s = self.timeline.compute_s[r, i] / steps if steps else 0.0
+        steps, finished = self.steps[r][i], self.finished_steps[r + 1][i]
+        step_s = self.compute_s[r][i] / steps if steps else 0.0
         due = [(after, operation) for after, operation in self.pending[i] if after <= finished]
         if all(i in operation.done_s for _, operation in due):
             ready_s = local_end_s
@@ -169,19 +218,23 @@ class Replay:
         if r not in self.operations:
             self.operations[r] = list(self.plan(r))
         own = [operation for operation in self.operations[r] if i in operation.members]
-        self.stages[i] = [operation for operation in own if not operation.overlap_steps]
+        self.stages[i] = [operation for operation in own if operation.overlap is None]
         for operation in own:
-            if operation.overlap_steps:
-                after = int(overlap_of_each(self.trace, r, operation.overlap_steps)[i])
-                self.pending[i].append((int(self.finished_steps[r + 1, i]) + after, operation.then or operation))
+            if operation.overlap is not None:
+                after = self.finished_steps[r + 1][i] + operation.overlap[i]
+                self.pending[i].append((after, operation.then or operation))
                 self.enter(operation, i)
         self.next_stage(i)
 
     def plan(self, r: int) -> Iterator[_Operation]:
         """The operations of a round."""
         messages = self.trace.messages.span(self.bounds[r], self.bounds[r + 1])
-        for kind, overlap_steps, these in operations_of(messages):
-            yield _Operation(r, kind, overlap_steps, these, self.network.mean)
+        alike = len(set(messages.kind.tolist())) == 1 and not messages.overlap_steps.any()
+        for kind, overlap_steps, these in (
+            [(KINDS[messages.kind[0]], 0, messages)] if alike else operations_of(messages)
+        ):
+            overlap = overlap_of_each(self.trace, r, overlap_steps) if overlap_steps else None
+            yield _Operation(r, kind, these, self.paths.network.mean, overlap)
 
     def next_stage(self, i: int) -> None:
         """The next operation to wait for, or the end of the round."""
@@ -193,12 +246,13 @@ class Replay:
             self.closing.add(i)
             return
         self.timeline.end_s[r, i] = self.now_s
-        self.timeline.communication_s[r, i] = max(0.0, self.now_s - self.start_s[i] - self.timeline.compute_s[r, i])
+        self.timeline.communication_s[r, i] = max(0.0, self.now_s - self.start_s[i] - self.compute_s[r][i])
         self.round[i] += 1
+        self.through[r] += 1
         if self.round[i] < self.trace.rounds:
             self.begin_round(i)
-        if all(done > r for done in self.round):
-            self.operations.pop(r, None)
+        if self.through[r] == self.trace.workers:
+            del self.operations[r], self.compute_s[r]
 
     def enter(self, operation: _Operation, i: int) -> None:
         """A worker is ready for an operation."""
@@ -228,34 +282,18 @@ class Replay:
 
     def send(self, operation: _Operation, source: int, target: int, size: float) -> None:
         """A message leaves."""
-        links, n, sites = self.links, self.trace.workers, len(self.links.site_uplink_bps)
-        a, b = int(links.site[source]), int(links.site[target])
-        uses = [
-            (source, links.uplink_bps[source]),
-            (target if self.network.duplex == "half" else n + target, links.downlink_bps[target]),
-        ]
-        if a != b:
-            uses += [
-                (2 * n + a, links.site_uplink_bps[a]),
-                (2 * n + sites + b, links.site_downlink_bps[b]),
-                (2 * n + 2 * sites + a * sites + b, links.route_bps[a, b]),
-            ]
-        name = next(self.order)
-        self.streams[name] = _Stream(operation, source, target, self.now_s)
-        most_bps = float(links.stream_bps(np.array([source]), np.array([target]))[0]) if self.loses else math.inf
-        self.fluid.start(name, 8 * size, [Use(link, float(bandwidth_bps)) for link, bandwidth_bps in uses], most_bps)
+        path = self.paths.between(source, target)
+        self.fluid.start(_Message(operation, source, target, self.now_s, path), 8 * size, path.way)
 
-    def arrive(self, stream: _Stream) -> None:
+    def arrive(self, message: _Message) -> None:
         """A message is there, which both of its ends have waited for, or the whole leg of a mean."""
-        operation, source, target, left_s = stream
-        up, down = self.links.uplink_bps[source], self.links.downlink_bps[target]
-        slower = source if up <= down else target
+        operation, source, target, left_s, path = message
         if operation.kind == "exchange":
             for i in (source, target):
                 operation.missing[i] -= 1
                 late = left_s - operation.entered_s.get(i, math.inf) > self.now_s - left_s
                 behind = source if operation.entered_s[source] == left_s else target
-                operation.blamed[i] = behind if late else slower
+                operation.blamed[i] = behind if late else path.slower
                 if not operation.missing[i] and i in operation.entered_s:
                     self.complete(operation, i)
             return
@@ -264,17 +302,17 @@ class Replay:
             last = max(operation.entered_s, key=lambda i: operation.entered_s[i])
             for i in operation.members:
                 late = operation.begun_s - operation.entered_s[i] > self.now_s - operation.begun_s
-                operation.blamed[i] = last if late else slower
+                operation.blamed[i] = last if late else path.slower
             self.next_leg(operation)
 
     def complete(self, operation: _Operation, i: int) -> None:
         """An operation is over for a worker."""
         operation.done_s[i] = self.now_s
-        if not operation.overlap_steps:
+        if operation.overlap is None:
             self.blame(i, self.now_s - operation.entered_s[i], operation)
         if operation.then is not None:
             self.enter(operation.then, i)
-        elif not operation.overlap_steps:
+        elif operation.overlap is None:
             self.stages[i].pop(0)
             self.next_stage(i)
         elif self.local_end_s[i] is not None:

@@ -1,4 +1,4 @@
-"""When every worker computed, communicated and waited: the result of pricing a run."""
+"""The timeline of every worker's compute, communication and waiting: the result of pricing a run."""
 
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
@@ -10,18 +10,20 @@ from gossamer.record.logs.trace import KINDS, Integers, Kind, Messages, Trace
 
 
 class Timeline(NamedTuple):
-    """When everything happened, as arrays `[rounds, workers]`; a worker's round starts when its previous one ends."""
+    """The times of all rounds, as arrays `[rounds, workers]`; a worker's round starts when its previous one ends."""
 
     compute_s: Floats
     """Seconds of the local phase."""
     communication_s: Floats
     """Exposed communication: all other seconds of the round."""
     waits_on: Integers
-    """The worker that caused most of the wait: it was late, or its link was the slower end. The worker itself without a wait."""
+    """The worker that caused most of the wait: it was late, or its link was the slower end. The worker itself if it did
+    not wait.
+    """
     end_s: Floats
     """Seconds from the start of the run to the end of the round."""
     computing: Floats | float = 1.0
-    """The share of its local phases in which each worker computes, `[workers]`; in the rest its stages wait for each other."""
+    """The share of its local phases in which each worker computes, `[workers]`; otherwise its stages wait for each other."""
 
     @property
     def total_s(self) -> float:
@@ -50,11 +52,12 @@ class Timeline(NamedTuple):
 
 
 _BATCHES = 8
-"""Runs of rounds whose means say how far the mean of all of them is to be trusted."""
+"""The number of batches of rounds whose means give the confidence interval."""
 
 
 def spread_s(timeline: Timeline) -> float:
-    """Half of the 95 % interval of the mean seconds of a round, by the means of eight batches of rounds; 0 of fewer rounds.
+    """Half of the 95 % interval of the mean seconds of a round, from the means of eight batches of rounds; 0 for fewer
+    rounds.
 
     >>> even = np.cumsum(np.ones((16, 2)), axis=0)
     >>> spread_s(Timeline(even, even, even.astype(int), even))
@@ -70,7 +73,7 @@ def spread_s(timeline: Timeline) -> float:
 
 
 class Leg(NamedTuple):
-    """Messages of a mean that are in flight together, as columns; the leg runs `times` times in a row."""
+    """Simultaneous messages of a mean, as columns; the leg runs `times` times in a row."""
 
     source: Integers
     target: Integers
@@ -95,7 +98,7 @@ def legs_of(mean: MeanKind, messages: Messages) -> Iterator[Leg]:
 
 
 def legs_among(mean: Literal["ring", "tree"], members: Integers, payload: float) -> Iterator[Leg]:
-    """The legs of a mean of so many bytes over these workers, along a ring or a tree."""
+    """The legs of a mean of `payload` bytes over these workers, along a ring or a tree."""
     n = len(members)
     if mean == "ring":
         yield Leg(members, np.roll(members, -1), np.full(n, payload / n), 2 * (n - 1))
@@ -108,10 +111,10 @@ def legs_among(mean: Literal["ring", "tree"], members: Integers, payload: float)
         yield from (leg._replace(source=leg.target, target=leg.source) for leg in reversed(inwards))
 
 
-def utilisation_in_words(computing: float, between_stages: float) -> str:
-    """How a round is spent, by the shares of it that a worker computes and that its stages wait for each other.
+def format_utilisation(computing: float, between_stages: float) -> str:
+    """The shares of a round that a worker computes and that its stages wait for each other, in words.
 
-    >>> utilisation_in_words(0.75, 0.0), utilisation_in_words(0.5, 0.25)
+    >>> format_utilisation(0.75, 0.0), format_utilisation(0.5, 0.25)
     ('75.0% of it computing', '50.0% of it computing, 25.0% waiting between stages')
     """
     waiting = f", {between_stages:.1%} waiting between stages" if between_stages else ""
@@ -132,7 +135,7 @@ def compute_seconds(trace: Trace, network: Network, links: Links, r: int) -> Flo
 
 
 def operations_of(messages: Messages) -> Iterator[tuple[Kind, int, Messages]]:
-    """The operations of a round: their kind, the steps that they overlap with, and their messages."""
+    """The operations of a round: kind, overlapping steps and messages."""
     for code, kind in enumerate(KINDS):
         for overlap_steps in np.unique(messages.overlap_steps[messages.kind == code]).tolist():
             these = (messages.kind == code) & (messages.overlap_steps == overlap_steps)
@@ -140,9 +143,10 @@ def operations_of(messages: Messages) -> Iterator[tuple[Kind, int, Messages]]:
 
 
 def overlap_of_each(trace: Trace, r: int, overlap_steps: int) -> Integers:
-    """Steps of each worker, `[workers]`, that go with so many of the one that takes most; without any before, nothing is scaled.
+    """Steps of each worker, `[workers]`, proportional to `overlap_steps` of the worker with the most; not scaled if
+    none has any.
 
-    An entry without steps, of what is sent after an exchange in the same place, goes with the one before it.
+    An entry without steps, for a send after an exchange at the same point, belongs to the previous one.
     """
     steps = next((steps for steps in trace.steps[r::-1] if steps.any()), trace.steps[r])
     most = int(steps.max())
@@ -150,7 +154,7 @@ def overlap_of_each(trace: Trace, r: int, overlap_steps: int) -> Integers:
 
 
 def streams_of(messages: Messages) -> tuple[Integers, Integers, Integers]:
-    """Source, target and bytes of each pair of workers; fragments for one peer follow each other on one stream."""
+    """Source, target and bytes of each pair of workers; fragments for one peer share one stream."""
     source, target, size = messages.source, messages.target, messages.bytes
     first = np.ones(len(source), bool)
     first[1:] = (source[1:] != source[:-1]) | (target[1:] != target[:-1])

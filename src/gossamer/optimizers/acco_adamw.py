@@ -12,13 +12,13 @@ from gossamer.settings.options import Decay, NotNegative, checked
 
 
 class AccoAdamW(PerParameter):
-    """AdamW for gradients that come a step late, as of the rule `acco`: every second step takes back the one before.
+    """AdamW for gradients that arrive a step late, as with the rule `acco`: every second step replaces the one before.
 
     estimate, where g̃ came, the gradient at an estimate of θ_t:   θ̃ ← AdamW(θ_t, g̃), whose moments are forgotten
     commit, where g came, the gradient at θ_t:                    θ_{t+1} ← AdamW(θ_t, (g̃ + g) / 2)
 
-    The first call moves nothing, as no gradient has come by then. The first two gradients are both taken at θ_0, so that there is
-    no warm-up in which they are older than later ones.
+    The first call changes nothing, as no gradient has arrived by then. The first two gradients are both taken at θ_0,
+    so that there is no warm-up in which they are older than later ones.
 
     Args: as in `torch.optim.AdamW`.
     Raises: ConfigError for values out of range.

@@ -10,7 +10,7 @@ from torch import Tensor
 from gossamer.optimizers.contract import PerParameter
 from gossamer.settings.options import Count, Decay, NotNegative, checked
 
-PIECE = 1 << 15  # of one thread; torch gives a thread no less
+PIECE = 1 << 15  # elements of one thread; torch gives a thread no fewer
 
 
 def pieces(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
@@ -29,7 +29,7 @@ def pieces(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
 def adamw_step(p: Tensor, g: Tensor, m: Tensor, v: Tensor, group: dict[str, Any], k: int) -> tuple[Tensor, Tensor]:
     """Moves a parameter by the k-th step of AdamW; returns the moments after it, and leaves those that were given as they are.
 
-    The operations are those of torch's Adam, which gives the bits of `torch.optim.AdamW(foreach=False)`.
+    The operations are those of torch's Adam: bitwise equal to `torch.optim.AdamW(foreach=False)`.
     """
     lr, (beta1, beta2) = group["lr"], group["betas"]
     now_m = torch.lerp(m, g, 1 - beta1)

@@ -1,4 +1,4 @@
-"""The state of an inner optimizer by the names of parameters: optimizers of other parts of the model can go on with it."""
+"""The state of an inner optimizer by the names of parameters: optimizers of other partitions of the model can resume from it."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -10,24 +10,24 @@ from gossamer.optimizers.gpa import GPA
 
 
 class NamedState(NamedTuple):
-    """What an optimizer knows, whatever groups its parameters are in; of a `Joined` one, each part has its own."""
+    """The state of an optimizer, independent of parameter groups; a `Joined` one has a state for each part."""
 
     parameters: dict[str, tuple[Any, dict[str, Any]]]
     """The state of each parameter, None before its first step, and the options of its group."""
     rest: dict[str, Any]
-    """What is of no parameter."""
+    """State that belongs to no parameter."""
     inner: dict[str, "NamedState"]
-    """Of the optimizers inside, by the keys under which the state holds them."""
+    """States of the nested optimizers, by their keys in the state."""
 
     def joined(self, other: "NamedState") -> "NamedState":
-        """This and the state of an optimizer of other parameters, of the same kind."""
+        """This state merged with that of an optimizer of the same kind for other parameters."""
         both = {key: self.inner[key].joined(other.inner[key]) for key in self.inner.keys() & other.inner.keys()}
         inner = {**self.inner, **other.inner, **both}
         return NamedState({**self.parameters, **other.parameters}, self.rest, inner)
 
 
 def named_state(optimizer: InnerOptimizer, saved: Mapping[str, Any], names: Mapping[nn.Parameter, str]) -> NamedState:
-    """A saved state of this optimizer by names. Raises: KeyError, TypeError or ValueError for the state of another."""
+    """A saved state of this optimizer, by names. Raises: KeyError, TypeError or ValueError for another optimizer's state."""
     within = inside(optimizer)
     inner = {key: named_state(one, saved[key], names) for key, one in within.items()}
     if isinstance(optimizer, Joined):
@@ -43,7 +43,7 @@ def named_state(optimizer: InnerOptimizer, saved: Mapping[str, Any], names: Mapp
 
 
 def for_optimizer(optimizer: InnerOptimizer, known: NamedState, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
-    """What `load_state_dict` of this optimizer takes, with what is known of its own parameters. Raises: KeyError."""
+    """A state dict for this optimizer, with the known state of its parameters. Raises: KeyError."""
     inner = {key: for_optimizer(one, known.inner[key], names) for key, one in inside(optimizer).items()}
     if isinstance(optimizer, Joined):
         return inner
@@ -57,7 +57,7 @@ def for_optimizer(optimizer: InnerOptimizer, known: NamedState, names: Mapping[n
 
 
 def inside(optimizer: InnerOptimizer) -> Mapping[str, InnerOptimizer]:
-    """The optimizers inside, by the keys under which the state holds them."""
+    """The nested optimizers, by their keys in the state."""
     if isinstance(optimizer, Joined):
         return optimizer.parts
     return {"base": optimizer.base} if isinstance(optimizer, GPA) else {}

@@ -34,7 +34,7 @@ class InnerOptimizer(Protocol):
 
 
 class PerParameter(Optimizer):
-    """An optimizer that updates each parameter on its own; one without a gradient is skipped, and its step count stays."""
+    """An optimizer that updates each parameter separately; one without a gradient is skipped, and its step count stays."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
@@ -85,7 +85,7 @@ class Joined:
 
 
 def loss_of(closure: Callable[[], float] | None) -> float | None:
-    """What a closure that was given to `step` computes, with its gradients; None where none was."""
+    """The loss of the closure given to `step`, evaluated with gradients; None without a closure."""
     if closure is None:
         return None
     with torch.enable_grad():

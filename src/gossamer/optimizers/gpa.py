@@ -107,7 +107,7 @@ class GPA(Optimizer):
                     group["weight_decay"] = decay
 
     def _share_of_step(self, group: dict[str, Any]) -> float:
-        """The weight of this step's z in the new average; in Schedule-Free the group keeps what it follows from."""
+        """The weight of this step's z in the new average; in Schedule-Free the group keeps the running sums for it."""
         if self.mu_x is not None:
             return 1 - self.mu_x
         largest = group["largest_lr"] = max(group["lr"], group.get("largest_lr", 0.0))
@@ -115,7 +115,7 @@ class GPA(Optimizer):
         return largest**2 / total if total else 0.0
 
     def _average(self, p: nn.Parameter) -> tuple[Tensor, Tensor]:
-        """x and z of a parameter; both are the parameter when it is met for the first time."""
+        """x and z of a parameter; both start at the parameter."""
         own = self.state[p]
         if not own:
             for name, home in self.homes.items():

@@ -34,7 +34,8 @@ def uncompiled(kind: type[T]) -> type[T]:
     """The same optimizer, to the last bit, for steps that are not compiled.
 
     torch (2.13) imports its compiler in order to keep it out of these functions and around every step. What it wraps is called
-    here instead, without gradients as torch does. Where torch wraps nothing, this is the optimizer itself.
+    here instead, without gradients as torch does. Where torch wraps nothing, this is the optimizer itself. Its attribute `plain`
+    is the class that was given.
 
     >>> issubclass(uncompiled(torch.optim.SGD), torch.optim.SGD)
     True
@@ -43,7 +44,7 @@ def uncompiled(kind: type[T]) -> type[T]:
 
 
 _WARMUP = 0.1
-"""Of all inner steps."""
+"""Share of all inner steps."""
 
 
 OptimizerFactory = Callable[..., InnerOptimizer]
@@ -54,12 +55,13 @@ OptimizerFactory = Callable[..., InnerOptimizer]
 def _uncompiled(kind: type[Optimizer]) -> type[Optimizer]:
     own: dict[str, Any] = {name: inspect.unwrap(getattr(kind, name)) for name in _GUARDED}
     step = torch.no_grad()(inspect.unwrap(kind.step))
-    return type(kind.__name__, (kind,), {**own, "step": step, "__module__": kind.__module__})
+    return type(kind.__name__, (kind,), {**own, "step": step, "__module__": kind.__module__, "plain": kind})
 
 
 @contextlib.contextmanager
 def without_compiler(functions: Iterable[Any]) -> Iterator[None]:
-    """In here torch calls these functions without importing its compiler, which takes a second, only to keep it out of them.
+    """A context in which torch calls these functions without importing its compiler (a second) merely to disable it for
+    them.
 
     Args:
         functions: those that torch has wrapped with `torch._disable_dynamo`; others are left as they are.
@@ -87,11 +89,11 @@ def _kept_out_of(wrapper: Any) -> Any:
 
 _DISABLED = _compile._disable_dynamo(lambda: None)
 _INSTEAD = "__dynamo_disable"
-"""Where torch keeps what it calls in place of a function out of which it keeps its compiler."""
+"""The attribute in which torch keeps the wrapped form of a function with its compiler disabled."""
 
 
 def _of_user(make: OptimizerFactory, parameters: list[nn.Parameter]) -> InnerOptimizer:
-    """What a user's function makes; one of torch's own kinds as `uncompiled` has it, with its hooks."""
+    """The optimizer that a user's function makes; one of torch's classes in its `uncompiled` form, with its hooks."""
     with without_compiler(getattr(Optimizer, name) for name in _GUARDED):
         made = make(parameters)
     if not isinstance(made, Optimizer):
@@ -112,23 +114,25 @@ class InnerConfig:
         str, OneOf(("acco_adamw", "accum_adamw", "adamw", "muon", "qh_adopt", "sgd", "spectral_muon"), code=True)
     ] = "adamw"
     """muon is torch's Muon on the hidden matrices, the router of experts among them, and AdamW on all else, spectral_muon the
-    same with the Muon of MuLoCo; accum_adamw is AdamW with moments of mean gradients, qh_adopt ADOPT with a slow momentum beside
-    the gradient, and acco_adamw AdamW for the rule acco. "package.module:name" is a function of yours, or a class of torch's,
-    called with the parameters, with `options`, and with those of lr, betas, eps, weight_decay, momentum and nesterov it takes."""
+    same with the Muon of MuLoCo; accum_adamw is AdamW with moments of mean gradients, qh_adopt ADOPT with a slow
+    momentum in addition to the gradient, and acco_adamw AdamW for the rule acco. "package.module:name" is a function of
+    yours, or a class of torch's, called with the parameters, with `options`, and with those of lr, betas, eps,
+    weight_decay, momentum and nesterov it takes."""
     options: Mapping[str, Any] | None = None
-    """Keywords for an optimizer of your own."""
+    """Keywords for your optimizer."""
     lr: Annotated[Positive, Changeable()] = 1e-3
     """Peak learning rate. The updates of muon are scaled to the size of AdamW's, so that one number serves both; those of
     spectral_muon are not, and MuLoCo takes 0.02."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
-    """Decay of AdamW's two moments per step, and of those of qh_adopt, whose authors take 0.995 and 0.9999; schedule_free has no
-    first moment, and its authors call mu_y β₁."""
+    """Decay of AdamW's two moments per step, and of qh_adopt's, whose authors take 0.995 and 0.9999; schedule_free has
+    no first moment, and its authors call mu_y β₁.
+    """
     eps: Positive = 1e-8
     """The constant in the denominator of AdamW."""
     moments_every: Count = 4
     """Inner steps whose mean gradient makes one update of accum_adamw's moments (s); its authors take more for more workers."""
     slow_weight: Portion = 0.9
-    """Weight of the slow momentum in the step of qh_adopt, beside the gradient (ω)."""
+    """Weight of the slow momentum, relative to the gradient, in the step of qh_adopt (ω)."""
     weight_decay: NotNegative = 0.1
     """Decoupled decay per step and unit of learning rate (in sgd an L2 gradient); never on norms and biases."""
     momentum: Decay = 0.95
@@ -209,7 +213,7 @@ def without_momentum(config: InnerConfig) -> InnerConfig:
 def _stepper(config: InnerConfig, model: nn.Module) -> InnerOptimizer:
     trainable = [p for p in model.parameters() if p.requires_grad]
     if config.optimizer == "sgd":
-        # Nesterov's look-ahead along a momentum of zero is no look-ahead, and torch.optim refuses to be asked for it.
+        # Nesterov's look-ahead along a momentum of zero is no look-ahead, and torch.optim refuses it.
         nesterov = config.nesterov and config.momentum > 0
         groups = _groups(trainable, config.weight_decay)
         return uncompiled(SGD)(groups, lr=config.lr, momentum=config.momentum, nesterov=nesterov, fused=True)
@@ -245,7 +249,7 @@ def _adamw(config: InnerConfig, parameters: list[nn.Parameter]) -> AdamW:
 
 
 def _groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices with weight decay, norms and biases without."""
+    """Parameter groups: matrices with weight decay, norms and biases without."""
     matrices = [p for p in parameters if p.ndim >= 2]
     vectors = [p for p in parameters if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -306,7 +310,7 @@ def share_moments(
 
     Call it again after `load_state_dict`, which replaces these views by new tensors.
     Raises: ConfigError for any other optimizer. Cost: none beyond what the optimizer keeps.
-    Source: DES-LOC (arXiv 2505.22549) averages them at periods of their own.
+    Source: DES-LOC (arXiv 2505.22549) averages them at separate periods.
     """
     if not isinstance(optimizer, AdamW | QHAdopt):
         raise ConfigError(
@@ -329,7 +333,7 @@ def share_moments(
 
 
 def warn_of_slow_bf16(config: InnerConfig, device: torch.device) -> None:
-    """Warns once in a process of products in bf16 on a processor where those in fp32 are faster."""
+    """Warns once per process of bf16 products on a processor where fp32 products are faster."""
     if device.type != "cpu":
         return
     if config.autocast == "bf16" and not is_fast_in_bf16():
@@ -339,7 +343,7 @@ def warn_of_slow_bf16(config: InnerConfig, device: torch.device) -> None:
         _warn("inner.optimizer is 'muon', which orthogonalizes in bf16", "some fifty", "take spectral_muon")
 
 
-@functools.cache  # an experiment of many runs says it once
+@functools.cache  # once for an experiment of many runs
 def _warn(what: str, times: str, instead: str) -> None:
     log.warning(
         f"{what}, and products in bf16 take {times} times longer than those in fp32 on this processor, which has neither AMX "

@@ -19,7 +19,7 @@ class QHAdopt(PerParameter):
     θ ← (1 - lr λ) θ - lr ((1 - ω) ĝ + ω u);   v ← β₂ v + (1 - β₂) g²
 
     u is slow: after K local steps the part β₁ᴷ of what the workers last agreed on is left, 0.85 of it at β₁ = 0.995 and K = 32,
-    where 0.9 leaves 0.03. The gradient beside it lets the step follow what changes at once.
+    where 0.9 leaves 0.03. The gradient term lets the step follow changes at once.
 
     Args: as in `torch.optim.AdamW`; `slow_weight` is ω.
     Raises: ConfigError for values out of range.
@@ -27,8 +27,8 @@ class QHAdopt(PerParameter):
     Source: MT-DAO, Iacob et al., arXiv 2510.05361, and its base ADOPT, Taniguchi et al., arXiv 2411.02853, algorithm 2.
     Differs: one slow momentum where the paper has any number; the default of ω is ours, as theirs was not readable; a parameter
         without a gradient is skipped, and its step count does not increase.
-    Fails when: β₁ is large and ω is 1: the step follows nothing new for hundreds of steps. Or the first gradient of a parameter
-        is nearly zero: its second step is as long as the bound on ĝ allows.
+    Fails when: β₁ is large and ω is 1: the step ignores changes for hundreds of steps. Or the first gradient of a
+        parameter is nearly zero: its second step is as long as the bound on ĝ allows.
 
     With ω = 1 it is ADOPT, and with ω = 0 ADOPT without momentum.
 

@@ -1,6 +1,6 @@
-"""Whether the state of another worker's inner optimizer may be loaded: its bytes may be anything.
+"""Validation of the inner-optimizer state received from another worker: its bytes are untrusted.
 
-What `load_state_dict` of torch takes for a state may fail at the next step, or make NaNs of sound parameters there.
+A state that torch's `load_state_dict` accepts may still fail at the next step, or turn sound parameters into NaNs.
 """
 
 import copy
@@ -26,7 +26,7 @@ _OURS = (AdamW, Muon, SGD)
 def must_be_state_of(optimizer: InnerOptimizer, saved: object) -> None:
     """Raises ValueError unless a received state can be that of this optimizer, in another worker of the run.
 
-    Of an optimizer that the user has written it is known only once it has taken a step which tensors it keeps.
+    For a user's optimizer, the tensors it keeps are known only after its first step.
 
     >>> import torch
     >>> optimizer = torch.optim.SGD([torch.zeros(2)], lr=0.1, momentum=0.9)
@@ -44,11 +44,8 @@ def must_be_state_of(optimizer: InnerOptimizer, saved: object) -> None:
         must_be_state_of(one, saved[key])
     if isinstance(optimizer, Joined):
         return
-    kind = type(optimizer)
-    named = (
-        kind.__base__ if kind.__base__ in _OURS and kind.__module__ == kind.__base__.__module__ else kind
-    )  # `uncompiled`
-    is_ours = named in _OURS or kind.__module__.startswith("gossamer.")
+    kind = vars(type(optimizer)).get("plain", type(optimizer))  # see `gossamer.optimizers.inner.uncompiled`
+    is_ours = kind in _OURS or kind.__module__.startswith("gossamer.")
     groups, theirs = own["param_groups"], saved["param_groups"]
     if not isinstance(theirs, list) or len(theirs) != len(groups):
         raise ValueError(f"the inner optimizer has {len(groups)} groups of parameters, and other ones came")
@@ -78,7 +75,7 @@ def _must_be_group(own: Mapping[str, Any], theirs: object, is_ours: bool) -> Non
 
 
 def _kept(optimizer: InnerOptimizer, group: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
-    """What an optimizer of ours keeps of a parameter, with tensors on the meta device: as after a step on a single number."""
+    """The state that one of our optimizers keeps for a parameter, with meta tensors, as after a step on a single number."""
     if isinstance(optimizer, GPA):
         return {name: torch.empty_like(p, device="meta") for name in optimizer.homes}
     one = torch.zeros((1,) * p.ndim, dtype=p.dtype, device=p.device)
@@ -107,14 +104,14 @@ def _must_be_of_parameter(k: int, theirs: object, p: Tensor, like: Mapping[str, 
             raise ValueError(f"{what} a tensor of {tuple(value.shape)} {value.dtype}")
         if value.is_floating_point() and value.numel():
             low, high = (end.item() for end in value.float().aminmax())
-            # An infinite second moment only stops a parameter; below zero it would make a NaN of it.
+            # An infinite second moment only stops a parameter; a negative one turns it into a NaN.
             ends = low >= 0.0 if name == "exp_avg_sq" else math.isfinite(low) and math.isfinite(high)
             if not ends or (name == "step" and low < 0):
                 raise ValueError(f"{what} between {low} and {high}")
 
 
 def _is_sound(value: object) -> bool:
-    """Whether it is what an optimizer keeps beside tensors: a truth value, a word, none, or numbers that are not below zero."""
+    """Whether it is a valid non-tensor state: a bool, a string, None, or numbers that are not negative."""
     if isinstance(value, list | tuple):
         return all(_is_sound(one) for one in value)
     if isinstance(value, int | float):

@@ -23,7 +23,7 @@ _TRIPLES = (
 
 
 class SpectralMuon(Optimizer):
-    """Muon for matrices, whose step changes what a layer puts out by lr, whatever the layer's shape.
+    """Muon for matrices, whose step changes the output of a layer by lr, whatever the layer's shape.
 
     m ← μ m + g;   u = m, or g + μ m with Nesterov's momentum;   W ← (1 - lr λ) W - lr √(fan_out / fan_in) O(u)
 
@@ -36,13 +36,15 @@ class SpectralMuon(Optimizer):
         momentum: μ.
         nesterov: whether the momentum looks ahead.
         eps: is added to the norm that u is divided by.
-        stacks: whether each parameter is a stack of matrices instead, `[count, fan_out, fan_in]`, each with a factor of its own.
+        stacks: whether each parameter is a stack of matrices instead, `[count, fan_out, fan_in]`, each orthogonalized
+            separately.
     Raises: ConfigError for values out of range, and for a parameter that is no matrix, or no stack.
     Cost: one momentum (1 P), and 15 products of bf16 matrices for each matrix and step.
     Source: MuLoCo, arXiv 2505.23725, and its code, which took Muon from Ahn et al., arXiv 2504.05295. The scale is that of
         arXiv 2310.17813. `torch.optim.Muon` takes one triple for all steps, and scales otherwise.
     Differs: only matrices; their code also flattens tensors of more dimensions.
-    Fails when: one matrix holds several maps, such as fused queries, keys and values: each has an orthogonal factor of its own.
+    Fails when: one matrix holds several maps, such as fused queries, keys and values: each should be orthogonalized
+        separately.
 
     >>> w = torch.nn.Parameter(torch.zeros(2, 2))
     >>> optimizer = SpectralMuon([w], lr=0.5, weight_decay=0.0)
@@ -112,7 +114,8 @@ def orthogonalized(u: Tensor, eps: float = 1e-8) -> Tensor:
 def computes_bf16() -> bool:
     """Whether torch has products in bf16 for this processor, as with AVX-512; on others they take fifty times those in fp32.
 
-    It decides the last bits of `orthogonalized`, so what it asks for stays as it is: runs are computed again from their records.
+    It decides the last bits of `orthogonalized`, so the criterion must not change: runs are recomputed from their
+    records.
     """
     # Torch has no public name for it.
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()

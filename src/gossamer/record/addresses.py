@@ -1,6 +1,6 @@
 """Where the workers of an elastic run listen: `address-003.json` is what the process in slot 3 has written.
 
-A file stays when its process ends, so an address is where to ask, and no sign that anybody is there.
+A file outlives its process, so an address is only where to ask, not a sign that a process listens there.
 """
 
 import json
@@ -19,7 +19,7 @@ class Address(NamedTuple):
     address: str
     """`host:port`."""
     run: int
-    """What all workers of the run have in common, as 64 bits."""
+    """A 64-bit digest that all workers of the run share."""
 
 
 def write_address(folder: Path, own: Address) -> None:
@@ -30,7 +30,7 @@ def write_address(folder: Path, own: Address) -> None:
 
 
 def read_addresses(folder: Path) -> list[Address]:
-    """The addresses in a run folder, those of the newest files first; a file that holds none is left out.
+    """The addresses in a run folder, those of the newest files first; a file without a valid address is skipped.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
@@ -52,5 +52,5 @@ def read_addresses(folder: Path) -> list[Address]:
 def _is_sound(address: str, run: str, slot: str) -> bool:
     host, _, port = address.rpartition(":")
     forms = ((r"[!-~]{1,90}", host), (r"[0-9]{1,5}", port), (r"[0-9a-f]{16}", run), (r"[0-9]{1,9}", slot))
-    host.encode("idna")  # as whoever dials does, who would raise no OSError; a ValueError here too
+    host.encode("idna")  # as dialling does, which would not raise an OSError; a ValueError here too
     return all(re.fullmatch(form, text) for form, text in forms) and 0 < int(port) < 1 << 16

@@ -2,14 +2,14 @@
 
     checkpoints/round-000120/worker-003.safetensors     every tensor of the state
     checkpoints/round-000120/worker-003.json            the manifest: everything else, and the hash of the tensor file
-    checkpoints/aside/round-000120/worker-003.*         what a run went back behind because some of it was damaged
+    checkpoints/aside/round-000120/worker-003.*         generations set aside because some files were damaged
 
-The manifest says what the state is of: the digest of the settings, worker, round and inner step, and in words the rule, codec,
-schedule, topology, number of workers and local steps. Those of format 1, up to 0.1.0, have no step and no words.
+The manifest identifies the state: the digest of the settings, worker, round and inner step, and as text the rule,
+codec, schedule, topology, number of workers and local steps. Format 1, up to 0.1.0, has no step and no text.
 
-Each worker writes by itself, without a barrier. The manifest is written last, and a generation exists once its manifest does.
-The generation before it is removed only then, so a kill or a power cut at any time leaves a complete one. All workers resume
-from the newest round that every one of them still owns.
+Each worker writes independently, without a barrier. The manifest is written last, and a generation exists once its
+manifest does. The previous generation is removed only then, so a kill or a power cut at any time leaves a complete one.
+All workers resume from the newest round that all of them still have.
 """
 
 import contextlib
@@ -40,11 +40,12 @@ from gossamer.record.whole_files import atomic_write, sync_folder, worker_suffix
 from gossamer.settings.schema import RECORD, Records
 
 FORMAT, FIRST_FORMAT = "gossamer checkpoint 2", "gossamer checkpoint 1"
-MAX_DEPTH = 100  # of a nested state; an optimizer has five or six
+MAX_DEPTH = 100  # levels of a nested state; an optimizer has five or six
 MAX_MANIFEST_BYTES = 64 << 20  # some 100,000 tensors; a larger one is a mistake or an attack
 ASIDE = "aside"
-"""The folder among the checkpoints with those that a run went back behind because some were damaged. Nothing removes it: what
-cannot be read today, as its disk is away, may be sound, and is the only copy."""
+"""The folder for checkpoints set aside because some were damaged. It is never removed: a file that is unreadable today,
+for example on a disconnected disk, may be sound and the only copy.
+"""
 
 
 @with_config(RECORD)
@@ -63,9 +64,9 @@ class _FirstManifest(TypedDict):
 @with_config(RECORD)
 class _Manifest(_FirstManifest):
     step: int | None
-    """Inner steps that its worker has behind it; null where the state does not count them, as that of a server."""
+    """Inner steps completed by its worker; null where the state does not count them, as for a server."""
     of: dict[str, str]
-    """See `gossamer.record.lineage.state_is_of`; empty where whoever saved it knows a digest alone."""
+    """See `gossamer.record.lineage.state_is_of`; empty where only the digest was known at saving."""
 
 
 _MANIFESTS: dict[str, Records[Any]] = {
@@ -91,11 +92,11 @@ def save(
     Args:
         round: finished rounds, from 0.
         state: nested dicts (with str or int keys), lists and tuples of tensors, ints, floats, bools, strings and None.
-        digest: identifies the configuration and says what the state is of; `load` refuses the checkpoint for any other.
-        keep: with two, workers may be a whole checkpoint interval apart and still have a round in common.
-        since: also keep every generation from this round on; the round that the slowest worker is known to own.
-    Raises: CheckpointError when the state holds anything else, or the disk refuses; TrainingError, with nothing written, when its
-        "x", "outer" or "under_way" (parameters, outer state, messages in flight) are not finite.
+        digest: identifies the configuration and describes the state; `load` refuses the checkpoint for any other.
+        keep: with two, workers may be a whole checkpoint interval apart and still share a round.
+        since: also keep every generation from this round on; the round that the slowest worker is known to have.
+    Raises: CheckpointError when the state holds anything else, or writing fails; TrainingError, with nothing written,
+        when its "x", "outer" or "under_way" (parameters, outer state, messages in flight) are not finite.
     Cost: one write and two reads of all tensors, no copy of contiguous CPU tensors.
 
     >>> import tempfile
@@ -192,7 +193,7 @@ def load(folder: Path, round: int, worker: int, digest: str | Lineage) -> Any:
 
 
 def fault(folder: Path, round: int, worker: int, digest: str | Lineage) -> Fault | None:
-    """Why a generation cannot be resumed from; None for a sound one. Cost: that of `load`."""
+    """The reason why a generation cannot be resumed from; None for a sound one. Cost: that of `load`."""
     try:
         load(folder, round, worker, digest)
     except CheckpointError as error:
@@ -201,10 +202,10 @@ def fault(folder: Path, round: int, worker: int, digest: str | Lineage) -> Fault
 
 
 def generation_faults(folder: Path, worker: int, digest: str | Lineage | None = None) -> dict[int, Fault | None]:
-    """What is wrong with each generation of which this worker has a file, by round, ascending.
+    """The fault of each generation of which this worker has a file, by round, ascending.
 
     None stands for one that is complete (of this configuration, if given): it has a sound manifest and a tensor file of the right
-    size, whose content is checked by `load`. Where what is in the place of a round is no folder, it is damaged for every worker.
+    size, whose content is checked by `load`. A round whose path is not a folder is damaged for every worker.
     """
     places = ((round, _paths(folder, round, worker)) for round in _rounds(folder))
     there = (round for round, some in places if _is_no_folder(some[0].parent) or any(map(os.path.lexists, some)))
@@ -217,13 +218,13 @@ def rounds(folder: Path, worker: int, digest: str | Lineage | None = None) -> li
 
 
 def says_what_it_is_of(folder: Path, round: int, worker: int) -> bool:
-    """Whether a sound generation has more to compare than a digest; those up to 0.1.0 have not."""
+    """Whether a sound generation has a description besides the digest; those up to 0.1.0 have none."""
     manifest, _ = _paths(folder, round, worker)
     return bool(_manifest(manifest, round, worker, None).get("of"))
 
 
 def saved_text(store: Path) -> str:
-    """The hash of the text that the checkpoints of a run folder were trained on, in stages or not; empty where none says it.
+    """The hash of the training text in the checkpoints of a run folder, in stages or not; empty if none has it.
 
     Cost: reads a manifest.
     """
@@ -233,7 +234,7 @@ def saved_text(store: Path) -> str:
             round, worker = (int(match[1]) for match in numbers if match)
             data = dict(dict(_manifest(path, round, worker, None)["state"]["dict"])["data"]["dict"])
         except (CheckpointError, KeyError, TypeError, ValueError):
-            continue  # what is damaged, or has no text, says nothing
+            continue  # skip damaged ones, and those without text
         if isinstance(found := data.get("fingerprint"), str):
             return found
     return ""
@@ -245,7 +246,7 @@ def _sound_until(folder: Path, round: int, worker: int, digest: str | Lineage) -
 
 
 def _fault(folder: Path, round: int, worker: int, digest: str | Lineage | None) -> Fault | None:
-    """As `generation_faults` has it."""
+    """The fault of one generation, as in `generation_faults`."""
     manifest, tensor_file = _paths(folder, round, worker)
     try:
         saved, size = _manifest(manifest, round, worker, digest)["bytes"], _size(tensor_file)
@@ -259,7 +260,7 @@ def _fault(folder: Path, round: int, worker: int, digest: str | Lineage | None) 
 
 
 def _size(path: Path) -> int:
-    """The bytes of a file. Raises OSError, also for what is no file."""
+    """The size of a file. Raises OSError, also for a path that is not a file."""
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
         raise OSError("it is no file")
@@ -278,15 +279,15 @@ def rewind(folder: Path, round: int, worker: int, *, aside: bool = False) -> Non
     Otherwise a worker that was ahead would keep such a generation until it reaches that round again, and the next resume could
     combine it with newly computed ones of the others. Call it once all workers know the round that they resume from.
 
-    Args: `aside` moves them into the folder 'aside' instead, where nothing looks for them: what cannot be read today, as its
-        disk is away, may be sound, and with it the generation of all workers. Where one of them lies there already, as the run
-        goes back a second time, its name gets a number.
+    Args: `aside` moves them into the folder 'aside' instead, which is never searched: a file that is unreadable today,
+        for example on a disconnected disk, may be sound, and with it the generation of all workers. A name that exists
+        there already, from an earlier rewind, gets a number.
     """
-    with contextlib.suppress(OSError):  # what a worker that was killed had begun to write
+    with contextlib.suppress(OSError):  # an unfinished file of a killed worker
         _scratch(folder, worker).unlink(missing_ok=True)
     gone = [r for r in _rounds(folder) if r > round]
     for place in [place for r in gone if _is_no_folder(place := _paths(folder, r, worker)[0].parent)]:
-        # It may be a link to a disk that is away. Where it stays, the run cannot save when it reaches that round again.
+        # It may be a link to a disconnected disk. If it stayed, the run could not save on reaching that round again.
         with contextlib.suppress(FileNotFoundError):  # another worker has moved it
             os.replace(place, _free_place(folder / ASIDE, f"{place.name}.no-folder"))
     if not aside:
@@ -301,16 +302,16 @@ def rewind(folder: Path, round: int, worker: int, *, aside: bool = False) -> Non
 
 
 def _free_place(folder: Path, name: str) -> Path:
-    """Where in a folder, which is made, a file may lie without replacing another."""
+    """A path in a folder, which is created, that does not replace another file."""
     folder.mkdir(parents=True, exist_ok=True)
     names = itertools.chain([name], (f"{name}.{number}" for number in itertools.count(2)))
     return next(folder / one for one in names if not os.path.lexists(folder / one))
 
 
 def check_finite(tensors: Mapping[str, Tensor], whose: str) -> None:
-    """Raises TrainingError for parameters, outer state or messages that would poison whoever continues from them.
+    """Raises TrainingError for parameters, outer state or messages that are not finite.
 
-    An infinite second moment of an inner optimizer is no poison: it only stops a parameter.
+    An infinite second moment of an inner optimizer is allowed: it only stops a parameter.
     """
     paths = {name: name.partition(" ")[2] for name in tensors}
     kept = {name: path for name, path in paths.items() if path.split(".")[1:2] in (["x"], ["outer"], ["under_way"])}
@@ -324,7 +325,7 @@ def _paths(folder: Path, round: int, worker: int) -> tuple[Path, Path]:
 
 
 def _scratch(folder: Path, worker: int) -> Path:
-    """Where the tensors are written before they are moved to their place; a kill leaves it, and the next start removes it."""
+    """The scratch path of the tensors; a kill leaves it, and the next start removes it."""
     return folder / f".worker{worker_suffix(worker)}.safetensors"
 
 
@@ -338,7 +339,7 @@ def _forget(folder: Path, worker: int, gone: Sequence[int]) -> None:
     """Deletes this worker's files of these rounds, and the folders that are empty then."""
     for round in gone:
         manifest, tensor_file = _paths(folder, round, worker)
-        if _is_no_folder(manifest.parent):  # it holds nothing of this worker, and what it is cannot be told
+        if _is_no_folder(manifest.parent):  # it holds no file of this worker
             continue
         manifest.unlink(missing_ok=True)  # first, so that no manifest is ever without its tensors
         tensor_file.unlink(missing_ok=True)
@@ -357,13 +358,13 @@ def _move(scratch: Path, target: Path) -> None:
             os.replace(scratch, target)
             return
         except (FileExistsError, FileNotFoundError):
-            # A link that leads nowhere is there for mkdir and is no folder for the file: to try again would never end.
+            # A dangling link exists for mkdir and is no folder for the file: retrying would never end.
             if _is_no_folder(target.parent) or not scratch.exists():
                 raise
 
 
 def _is_no_folder(place: Path) -> bool:
-    """Whether something is there that is no folder, or one that cannot be reached: a file, or a link that leads nowhere."""
+    """Whether the path exists and is not a reachable folder: a file, or a dangling link."""
     return os.path.lexists(place) and not place.is_dir()
 
 
@@ -398,7 +399,7 @@ def _manifest(path: Path, round: int, worker: int, digest: str | Lineage | None)
         with path.open("rb") as file:
             document = file.read(MAX_MANIFEST_BYTES + 1)
     except OSError as error:
-        # A link that leads nowhere, as to a disk that is not mounted, is a file that cannot be read, and not none.
+        # A dangling link, as to an unmounted disk, is an unreadable file rather than a missing one.
         if not os.path.lexists(path) and os.path.lexists(path.with_suffix(".safetensors")):
             raise CheckpointError(
                 f"{where} is missing, as if it was lost or its worker was stopped while it saved; resume from an older round",
@@ -417,7 +418,7 @@ def _manifest(path: Path, round: int, worker: int, digest: str | Lineage | None)
         )
     try:
         value = json.loads(document)
-        number = value.get("format", FORMAT) if isinstance(value, dict) else FORMAT  # the parser names what is needed
+        number = value.get("format", FORMAT) if isinstance(value, dict) else FORMAT  # the parser names the needed type
         kind = _MANIFESTS.get(str(number))
         if kind is None:
             raise CheckpointError(
@@ -447,7 +448,7 @@ def _manifest(path: Path, round: int, worker: int, digest: str | Lineage | None)
 def _must_be_of(line: Lineage, where: str, content: _FirstManifest, round: int) -> None:
     """Raises CheckpointError, naming the first field that differs, for a manifest of another run."""
     of = content.get("of")
-    odd = odd_field(of, line.of) if of and line.of else None  # who knows a digest alone compares that
+    odd = odd_field(of, line.of) if of and line.of else None  # a caller with only a digest compares that
     if odd is None and not line.owns(content["digest"], round):
         odd = OddField("digest", repr(content["digest"]), repr(line.digest))
     if odd is not None:
@@ -482,8 +483,8 @@ def encoded(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def decoded(value: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Any:
-    """The part of a state that this JSON stands for; raises KeyError, TypeError or ValueError when there is none."""
-    if depth > MAX_DEPTH:  # a bound of our own: other libraries move the interpreter's
+    """The part of a state that this JSON encodes; raises KeyError, TypeError or ValueError if it is invalid."""
+    if depth > MAX_DEPTH:  # an explicit bound: other libraries change the interpreter's
         raise ValueError(f"JSON nested more than {MAX_DEPTH} deep")
 
     def inner(part: Any) -> Any:

@@ -1,30 +1,30 @@
-"""What is wrong with a checkpoint: a kind, by which a run decides how it goes on, and a clause, which a person reads."""
+"""Faults of a checkpoint: a kind, by which a run decides how to resume, and a clause for people."""
 
 from enum import StrEnum
 from typing import NamedTuple
 
 from gossamer.errors import CheckpointError
 
-_LONGEST = 400  # characters of a clause that another worker has said
+_LONGEST = 400  # characters of a clause from another worker
 
 
 class FaultKind(StrEnum):
-    """Why a generation does not count. Its value crosses the wire."""
+    """The kind of a generation's fault. Its value crosses the wire."""
 
     ABSENT = "absent"
-    """There is no file, where one of several has to be: its worker may have been stopped before it saved."""
+    """A file of the generation is missing: its worker may have been stopped before it saved."""
     UNFINISHED = "unfinished"
-    """Its tensors are there and the manifest is not, which is written last: lost, or its worker was stopped while it saved."""
+    """The tensors exist without the manifest, which is written last: it was lost, or its worker was stopped while saving."""
     MISPLACED = "misplaced"
-    """It is sound, and of another worker, round or step than its place says."""
+    """It is sound, but of another worker, round or step than its path says."""
     FOREIGN = "foreign"
-    """It is sound, and of another run, of other settings, or of another version."""
+    """It is sound, but of another run, settings or version."""
     DAMAGED = "damaged"
     """It is cut short, has changed, or cannot be read."""
 
 
 class Fault(NamedTuple):
-    """What is wrong with a generation.
+    """A fault of a generation.
 
     >>> Fault.of(CheckpointError("file 'x' has worker 1 but needs 0; move it", FaultKind.MISPLACED))
     Fault(kind=<FaultKind.MISPLACED: 'misplaced'>, why="file 'x' has worker 1 but needs 0")
@@ -36,21 +36,21 @@ class Fault(NamedTuple):
 
     @staticmethod
     def of(error: CheckpointError) -> "Fault":
-        """That of an error, without what to do."""
+        """The fault that an error describes, without its advice."""
         return Fault(FaultKind(error.kind), str(error).partition("; ")[0])
 
     @property
-    def said(self) -> list[str]:
-        """What a worker tells the others, as JSON holds it."""
+    def encoded(self) -> list[str]:
+        """The fault as JSON, to send to other workers."""
         return [self.kind, self.why[:_LONGEST]]
 
 
-def fault_heard(value: object) -> Fault | None:
-    """What another worker has said so; None for anything else.
+def decode_fault(value: object) -> Fault | None:
+    """A fault parsed from another worker's JSON; None for anything else.
 
-    >>> fault_heard(["damaged", "file 'x' is cut short"])
+    >>> decode_fault(["damaged", "file 'x' is cut short"])
     Fault(kind=<FaultKind.DAMAGED: 'damaged'>, why="file 'x' is cut short")
-    >>> fault_heard(["odd", "file 'x'"]), fault_heard("damaged")
+    >>> decode_fault(["odd", "file 'x'"]), decode_fault("damaged")
     (None, None)
     """
     match value:

@@ -1,4 +1,4 @@
-"""The record of a run: one folder with the resolved configuration, metrics, trace and what dashboards want.
+"""The record of a run: one folder with the resolved configuration, metrics, trace and files of dashboards.
 
 ```
 run.toml              the resolved configuration
@@ -15,18 +15,18 @@ Metrics come in kinds. Round r counts from 0 and a line of round r is about the 
 initial values has round -1 and step 0. A number that is not finite is written as null.
 
 * `{"kind":"train","round":r,"worker":i,"step":s,"loss":x,"lr":y,"tokens":t}`: the mean loss of a local phase, and the
-  steps and tokens that this worker has behind it. With `record.hash` also `"hashes":[...]`, see there. Where messages of others
-  did not count, `"declined":{"3":k}` says how many of whom, and `"shortened":{"3":k}` how many a rule has shortened. A rule that
+steps and tokens that this worker has completed. With `record.hash` also `"hashes":[...]`, see there. Where messages of
+others did not count, `"declined":{"3":k}` has their number by sender, and `"shortened":{"3":k}` the number that a rule
+has shortened. A rule that
   shortens the mean itself adds `"update_norm":a,"capped_norm":b`, its norm before and after.
-  Where stages of it were lost before the round, `"recovered":{"1":"worker 2"}` says what each went on from, or `"neighbours"`.
+  Where stages of it were lost before the round, `"recovered":{"1":"worker 2"}` has the source that each recovered from,
+  or `"neighbours"`.
 * `{"kind":"eval","round":r,"step":s,"tokens":t,"loss":x,"worker_losses":[...],"disagreement":d}`: validation loss of
-  the mean model and that of each worker's own, the tokens of all workers, and how far the workers are apart,
-  `d = sqrt(mean_i |x_i - x_mean|² / P)` over P parameters; their list is empty without `run.eval_workers`; with `run.eval_js`
-  also `"js_divergence":j`, how far their predictions are apart, in nats. That of an evaluation afterwards has `"branch":b`, the
-  number of changes of settings before its round: it counts as long as the run has not gone back behind another change.
+  the mean model and of each worker's model, the tokens of all workers, and the disagreement of the workers,
+  `d = sqrt(mean_i |x_i - x_mean|² / P)` over P parameters; their list is empty without `run.eval_workers`.
+  That of an evaluation afterwards has `"branch":b`, the number of changes of settings before its round: it counts unless the
+  run was rewound and changed again.
 * `{"kind":"validation","round":r,"worker":i,"step":s,"tokens":t,"loss":x}`: the same of a real worker's own model.
-* `{"kind":"alignment","round":r,"alignment":a,"persistence":c}` with `record.alignment`: how far the workers' pseudo-gradients
-  Δ_i of a round agree, `a = |mean Δ_i|² / mean |Δ_i|²`, and the cosine of mean Δ_i and that of the round before, or null.
 """
 
 import math
@@ -55,7 +55,7 @@ from gossamer.settings.schema import RECORD, Records, settings
 
 @settings("record")
 class RecordConfig:
-    """What a run writes besides its metrics and its trace."""
+    """What a run writes in addition to its metrics and its trace."""
 
     tensorboard: bool = False
     """Whether to write TensorBoard events, with the extra `tensorboard`: losses, disagreement, bytes and seconds of each worker,
@@ -69,23 +69,21 @@ class RecordConfig:
     """The port at which worker 0 serves its figures to Prometheus, with the extra `prometheus`; worker i serves this port + i.
     0 serves nothing."""
     prometheus_host: str = "127.0.0.1"
-    """The address on which it is opened: whoever reaches it can read the figures."""
+    """The address on which it is opened: anyone who reaches it can read the figures."""
     export: bool = True
     """Whether a simulated run ends by writing its mean model for `from_pretrained`, and a sample of its text."""
     keep_checkpoints: bool = True
-    """Whether a simulated run that has ended keeps its checkpoints, from which `gossamer evaluate` scores a round and --resume
-    goes on for more steps; without them it can be resumed until it ends, and leaves what it exports."""
+    """Whether a simulated run that has ended keeps its checkpoints, from which `gossamer evaluate` scores a round and
+    --resume trains for more steps; without them it can be resumed until it ends, and leaves what it exports.
+    """
     hash: bool = False
-    """Whether each worker of a run in rounds records what it is about to send, as hashes that `gossamer audit` compares: of its
-    parameters, its outer state and its place in the data. It reads these numbers once a round, at 1 GB/s of sha256: 12 ms for a
-    million parameters with two outer vectors; on a GPU they are copied to the CPU first."""
-    alignment: bool = False
-    """Whether a simulation in rounds measures after each round how far the workers' local phases agree, and how far their mean
-    agrees with that of the round before. It keeps two more copies of all workers' parameters. Real workers, which do not see each
-    other's pseudo-gradients, record none and warn; the simulation of their run file measures it."""
+    """Whether each worker of a run in rounds records hashes before it sends, which `gossamer audit` compares: of its
+    parameters, its outer state and its position in the data. It reads these numbers once a round, at 1 GB/s of sha256:
+    12 ms for a million parameters with two outer vectors; on a GPU they are copied to the CPU first."""
     print_every: Count = 10
-    """Rounds between two lines of the log where no terminal shows a live table; a validation has a line too, and there is one
-    at least every 30 s."""
+    """Rounds between two lines of the log where no terminal shows a live table; a validation has a line too, and a line
+    is printed at least every 30 s.
+    """
 
 
 _Figure = Annotated[float, Field(gt=-1e300, lt=1e300)]
@@ -105,11 +103,11 @@ _LATER = 2**31
 """Above each round."""
 _EVALUATED = "metrics-evaluated.jsonl"
 METRICS = Records[_Metric](_Metric)
-"""The lines of metrics; what else a kind of line has is checked where it is used."""
+"""The lines of metrics; further keys of each kind are checked where they are used."""
 
 
 class _AsWritten(JsonObjects):
-    """Lines of metrics with their keys in the order of the file, so that a line that is written again is the same line."""
+    """Lines of metrics with their keys in file order, so that rewriting a line does not change it."""
 
     def parse(self, line: bytes | str, where: str) -> dict[str, Any]:
         """The line. Raises: DataError, which names `where`."""
@@ -119,7 +117,7 @@ class _AsWritten(JsonObjects):
 
 
 class RunFolder:
-    """Writes one run, or one worker's part of it; every line is handed to the system at once, so a killed run keeps it.
+    """Writes one run, or one worker's part of it; every line is flushed at once, so a killed run keeps it.
 
     Args:
         path: the folder; made if missing.
@@ -128,9 +126,9 @@ class RunFolder:
         resume_round: the first round to run (again): lines of it and of later rounds are dropped. None starts a run.
         traced_per_round: entries that a worker writes into the trace in one round.
         void: whether a line of metrics of an earlier round is dropped too.
-        threads: those of all workers where one process computes for them, and how many workers there are; None for one worker,
-            with the threads of the calling thread.
-        computes: whether rounds are still to come, by this machine.
+        threads: the threads of all workers where one process computes for them, and the number of workers; None for one
+            worker, with the threads of the calling thread.
+        computes: whether this machine still has rounds to compute.
     Raises: ConfigError when a new run would mix with an old one, or a package that the config asks for is missing; DiskError,
         wherever it writes.
     """
@@ -205,12 +203,12 @@ class RunFolder:
         self._metrics = Appender(self._file("metrics"))
 
     def show_exchanges(self, *, alive: int, made: int, missed: int, unsure: int) -> None:
-        """Shows Prometheus, if it looks, how many took part in a round and what became of the exchanges of this worker."""
+        """Reports the participants of a round and the outcomes of this worker's exchanges to Prometheus, if enabled."""
         if self._prometheus is not None:
             self._prometheus.exchanges(alive, made, missed, unsure)
 
     def log_seconds(self, seconds: RoundSeconds) -> None:
-        """Appends where the seconds of one worker's round went."""
+        """Appends the breakdown of the seconds of one worker's round."""
         if self._seconds is None:
             self._seconds = Appender(self._file("seconds"))
         self._seconds.write(seconds_line(seconds))
@@ -219,7 +217,7 @@ class RunFolder:
         self._dashboards.seconds(seconds)
 
     def write_seconds(self, seconds: Iterable[RoundSeconds]) -> None:
-        """Replaces the record of seconds, of a simulation that finds those of all rounds at its end."""
+        """Replaces the record of seconds, for a simulation that computes all of them at its end."""
         found = list(seconds)
         self.write_text(self._file("seconds").name, seconds_lines(found))
         self._dashboards.priced(found)
@@ -232,8 +230,9 @@ class RunFolder:
         _cut(self.path / _EVALUATED, round or -1)
         if self.worker is None:
             _cut(self.path / STAGES_FILE, round)
-        # A simulation goes on from the checkpoints of real workers, and these from its own, and what the others have written of a
-        # round that is trained again would stand there twice. All workers cut the file of a simulation to the same content.
+        # A simulation may resume from the checkpoints of real workers, and they from its own, and the lines of the
+        # others about a round that is trained again would be duplicates. All workers cut the file of a simulation to
+        # the same content.
         first_lines = {
             "trace": round * self._traced_per_round,
             "seconds": round,
@@ -244,12 +243,10 @@ class RunFolder:
             own = [] if kind == "metrics" else [self._file(kind)]
             for path in [*own, *self.path.glob(f"{kind}-[0-9]*.jsonl" if self.worker is None else f"{kind}.jsonl")]:
                 _cut(path, first)
-        return _cut(
-            self._file("metrics"), round or -1, self._void
-        )  # who starts again validates its initial values again
+        return _cut(self._file("metrics"), round or -1, self._void)  # a restart validates its initial values again
 
     def write_text(self, name: str, text: str) -> None:
-        """Puts a text file into the folder, all at once."""
+        """Writes a text file into the folder atomically."""
         atomic_write(self.path / name, text.encode())
 
     def close(self) -> None:
@@ -264,7 +261,7 @@ class RunFolder:
             self._prometheus = None
 
     def _open(self, next_step: int | None) -> None:
-        # Dashboards first: they are what can be missing, and no file is left open then.
+        # Dashboards first: only they can fail, and then no file is left open.
         if self._config.prometheus_port:
             self._prometheus = Exporter(self._config.prometheus_host, self._config.prometheus_port, self.worker)
         self._dashboards = Dashboards(
@@ -281,7 +278,7 @@ class RunFolder:
 
 
 class Unrecorded:
-    """What a process has in place of a `RunFolder` when another process of its worker records what the worker does."""
+    """A stand-in for `RunFolder` in a process whose worker is recorded by another process."""
 
     def log(self, kind: str, **fields: Any) -> None:
         """Writes nothing."""
@@ -302,7 +299,7 @@ def metrics_line(kind: str, **fields: Any) -> str:
 def read_metrics(run_folder: Path, *, seen: Seen | None = None) -> list[dict[str, Any]]:
     """The metrics of a run from all its `metrics*.jsonl`, by round; inside a round file by file, metrics.jsonl first.
 
-    Evaluations of a branch that the run has gone back behind are left out.
+    Evaluations of abandoned branches are left out.
 
     Args: `seen` as in `folder_lines`.
     Raises: DataError for a line that is not a JSON object with a kind and a round.
@@ -319,12 +316,12 @@ def _lines(run_folder: Path, seen: Seen | None = None) -> Iterator[tuple[str, di
 
 
 def is_of_its_branch(line: Mapping[str, Any], branches: Sequence[Branch]) -> bool:
-    """Whether the line of an evaluation is of the branch to which its round belongs; those of 0.1.0 do not say it."""
+    """Whether an evaluation belongs to its round's current branch; lines of 0.1.0 have no branch."""
     return line.get("branch") in (None, branch_of(branches, line["round"] + 1))
 
 
 def recoveries(lines: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, str]]:
-    """Before which rounds stages were lost, by lines of metrics, and what they went on from, in words.
+    """The rounds before which stages were lost, from lines of metrics, and their source of recovery, in words.
 
     >>> [*recoveries([{"kind": "train", "round": 6, "worker": 0, "recovered": {"1": "worker 2"}}])]
     [(6, 'stage 1 of worker 0 was lost, and went on from worker 2')]
@@ -341,7 +338,7 @@ def recoveries(lines: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, str]]:
 def newest_evaluation(lines: Iterable[Mapping[str, Any]], branches: Sequence[Branch] = ()) -> Mapping[str, Any] | None:
     """The newest evaluation of the mean model of a run that is trained, from its metrics; None without one.
 
-    One of a round before the last change of settings is that of another run, unless no round has been trained since.
+    An evaluation before the last change of settings does not count, unless no round has been trained since.
 
     >>> lines = [{"kind": "eval", "round": 3, "loss": 2.5}, {"kind": "train", "round": 4, "worker": 0}]
     >>> newest_evaluation(lines)["loss"], newest_evaluation(lines, [{"round": 4, "digest": "", "changes": {}}])
@@ -358,9 +355,9 @@ def newest_evaluation(lines: Iterable[Mapping[str, Any]], branches: Sequence[Bra
 
 
 def note_evaluation(run_folder: Path, *, round: int, **figures: Any) -> None:
-    """Puts what an evaluation has found of a round in the place of what an earlier one has.
+    """Replaces the result of an earlier evaluation of a round.
 
-    Nothing is written of a round that the run has validated itself. Raises: DataError for a spoilt record; DiskError.
+    Writes nothing for a round that the run has validated itself. Raises: DataError for a spoilt record; DiskError.
     """
     branches, kept = read_branches(run_folder), list[str]()
     for name, line in _lines(run_folder):
@@ -373,11 +370,11 @@ def note_evaluation(run_folder: Path, *, round: int, **figures: Any) -> None:
 
 
 def must_be_new(folder: Path, worker: int | None) -> None:
-    """Raises ConfigError where a run has left anything that this one would write over, or be mixed with.
+    """Raises ConfigError where an earlier run left files that this one would overwrite or mix with.
 
     Args: `worker` is that of this process; None for all of them.
     """
-    # Workers of one run start at different times, so the files of other workers may be there, those of a simulation not.
+    # Workers of one run start at different times, so files of other workers are allowed, those of a simulation are not.
     own, others = worker_suffix(worker), "-*" if worker is None else ""
     names = [f"{kind}{suffix}.jsonl" for suffix in (own, others) for kind in ("metrics", "trace")]
     names += [f"{kind}{own}.jsonl" for kind in ("events", "outcomes", "order")]
@@ -408,7 +405,7 @@ def _cut(path: Path, round: int, void: Callable[[Mapping[str, Any]], bool] = lam
 
 
 def finite(value: Any) -> Any:
-    """The same value with null for every number that JSON has no word for."""
+    """The same value with null for every number that JSON cannot represent."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

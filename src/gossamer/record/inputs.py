@@ -1,11 +1,13 @@
-"""What a run was computed from besides its checkpoints: `inputs[-003].json` of its folder, written when it begins or resumes.
+"""The inputs of a run in addition to its checkpoints: `inputs[-003].json` of its folder, written when it begins or
+resumes.
 
-One JSON object: the settings that decide its numbers with their digest, hashes of the text, the tokenizer and the user's own
-parts, and the Python code that its run file names. Whatever computes from the folder compares them first.
+One JSON object: the settings that decide its numbers with their digest, hashes of the text, the tokenizer and the
+user's parts, and the Python code that its run file names. Every command that computes from the folder compares them
+first.
 
 Where the run names code, the file also has a mark: a code of authentication over the names, options, places and hashes of that
-code, by a key that never leaves the state folder of this user. So a folder that somebody sent has no mark that counts here, and a
-mark that was copied from another folder allows only what this user has run before.
+code, by a key that never leaves the state folder of this user. So a folder received from others has no valid mark here,
+and a mark copied from another folder allows only code that this user has run before.
 """
 
 import hmac
@@ -35,7 +37,7 @@ class CodeInput(TypedDict):
     """Python code that a run file names."""
 
     kind: _Word
-    """What it is for: `rule`, `model`, `data`, …"""
+    """Its purpose: `rule`, `model`, `data`, …"""
     name: _Word
     """"package.module:name"."""
     options: str
@@ -43,7 +45,7 @@ class CodeInput(TypedDict):
     path: _Word
     """The file of its module; empty where there is none."""
     sha256: _Word
-    """`gossamer.settings.user_code.hash_of_code`; empty where the version of an installed package stands for it."""
+    """`gossamer.settings.user_code.hash_of_code`; empty for an installed package, which is identified by its version."""
 
 
 @with_config(RECORD)
@@ -55,11 +57,11 @@ class Inputs(TypedDict):
     """The version that wrote it."""
     digest: _Word
     settings: dict[str, Any]
-    """What the digest is of: dotted keys with their values."""
+    """The settings in the digest: dotted keys with their values."""
     found: dict[str, _Word]
-    """By name, a hash of each input that all workers have in common."""
+    """By name, a hash of each input that all workers share."""
     own: dict[str, _Word]
-    """The same of what this worker alone has."""
+    """The same for inputs of this worker only."""
     code: list[CodeInput]
     mark: _Word
     """`mark_of` of the code; empty where there is none, or the state folder could not be written."""
@@ -69,13 +71,13 @@ _FILE = Records[Inputs](Inputs)
 
 
 def write_inputs(folder: Path, inputs: Inputs, worker: int | None, part: int = 0, parts: int = 1) -> None:
-    """Puts the inputs that a worker began with into its run folder, all at once. Raises: DiskError."""
+    """Writes the inputs that a worker began with into its run folder atomically. Raises: DiskError."""
     text = f"{json.dumps(inputs, indent=1)}\n"
     atomic_write(folder / f"inputs{worker_suffix(worker, part, parts)}.json", text.encode())
 
 
 def read_inputs(folder: Path) -> dict[Path, Inputs]:
-    """What is recorded in a run folder, by file; nothing in one of 0.2.0 or before. Raises: DataError for a spoilt file."""
+    """The recorded inputs of a run folder, by file; empty for one of 0.2.0 or before. Raises: DataError for a spoilt file."""
     found: dict[Path, Inputs] = {}
     for path in sorted(Path(folder).glob("inputs*.json")):
         try:
@@ -90,11 +92,11 @@ def read_inputs(folder: Path) -> dict[Path, Inputs]:
 
 
 class StateKey(NamedTuple):
-    """The key by which this user's run folders are known on this machine."""
+    """The key that authenticates this user's run folders on this machine."""
 
     path: Path
     key: bytes
-    """Empty where it can be neither read nor made."""
+    """Empty where it can be neither read nor created."""
     why: str = ""
     """Why not."""
 
@@ -102,7 +104,7 @@ class StateKey(NamedTuple):
 def state_key(*, make: bool) -> StateKey:
     """The key in the state folder of this user (`XDG_STATE_HOME`, else `~/.local/state`).
 
-    Args: `make` makes one where there is none, for its owner alone.
+    Args: `make` creates one if there is none, readable by its owner only.
     """
     base = os.environ.get("XDG_STATE_HOME", "")
     try:
@@ -132,7 +134,7 @@ def _make_key(path: Path) -> None:
             file.write(secrets.token_bytes(_KEY_BYTES))
             file.flush()
             os.fsync(file.fileno())
-        # Whole, and never in the place of another: workers that start together make one key.
+        # Written atomically and never replacing another: workers that start together share one key.
         try:
             os.link(scratch, path)
         except FileExistsError:
@@ -144,7 +146,7 @@ def _make_key(path: Path) -> None:
 
 
 def mark_of(code: Sequence[CodeInput], key: bytes) -> str:
-    """The code of authentication of what a run names, which only who has the key can compute.
+    """The authentication code of the code that a run names, which only the owner of the key can compute.
 
     >>> mark_of([], b"a") == mark_of([], b"a"), mark_of([], b"a") == mark_of([], b"b")
     (True, False)

@@ -16,11 +16,11 @@ from gossamer.settings.schema import RECORD, Records
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 Seen = Callable[[Path, int, int, Any], None]
-"""Takes a file, the places in it where a line begins and ends, and the record of the line."""
+"""A callback with a file, the start and end positions of a line in it, and the record of the line."""
 
 
 class Parser(Protocol[T_co]):
-    """What makes a record of a line, such as `gossamer.settings.schema.Records`."""
+    """A parser of lines into records, such as `gossamer.settings.schema.Records`."""
 
     def parse(self, line: bytes | str, where: str) -> T_co:
         """The record. Raises: DataError, which names `where`, for a line that holds none."""
@@ -46,9 +46,9 @@ def json_text(value: Any) -> str:
 
 
 def json_from_peer(raw: bytes) -> Any:
-    """The JSON value that another process sent, whose strings can all be written as UTF-8; None for anything else.
+    """A JSON value from another process, whose strings are all valid UTF-8; None for anything else.
 
-    JSON may escape half of a surrogate pair, of which Python makes a string that raises an error wherever it is encoded.
+    JSON may escape half of a surrogate pair, which Python decodes to a string that cannot be encoded.
 
     >>> json_from_peer(b'{"round": 3}'), json_from_peer(b'"\\\\ud800"'), json_from_peer(b"[")
     ({'round': 3}, None, None)
@@ -78,12 +78,12 @@ class JsonObjects:
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a JSONL file, each with the "file:line" it stands at. Raises: as `records`."""
+    """The objects of a JSONL file, each with its "file:line". Raises: as `records`."""
     return records(path, JsonObjects())
 
 
 def records(path: Path, kind: Parser[T]) -> Iterator[tuple[str, T]]:
-    """The records of a JSONL file, each with the "file:line" it stands at; a last line that was cut short is skipped.
+    """The records of a JSONL file, each with its "file:line"; a last line that was cut short is skipped.
 
     Raises: DataError for any other line that holds no such record.
     """
@@ -101,9 +101,9 @@ def folder_lines(
     """The records of all files of one kind in a run folder, such as `seconds*.jsonl`: each with its file and "file:line".
 
     Args:
-        seen: is called with each record before the caller has it, for who follows the run besides.
+        seen: is called with each record before it is yielded, for callers that also follow the run.
         owner: the worker that wrote a record; None where it may be any.
-    Raises: DataError for a line that is none, or stands in the file of another worker.
+    Raises: DataError for an invalid line, or one in the file of another worker.
     """
     for path in sorted(Path(folder).glob(f"{kind}*.jsonl"), key=lambda path: path.stem):
         begin = 0
@@ -120,18 +120,18 @@ def keep_records(path: Path, kind: Parser[T], keeps: Callable[[T], bool]) -> lis
 
     Raises: DataError, with nothing removed, for any other line that holds no such record; DiskError.
     """
-    if not os.path.lexists(path):  # a link that leads nowhere is a file that cannot be read
+    if not os.path.lexists(path):  # a dangling link is an unreadable file
         return []
     kept = [(raw, record) for _, raw, record in _records(path, kind) if keeps(record)]
-    # The old file stays whole until the new one is: a kill in between loses no line that counts.
+    # The old file stays whole until the new one is complete: a kill in between loses no kept line.
     atomic_write(path, b"".join(raw if raw.endswith(b"\n") else raw + b"\n" for raw, _ in kept))
     return [record for _, record in kept]
 
 
 def must_be_own(where: str, name: str, worker: int | None) -> None:
-    """Raises DataError for a line of another worker than the one whose file it is in, as when files were swapped.
+    """Raises DataError for a line in the file of another worker, as when files were swapped.
 
-    Args: `worker` is the one that the line names; None for one that names nobody.
+    Args: `worker` is the one that the line names; None for a line without a worker.
     """
     owner = worker_of_file(name)
     if None not in (owner, worker) and owner != worker:
@@ -169,7 +169,7 @@ def _records(path: Path, kind: Parser[T]) -> Iterator[tuple[str, bytes, T]]:
 
 
 def _is_torn(line: bytes, number: int) -> bool:
-    """Whether a killed writer or a power cut may have left a last line so; a file that begins with anything else is spoilt."""
+    """Whether a last line may be the remains of a kill or a power cut; a file whose first line is anything else is spoilt."""
     return not line.endswith(b"\n") and (number > 1 or line.startswith(b"{"))
 
 
@@ -186,8 +186,8 @@ def _refuse(constant: str) -> float:
 
 
 def short(value: object) -> str:
-    """A value as a sentence about it may quote it."""
+    """A value shortened for quotation in a sentence."""
     try:
         return f"{value!r:.60}"
-    except RecursionError:  # JSON that is nested just as deeply as it can be read
+    except RecursionError:  # JSON nested as deeply as can just be parsed
         return "a deeply nested value"

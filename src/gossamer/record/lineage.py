@@ -1,7 +1,7 @@
-"""Whose saved states belong to a run: the digests that it had, and what a state is of, in words that two can compare.
+"""The saved states that belong to a run: its digests over time, and descriptions of states that can be compared.
 
-A digest decides alone, but says nothing to a person. So whatever is saved also names its rule, codec, schedule, topology, number
-of workers and local steps, in a checkpoint of a run folder and in a state of `gossamer.Outer` alike.
+A digest decides, but is meaningless to people. So every saved state also names its rule, codec, schedule, topology,
+number of workers and local steps, in a checkpoint of a run folder and in a state of `gossamer.Outer` alike.
 
 `branches.json` lists the branches of a run: what changed when it was resumed with other settings.
 """
@@ -19,19 +19,19 @@ from typing_extensions import TypedDict
 from gossamer.record.whole_files import atomic_write
 from gossamer.settings.schema import RECORD, Records
 
-_CHANGEABLE = "rule option lr"  # the state has the same meaning under another outer learning rate
+_CHANGEABLE = "rule option lr"  # the state stays valid under another outer learning rate
 _LONGEST = 120  # characters of a saved word in a sentence
 
 
 class Lineage(NamedTuple):
-    """The configuration of a run that has changed on its way, with those that it had before."""
+    """The configuration of a run that may have changed on resume, with its earlier ones."""
 
     digest: str
-    """Of the present configuration, which checkpoints are written with."""
+    """Digest of the current configuration, with which checkpoints are written."""
     earlier: tuple[tuple[str, int], ...] = ()
-    """Digests of earlier configurations, each with the last round whose checkpoints of it belong to the run."""
+    """Digests of earlier configurations, each with the last round whose checkpoints belong to the run."""
     of: Mapping[str, str] = MappingProxyType({})
-    """What its states are of, as `state_is_of` has it: no change of settings changes this."""
+    """The description of its states (`state_is_of`), which no change of settings affects."""
 
     def owns(self, digest: str, round: int) -> bool:
         """Whether a checkpoint of this digest and round belongs to the run."""
@@ -41,7 +41,7 @@ class Lineage(NamedTuple):
 def state_is_of(
     rule: str, options: Mapping[str, Any], *, topology: str, workers: int, codec: str, schedule: str, local_steps: str
 ) -> dict[str, str]:
-    """What must be the same where a state is saved and where it is loaded, in words; `options` are those of the rule."""
+    """The description that must match between saving and loading a state; `options` are those of the rule."""
     return {
         "rule": rule,
         **{f"rule option {key}": repr(value) for key, value in options.items()},
@@ -63,7 +63,7 @@ def choice_in_words(name: str, options: Mapping[str, Any]) -> str:
 
 
 class OddField(NamedTuple):
-    """Where two say that they are of something else."""
+    """A difference between two descriptions of states."""
 
     field: str
     theirs: str
@@ -71,7 +71,8 @@ class OddField(NamedTuple):
 
 
 def odd_field(theirs: Mapping[Any, Any], mine: Mapping[str, str]) -> OddField | None:
-    """The first field in which a saved state is of something else than what it is loaded into; an outer learning rate is none.
+    """The first field in which a saved state differs from the state it is loaded into, other than an outer learning
+    rate.
 
     >>> odd_field({"rule": "diloco", "workers": "4"}, {"rule": "gasloc", "workers": "4"})
     OddField(field='rule', theirs='diloco', mine='gasloc')
@@ -91,11 +92,11 @@ class Branch(TypedDict):
     """A change of settings."""
 
     round: Annotated[int, Field(ge=0, lt=2**31)]
-    """Rounds that were over."""
+    """Rounds completed before the change."""
     digest: str
-    """Of the settings before."""
+    """Digest of the settings before."""
     changes: dict[str, Annotated[list[Any], Field(min_length=2, max_length=2)]]
-    """Dotted keys with the values before and after; null where there was none."""
+    """Dotted keys with the values before and after; null for an absent value."""
 
 
 _BRANCHES = Records[list[Branch]](list[Branch])
@@ -104,17 +105,17 @@ _BRANCHES = Records[list[Branch]](list[Branch])
 def read_branches(run_folder: Path) -> list[Branch]:
     """The changes of settings of a run, in their order. Raises DataError for a spoilt record."""
     path = run_folder / _FILE
-    # A link that leads nowhere is a record that cannot be read, and not none.
+    # A dangling link is an unreadable record rather than a missing one.
     return _BRANCHES.parse(path.read_bytes(), str(path)) if os.path.lexists(path) else []
 
 
 def write_branches(run_folder: Path, branches: Sequence[Branch]) -> None:
-    """Puts the changes of settings of a run into its folder, all at once."""
+    """Writes the changes of settings of a run into its folder atomically."""
     atomic_write(run_folder / _FILE, json.dumps(branches, indent=1).encode())
 
 
 def branch_of(branches: Sequence[Branch], rounds: int) -> int:
-    """The branch that the last of so many rounds belongs to: how many changes of settings there were before it.
+    """The branch of the last of `rounds` rounds: the number of changes of settings before it.
 
     >>> branch_of([{"round": 4, "digest": "", "changes": {}}], 4), branch_of([{"round": 4, "digest": "", "changes": {}}], 5)
     (0, 1)

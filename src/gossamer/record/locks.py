@@ -1,8 +1,8 @@
-"""Who trains in a run folder now: each process holds a lock there, so that no second one cuts what the first still writes.
+"""Locks of the processes that train in a run folder, so that no second process cuts files that the first still writes.
 
-Workers of one run are there together, each with its own lock; one process that writes for all of them is there alone. The lock
-of a process is free as soon as that has ended, however it ended; its file `.lock-003` stays. Where the system or the file system
-has no locks, nobody is refused.
+The workers of one run each hold their own lock; a process that writes for all of them excludes any other. The system
+releases a process's lock however it ends; the file `.lock-003` stays. Where the system or the file system has no locks,
+no process is refused.
 """
 
 import contextlib
@@ -23,18 +23,18 @@ except ImportError:  # Windows
     fcntl = None
 
 ENDING_S = 3.0
-"""How long a process is waited for that may be about to end, as workers do whose launcher was killed a moment ago."""
+"""How long to wait for a process that may be about to end, such as a worker whose launcher was just killed."""
 LOOKING_S = 0.2
-"""How long whoever looks whether a lock is free, and so has it for a moment, is waited for."""
+"""How long to wait for a process that only checks whether a lock is free, and so holds it for a moment."""
 _NAME = ".lock"
 
 
 @contextlib.contextmanager
 def holding(folder: Path, worker: int | None, part: int = 0, parts: int = 1, *, strict: bool = True) -> Iterator[None]:
-    """Inside, this process alone writes what a worker or one part of it writes into a run folder; None writes for all.
+    """Locks the files of a worker, or one part of it, in a run folder; None locks those of all workers.
 
-    Args: `strict` refuses where another process holds the lock; else this one goes on without it, as one does that others of its
-        run have given the slot of a process that hangs.
+    Args: `strict` refuses if another process holds the lock; else this one continues without it, for example when it
+        was given the slot of a process that hangs.
     Raises: ConfigError when another process trains there; DiskError.
     """
     is_new = not folder.exists()
@@ -44,20 +44,20 @@ def holding(folder: Path, worker: int | None, part: int = 0, parts: int = 1, *, 
         file = path.open("a+b")
     with file:
         if _taken(file, ENDING_S if strict else LOOKING_S) is not False:
-            with contextlib.suppress(OSError):  # it only helps to say who it is
+            with contextlib.suppress(OSError):  # the content only identifies the holder
                 file.truncate(0)
                 file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
                 file.flush()
         elif strict:
             raise _under_way(folder, file)
         if strict:
-            # With the own lock in hand: of two that come at once, one at least sees the other.
+            # While holding its own lock: of two processes that start at once, at least one sees the other.
             others = [one for one in _locks(folder) if one != path] if worker is None else [folder / _NAME]
             _must_be_free(folder, others)
         try:
             yield
         except BaseException:
-            # One that is refused before it has written anything leaves no folder behind, which the next would find in its way.
+            # A process refused before it has written anything removes the folder, which would block the next one.
             with contextlib.suppress(OSError):
                 if is_new and [*folder.iterdir()] == [path]:
                     path.unlink()
@@ -66,7 +66,7 @@ def holding(folder: Path, worker: int | None, part: int = 0, parts: int = 1, *, 
 
 
 def must_be_idle(folder: Path) -> None:
-    """Refuses a run folder in which any process trains, before others are started that would each say so. Raises: ConfigError."""
+    """Refuses a run folder in which a process trains, before workers are started that would each refuse. Raises: ConfigError."""
     _must_be_free(folder, _locks(folder))
 
 
@@ -75,7 +75,7 @@ def _locks(folder: Path) -> list[Path]:
 
 
 def _must_be_free(folder: Path, locks: Iterable[Path]) -> None:
-    """Raises ConfigError where another process holds one of these locks, which may not be there."""
+    """Raises ConfigError where another process holds one of these locks; missing files are free."""
     for path in locks:
         with contextlib.suppress(FileNotFoundError, PermissionError), path.open("rb") as file:
             if _taken(file, ENDING_S, shared=True) is False:
@@ -83,14 +83,14 @@ def _must_be_free(folder: Path, locks: Iterable[Path]) -> None:
 
 
 def trains_here(folder: Path, worker: int) -> bool | None:
-    """Whether a process trains as this worker in a run folder; None where its locks do not tell, as of other machines."""
+    """Whether a process trains as this worker in a run folder; None where locks cannot show it, as across machines."""
     own = f"{_NAME}{worker_suffix(worker)}"
     free: list[bool] = []
     for path in (path for name in (own, f"{own}-*") for path in folder.glob(name)):
         with contextlib.suppress(OSError), path.open("rb") as file:
             if (taken := _taken(file, 0.0, shared=True)) is False:
                 return True
-            # The lock of another machine's process may not be seen here, and a folder that was copied has none.
+            # A lock of another machine may be invisible here, and a copied folder has none.
             free.append(bool(taken) and file.read(200).decode(errors="replace").endswith(f" on {socket.gethostname()}"))
     return False if free and all(free) else None
 

@@ -1,11 +1,11 @@
-"""On what a run was computed: `machines[-003].jsonl`.
+"""The machines that computed a run: `machines[-003].jsonl`.
 
 * `{"round":r,"torch":"2.13.0","processor":"...","threads":k}`: a process that computed from round r on, with this version of
   torch, on this processor, with so many intra-op threads. `"worker":i` is there where one process computed for all workers and
   they had different numbers of threads.
 
 The number of threads decides the order of sums, so a run is computed again with the threads that it had, on any number of cores.
-Other processors and other versions of torch round differently, so `gossamer audit` compares only on the same.
+Other processors and versions of torch round differently, so `gossamer audit` compares only on matching ones.
 """
 
 import platform
@@ -22,7 +22,7 @@ from gossamer.settings.options import Count, Number
 from gossamer.settings.schema import RECORD, Records
 
 MOST_THREADS = 1024
-"""Of one worker; a record with more is damaged, and would start that many."""
+"""The most threads of one worker; a record with more is damaged, and would start that many."""
 _Word = Annotated[str, Field(max_length=300)]
 
 
@@ -39,7 +39,7 @@ _LINES = Records[_Line](_Line)
 
 
 class Machine(NamedTuple):
-    """What decides how numbers are rounded."""
+    """The properties that decide rounding."""
 
     torch: str
     processor: str
@@ -47,8 +47,8 @@ class Machine(NamedTuple):
 
 
 def this_machine() -> Machine:
-    """That of this process."""
-    import torch  # a record is read without it
+    """The machine of this process."""
+    import torch  # records are read without torch
 
     processor = f"{_processor()} ({torch.backends.cpu.get_cpu_capability()})"
     if torch.cuda.is_available():
@@ -57,10 +57,10 @@ def this_machine() -> Machine:
 
 
 class Computed(NamedTuple):
-    """A machine that has computed, and what."""
+    """A machine, and the rounds and worker that it computed."""
 
     round: int
-    """The first of the rounds."""
+    """The first of its rounds."""
     worker: int | None
     """None for one process with all workers."""
     machine: Machine
@@ -75,23 +75,23 @@ class Threads(NamedTuple):
     """
 
     default: int
-    """Of those that are not listed."""
+    """Threads of workers that are not listed."""
     each: Mapping[int, tuple[tuple[int, int], ...]] = {}
-    """By worker: from which round on it has how many, in the order of rounds."""
+    """By worker: pairs of a first round and the threads from it on, in order."""
 
     def at(self, worker: int, round: int) -> int:
-        """Those of a worker in a round."""
+        """The threads of a worker in a round."""
         changes = self.each.get(worker, ())
         earlier = [threads for first, threads in changes if first <= round]
         return earlier[-1] if earlier else changes[0][1] if changes else self.default
 
     @property
     def widest(self) -> int:
-        """The most that one worker has in any round."""
+        """The most threads of any worker in any round."""
         return max([self.default, *(threads for changes in self.each.values() for _, threads in changes)])
 
     def lines(self, round: int, machine: Machine, workers: int) -> str:
-        """The lines of a process that computes for so many workers from a round on."""
+        """The lines of a process that computes for `workers` workers from a round on."""
         here = [self.at(worker, round) for worker in range(workers)]
         later = {i: [one for one in changes if one[0] > round] for i, changes in self.each.items()}
         if len({*here}) == 1 and not any(later.values()):
@@ -106,7 +106,7 @@ def machine_line(round: int, machine: Machine, worker: int | None = None) -> str
 
 
 def read_machines(run_folder: Path) -> list[Computed]:
-    """What has computed a run, by rounds; empty where none is recorded. Raises: DataError for a line that is none."""
+    """The machines of a run, by rounds; empty if none is recorded. Raises: DataError for an invalid line."""
     computed = [
         Computed(
             line["round"],
@@ -119,7 +119,7 @@ def read_machines(run_folder: Path) -> list[Computed]:
 
 
 def _processor() -> str:
-    """Its name, as Linux tells it; elsewhere that of its kind."""
+    """The processor's name on Linux; elsewhere its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Where a number comes from: what a line about a run that has ended says besides its result and its seed."""
+"""The provenance of a result: fields of a line about a finished run besides its result and seed."""
 
 import functools
 import platform
@@ -16,18 +16,18 @@ from gossamer.version import __version__
 
 @with_config(RECORD)
 class Origin(TypedDict):
-    """By what a run was computed, and how long it took."""
+    """The code, settings and duration of a run."""
 
     digest: str
-    """Of the settings that decide its numbers."""
+    """Digest of the settings that affect results."""
     commit: str
-    """Of the checkout that the package ran from, with a "+" if its code was changed since; empty for an installed package."""
+    """Commit of the checkout that the package ran from, with a "+" if its code was modified; empty for an installed package."""
     versions: dict[str, str]
-    """Of Python, gossamer and torch."""
+    """Versions of Python, gossamer and torch."""
     seconds: float | None
-    """From its start to its end; None if nobody was there to see it end."""
+    """Seconds from start to end; None if not measured."""
     text: NotRequired[str]
-    """The fingerprint of the files it was trained on: the same source may be other text on another machine."""
+    """The fingerprint of the files it was trained on: the same source may be different text on another machine."""
 
 
 def origin(digest: str, seconds: float | None, text: str = "") -> Origin:
@@ -46,10 +46,10 @@ def _versions() -> dict[str, str]:
 
 @functools.cache
 def _commit() -> str:
-    """Asked once, as early as possible: the code that runs is the one that was there then."""
+    """Queried once, as early as possible, to describe the code that is running."""
     package = Path(__file__).parents[1]
     root = package.parents[1]
-    if not (root / ".git").exists():  # an installed package may stand in somebody else's repository
+    if not (root / ".git").exists():  # an installed package may be inside an unrelated repository
         return ""
     found = _git(root, "rev-parse", "HEAD")
     return found + ("+" if found and _git(root, "status", "--porcelain", "--", str(package)) else "")

@@ -1,4 +1,4 @@
-"""The state of a worker as bytes, which another worker may be sent: what a checkpoint holds, without the files."""
+"""The state of a worker as bytes, for sending: the content of a checkpoint, without the files."""
 
 import json
 from collections.abc import Callable
@@ -23,12 +23,13 @@ def packed(state: Any) -> bytes:
     return _joined(*_described(state))
 
 
-def frozen(state: Any) -> Callable[[], bytes]:
-    """What gives `packed(state)` of now, however the tensors change meanwhile. Cost: one copy, a third of what packing takes.
+def packable_snapshot(state: Any) -> Callable[[], bytes]:
+    """A function that returns `packed(state)` as of now, even if the tensors change. Cost: one copy, a third of
+    packing.
 
     >>> import torch
     >>> x = torch.ones(2)
-    >>> then = frozen({"x": x})
+    >>> then = packable_snapshot({"x": x})
     >>> x.zero_()
     tensor([0., 0.])
     >>> unpacked(then())
@@ -37,15 +38,6 @@ def frozen(state: Any) -> Callable[[], bytes]:
     tree, tensors = _described(state)
     copies = {name: tensor.clone() for name, tensor in tensors.items()}
     return lambda: _joined(tree, copies)
-
-
-def cold(raw: bytes) -> bytes:
-    """The bytes of the same state without that of the inner optimizer. Raises: as `unpacked`. Cost: two copies.
-
-    >>> unpacked(cold(packed({"x": 1.5, "inner": {"lr": 0.1}})))
-    {'x': 1.5, 'inner': None}
-    """
-    return packed({**unpacked(raw), "inner": None})
 
 
 def _described(state: Any) -> tuple[bytes, dict[str, Tensor]]:
@@ -60,7 +52,9 @@ def _joined(tree: bytes, tensors: dict[str, Tensor]) -> bytes:
 
 
 def unpacked(raw: bytes) -> Any:
-    """The state that another worker sent. Raises: CheckpointError for what is no state, or not finite as in `checkpoint.save`."""
+    """The state from another worker's bytes. Raises: CheckpointError for an invalid state, or one not finite as in
+    `checkpoint.save`.
+    """
     size = int.from_bytes(raw[:8], "little")
     try:
         if size > min(len(raw), MAX_MANIFEST_BYTES):

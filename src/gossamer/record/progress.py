@@ -1,6 +1,6 @@
-"""What is printed: results on stdout, and what a run says while it goes on stderr, none of that inside `quieted`.
+"""Printing: results on stdout, and progress of a run on stderr, which `quieted` suppresses.
 
-Strings of files, folders and peers are printed by `echo`, or through `printable`: nothing else in the package prints.
+Strings of files, folders and peers are printed by `echo`, or through `printable`; no other code in the package prints.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _QUIET = ContextVar("quiet", default=False)
 
 
 class TrainedHere(NamedTuple):
-    """What replicas have trained since this process began, whatever run they belong to: its own, and those of its children."""
+    """The inner steps and tokens trained since this process began, over all runs, by it and its children."""
 
     inner_steps: int
     tokens: int
@@ -31,13 +31,13 @@ class TrainedHere(NamedTuple):
 
 _trained, _TRAINED_LOCK = TrainedHere(0, 0), threading.Lock()
 _COUNTS = "GOSSAMER_COUNTS"
-"""In the environment of a process: where in which file it counts for the one that has started it."""
+"""The environment variable with the shared counter that a process updates for its parent."""
 _COUNT, _MOST_CHILDREN = struct.Struct("=qq"), 4096
 _of_children: list[Callable[[], TrainedHere]] = []
 
 
 def note_trained(inner_steps: int, tokens: int) -> None:
-    """Counts inner steps that have ended; any thread may call it."""
+    """Counts completed inner steps; thread-safe."""
     global _trained
     with _TRAINED_LOCK:
         _trained = TrainedHere(_trained.inner_steps + inner_steps, _trained.tokens + tokens)
@@ -47,7 +47,7 @@ def note_trained(inner_steps: int, tokens: int) -> None:
 
 @functools.cache
 def _place_of_count(where: str) -> tuple[mmap.mmap, int] | None:
-    """The memory of the parent that this names, and the offset; None where it is gone, as progress must end no training."""
+    """The parent's shared memory named here, and the offset; None if it is gone, as progress must never end training."""
     number, _, path = where.partition(":")
     with contextlib.suppress(OSError, ValueError), open(path, "r+b") as file:
         return mmap.mmap(file.fileno(), _MOST_CHILDREN * _COUNT.size), int(number) * _COUNT.size
@@ -56,7 +56,7 @@ def _place_of_count(where: str) -> tuple[mmap.mmap, int] | None:
 
 @contextlib.contextmanager
 def counting_children() -> Iterator[Callable[[], dict[str, str]]]:
-    """In here `trained` includes what children train; gives a function for what the environment of each of them needs."""
+    """A context in which `trained` includes children; yields a function that returns the environment for each of them."""
     numbers = itertools.count()
     with tempfile.NamedTemporaryFile(prefix="gossamer-") as file:
         file.truncate(_MOST_CHILDREN * _COUNT.size)
@@ -94,7 +94,7 @@ def trained() -> TrainedHere:
 
 @contextlib.contextmanager
 def quieted(quiet: bool = True) -> Iterator[None]:
-    """Shows no progress in here, in this thread, if `quiet`."""
+    """Suppresses progress in this context and thread, if `quiet`."""
     before = _QUIET.set(quiet or _QUIET.get())
     try:
         yield
@@ -108,7 +108,7 @@ def is_quiet() -> bool:
 
 
 def say(sentence: str) -> None:
-    """Prints a line about how a run goes; nothing where its terminal, or what reads its output, is gone."""
+    """Prints a line of progress; ignores a terminal or reader that is gone."""
     if not _QUIET.get():
         with contextlib.suppress(OSError):
             echo(sentence, file=sys.stderr, flush=True)

@@ -34,10 +34,10 @@ _PLACES = {dtype: place for place, dtype in enumerate(TENSOR_TYPES)}
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
-    """Writes a file with the bytes of `tensor_bytes`, and waits until they are on the disk.
+    """Writes a file with the bytes of `tensor_bytes`, and syncs it.
 
     Returns: its size in bytes, and its sha256.
-    Raises: OSError when the disk refuses.
+    Raises: OSError when writing fails.
     Cost: one write and one read of all tensors, no copy.
     """
     digest = hashlib.sha256()
@@ -46,7 +46,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
             file.write(part)
             digest.update(part)
         file.flush()
-        os.fsync(file.fileno())  # before it returns: the manifest that is written next vouches for these bytes
+        os.fsync(file.fileno())  # the manifest, which is written next, refers to these bytes
         return file.tell(), digest.hexdigest()
 
 
@@ -62,7 +62,7 @@ def tensor_bytes(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def _parts(tensors: Mapping[str, Tensor]) -> Iterator[Any]:
-    """The buffers that follow each other: the size of the header, the header, and each tensor."""
+    """The buffers of the file in order: the size of the header, the header, and each tensor."""
     assert sys.byteorder == "little", "the format has the lowest byte of a number first"
     ordered = sorted(tensors.items(), key=lambda item: (_PLACES[item[1].dtype], item[0]))
     header, end = {}, 0

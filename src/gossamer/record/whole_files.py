@@ -1,4 +1,4 @@
-"""Files of a run: whole or not there at all, and named after the worker that writes them."""
+"""Files of a run: written atomically, and named after the worker that writes them."""
 
 import contextlib
 import errno
@@ -14,14 +14,14 @@ from typing import Self
 from gossamer.errors import DiskError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""The disk, the user's share of it, or what a file may hold."""
+"""Errors for a full disk, an exceeded quota, or a file-size limit."""
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES, errno.EPERM, errno.EISDIR)
-"""How file systems such as CIFS and gcsfuse answer that a folder cannot be opened as a file, or synced."""
+"""Errors of file systems such as CIFS and gcsfuse that cannot open a folder as a file, or sync it."""
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """What is written to `path` in here either succeeds or raises DiskError, which names it."""
+    """A context for writes to `path`, in which any failure raises DiskError with its name."""
     try:
         yield
     except DiskError:
@@ -36,7 +36,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder with those above it, unless it is there. Raises DiskError."""
+    """Creates a folder with its parents, unless it exists. Raises DiskError."""
     if path.exists() and not path.is_dir():
         raise DiskError(f"'{path}' is a file, and a folder is to be made there; name another folder")
     with writing(path):
@@ -44,11 +44,11 @@ def make_folder(path: Path) -> None:
 
 
 class Appender:
-    """A text file that grows line by line; every line is handed to the system at once, so a killed process keeps it.
+    """A text file that grows line by line; every line is flushed at once, so a killed process keeps it.
 
-    What a killed process has left of a last line is removed first, as nothing may follow half a line.
+    The remains of a killed process's last line are removed first, as no line may follow half a line.
 
-    Raises: DiskError, from the constructor and from `write`, when the disk refuses.
+    Raises: DiskError, from the constructor and from `write`, when writing fails.
     """
 
     def __init__(self, path: Path) -> None:
@@ -56,19 +56,21 @@ class Appender:
         with writing(path):
             if path.is_file():
                 _end_last_line(path)
-            # Without a buffer, which would be written again when the file is closed after a failure.
+            # Unbuffered: a buffer would be written again on close after a failure.
             self._file = path.open("ab", buffering=0)
 
     def write(self, line: str) -> None:
         """Appends one line, which ends in a line break."""
         rest = line.encode()
         with writing(self._path):
-            if not os.fstat(self._file.fileno()).st_nlink:  # else it would grow unseen, and be gone at the end
+            if not os.fstat(
+                self._file.fileno()
+            ).st_nlink:  # the file was deleted: it would grow unseen, and vanish at the end
                 raise DiskError(
                     f"'{self._path}' was removed while the run was writing it, so the record of its earlier rounds is lost; "
                     "bring it back and go on with --resume, or start again with another --out"
                 )
-            while rest:  # a nearly full disk may take a part
+            while rest:  # a nearly full disk may write a part
                 rest = rest[self._file.write(rest) :]
 
     def close(self) -> None:
@@ -77,7 +79,7 @@ class Appender:
 
 
 def _end_last_line(path: Path) -> None:
-    """Removes a last line that is half-written; one that only lacks its line break counts for readers, so it gets that."""
+    """Removes a half-written last line; one that only lacks its line break is complete for readers, and gets one."""
     with path.open("r+b") as file:
         if not file.seek(0, os.SEEK_END):
             return
@@ -96,7 +98,7 @@ def _end_last_line(path: Path) -> None:
 
 
 class LineWriter:
-    """What writes one file of lines, and closes it when it is left."""
+    """The writer of one file of lines, a context manager that closes it."""
 
     def __init__(self, path: Path) -> None:
         self._file = Appender(path)
@@ -115,9 +117,9 @@ class LineWriter:
 
 
 def atomic_write(path: Path, data: bytes) -> None:
-    """Puts `data` at `path` all at once: after a crash there is the old file or the new one, never a part.
+    """Writes `data` to `path` atomically: after a crash there is the old file or the new one, never a part.
 
-    Raises: DiskError when the disk refuses.
+    Raises: DiskError when writing fails.
     """
     with writing(path):
         _atomic_write(path, data)
@@ -129,7 +131,7 @@ def _atomic_write(path: Path, data: bytes) -> None:
         with scratch.open("wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())  # before the name: else a power cut may leave the name without its bytes
+            os.fsync(file.fileno())  # before the rename: else a power cut may leave the name without its bytes
         os.replace(scratch, path)
     finally:
         scratch.unlink(missing_ok=True)
@@ -137,7 +139,7 @@ def _atomic_write(path: Path, data: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Waits until the names in a folder are on the disk: else a power cut may lose a name although not the bytes.
+    """Syncs the names in a folder: else a power cut may lose a name although its bytes were written.
 
     Does nothing on Windows, which opens no folder as a file, and keeps the names of NTFS in a journal; nor on a file system that
     does not offer this for folders, as many network file systems and buckets do not. Any other fault of the disk is raised.
@@ -166,7 +168,7 @@ def worker_of_file(name: str) -> int | None:
 
 
 def worker_suffix(worker: int | None, part: int = 0, parts: int = 1) -> str:
-    """What the name of a file ends in that one worker writes, or one part of a worker; nothing where one process writes for all.
+    """The file-name suffix of one worker, or one part of it; empty where one process writes for all.
 
     >>> worker_suffix(None), worker_suffix(3), worker_suffix(3, part=1, parts=2)
     ('', '-003', '-003-1')

@@ -50,16 +50,11 @@ def _with_own_alone(rows: Rows) -> bool:
     return any(row["loss"] is None and row.get("loss_of_workers") is not None for row in rows)
 
 
-def _with_predictions(rows: Rows) -> bool:
-    return any(row.get("js_divergence") is not None for row in rows)
-
-
 def _with_repetition(rows: Rows) -> bool:
     return any((row.get("passes") or 0) > 1 for row in rows)
 
 
 _LOSS = "nats per token"
-_OF_PREDICTIONS = "Disagreement of their predictions (Jensen-Shannon, nats)"
 METRICS = (
     Metric("loss", _LOSS, "Validation loss of the mean model", "val loss", dated=True, live="val"),
     Metric(
@@ -75,9 +70,6 @@ METRICS = (
     ),
     Metric("worst_loss", _LOSS, "Validation loss of the worst worker", "worst worker", "own", curve="worst worker"),
     Metric("disagreement", "rms", "Disagreement of the workers (rms)", "disagreement", log=True, live="disagreement"),
-    Metric("js_divergence", "nats", _OF_PREDICTIONS, "of predictions", log=True, shown=_with_predictions),
-    Metric("alignment", "share", reduction="mean", kind="alignment"),
-    Metric("persistence", "share", reduction="mean", kind="alignment"),
     Metric("sent_bytes", "bytes", heading="sent per worker", reduction="own"),
     Metric("passes", "passes", heading="passes over the text", reduction="own", shown=_with_repetition),
 )

@@ -1,4 +1,4 @@
-"""Statistics of runs that are compared seed by seed: the effect with its interval, and tests that were stated before."""
+"""Paired statistics of runs over seeds: the effect with its interval, and pre-specified tests."""
 
 import functools
 import math
@@ -24,7 +24,7 @@ class Effect(NamedTuple):
     percent: float | None
     """The mean, in per cent of the target's mean loss."""
     one_sided: float | None
-    """p-value of the test that the mean is not on the side that was stated."""
+    """p-value of the test that the mean is not on the pre-specified side."""
     equivalent: float | None
     """p-value of the test that the mean is outside of the margin: the larger of two one-sided tests."""
     apart: float | None
@@ -32,7 +32,7 @@ class Effect(NamedTuple):
 
 
 def effect(pairs: Sequence[tuple[float, float]], *, margin: float | None = None, side: Side | None = None) -> Effect:
-    """The effect in pairs of a difference and the target's loss, of which each seed gives one.
+    """The effect from pairs of a difference and the target's loss, one per seed.
 
     With n differences of mean d and sample standard deviation s, T = (d - bound) √n / s has Student's t distribution with n - 1
     degrees of freedom at the edge of the hypothesis: that d is 0 or on the other side, or beyond ± margin.
@@ -108,7 +108,7 @@ def _quantile(within: float, nu: int) -> float:
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
     """The p-values of several tests, adjusted so that the chance of any false rejection among them stays at its level.
 
-    The k-th smallest of m (from 0) becomes max over those up to it of min(1, (m - k) p). None takes no part.
+    The k-th smallest of m (from 0) becomes max over those up to it of min(1, (m - k) p). None is skipped.
 
     Source: Holm 1979.
 
@@ -125,26 +125,26 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
 
 
 class Standing(NamedTuple):
-    """How several arms that ran with the same seeds stand to the one with the lowest mean loss."""
+    """The standing of several arms with the same seeds relative to the one with the lowest mean loss."""
 
     best: str
     above: Mapping[str, Effect]
     """Of every other arm: its loss above that of the best, seed by seed."""
     alike: tuple[str, ...]
-    """Those that are not told apart from the best, at 5 % after Holm's correction; all others, where one seed is there."""
+    """Arms not distinguishable from the best, at 5 % after Holm's correction; all others, with one seed."""
 
     @property
     def decided(self) -> bool:
-        """Whether no other arm may be as good."""
+        """Whether all other arms are distinguishable from the best."""
         return not self.alike
 
     def may_be_best(self, arm: str) -> bool:
-        """Whether an arm is the best, or not told apart from it."""
+        """Whether an arm is the best, or not distinguishable from it."""
         return arm == self.best or arm in self.alike
 
 
 def standing(losses: Mapping[str, Sequence[float]]) -> Standing:
-    """Which arm has the lowest mean loss, and which of the others are not told apart from it.
+    """The arm with the lowest mean loss, and those not distinguishable from it.
 
     Args: `losses` are those of the same seeds in each arm, at least one; infinite or NaN for a run that diverged, whose arm is
     never the best unless all have diverged, and never alike.
@@ -167,7 +167,7 @@ def standing(losses: Mapping[str, Sequence[float]]) -> Standing:
 
 
 def trend(rows: Sequence[Sequence[float]], slope: Slope) -> float | None:
-    """p-value of Page's test that values have no trend along a sweep, of which each seed gives a row; None of too few.
+    """p-value of Page's test that values have no trend along a sweep, with a row per seed; None for too few.
 
     It takes two seeds and three points at least.
 
@@ -228,7 +228,7 @@ def _verdict(one: Effect | None, p_apart: float | None) -> str:
 
 
 def p_text(p: float | None) -> str:
-    """A p-value as a table has it.
+    """A p-value as text for a table.
 
     >>> p_text(0.0321), p_text(1e-6), p_text(None)
     ('0.032', '< 0.001', '–')

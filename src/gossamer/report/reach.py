@@ -9,11 +9,11 @@ from gossamer.report.results import PointResult
 from gossamer.report.table import markdown_lines
 
 SENT, ROUNDS, ENDS = "sent bytes", "rounds", "end"
-"""In place of a network's name: runs are compared by what they sent, round by round, or each at its own end."""
+"""In place of a network's name: runs are compared by sent bytes, round by round, or at their ends."""
 
 
 class Reach(NamedTuple):
-    """When a run reached the last loss of the target run, for one seed and network."""
+    """The time at which a run reached the last loss of the target run, for one seed and network."""
 
     method: str
     network: str
@@ -44,7 +44,7 @@ def reach(results: Sequence[PointResult], target: str, *, paired: bool = False) 
         for run in results
         if run.method == target
         for name, curve in curves_of(run, paired=paired).items()
-        if curve and curve[-1][0] > 0  # who sends nothing has no bytes to compare
+        if curve and curve[-1][0] > 0  # no bytes to compare without sends
     }
     if not lasts:
         raise ConfigError(choose("target of the figure", target, {run.method for run in results}) + "; correct it")
@@ -61,7 +61,7 @@ def reach(results: Sequence[PointResult], target: str, *, paired: bool = False) 
 
 
 def ends(results: Sequence[PointResult], target: str) -> list[Reach]:
-    """For every other run, how far its last loss is from the target's, whatever either has sent.
+    """For every other run, the difference of its last loss from the target's, regardless of traffic.
 
     >>> ends([PointResult("a", {}, 0, {"loss": 2.5}), PointResult("b", {}, 0, {"loss": 2.75})], "a")
     [Reach(method='b', network='end', seed=0, ratio=None, behind=0.25, target_loss=2.5)]

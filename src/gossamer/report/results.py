@@ -24,7 +24,7 @@ class PointResult(NamedTuple):
     row: Mapping[str, Any]
     """Of `gossamer.report.table.summary_rows`."""
     origin: Origin | None = None
-    """By what it was computed; None if that was not recorded."""
+    """Its provenance; None if not recorded."""
 
 
 _Point = Annotated[list[int | float | None], Field(min_length=2, max_length=2)]
@@ -39,7 +39,7 @@ class _Curves(TypedDict):
 
 def _as_it_is(row: dict[str, Any], validate: Callable[[Any], Any]) -> dict[str, Any]:
     validate(row)
-    return row  # with its keys in their order: a line that is written again is the same line
+    return row  # keeps key order, so that rewriting a line does not change it
 
 
 @with_config(RECORD)
@@ -66,7 +66,7 @@ def result_lines(results: Iterable[PointResult]) -> str:
 
 
 def read_results(file: Path) -> list[PointResult]:
-    """The runs that a file of such lines has. Raises: DataError for a line that is none."""
+    """The runs in a file of such lines. Raises: DataError for an invalid line."""
     return [_result(line) for _, line in records(file, _LINES)]
 
 

@@ -1,6 +1,6 @@
 """Runs side by side as a table, for the terminal, in Markdown and in HTML.
 
-A value that a run does not have is a dash; a number that was not finite is "not finite".
+A missing value is a dash; a number that was not finite is "not finite".
 """
 
 import math
@@ -28,14 +28,13 @@ _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 def summary_rows(runs: Mapping[str, Path], networks: Mapping[str, Network] | None) -> list[dict[str, Any]]:
     """One row per run: its last losses, the bytes it sent and the time it takes on each network, or on those of its own run file.
 
-    Keys: `method`; `loss`, `worst_loss`, `disagreement` and `js_divergence` of the newest evaluation, if the settings have not
-    changed since; `loss_of_workers`, the mean of the losses of the workers' own models in that round, or where the mean model was
-    not validated, in the newest that they have; `round`, the rounds that were over then, and `rounds`, those of the record;
-    `passes`, how often the text was trained on; `alignment` and `persistence` of the pseudo-gradients, means over the rounds;
-    `sent_bytes`, the mean over the workers; `wall_s` and `utilisation`, each by name of network; `loss_at_s`, by name of network
-    pairs of the seconds when the last worker ended an evaluated round, and the loss then; `loss_at_bytes` and `loss_at_round`,
-    such pairs with the bytes that a worker had sent and the rounds that were over. Initial values are in none of them. A value
-    is None where it is missing, and NaN where it was not finite.
+    Keys: `method`; `loss`, `worst_loss` and `disagreement` of the newest evaluation, if the settings have not changed since;
+    `loss_of_workers`, the mean of the losses of the workers' own models in that round, or where the mean model was not
+    validated, in the newest that they have; `round`, the rounds that were over then, and `rounds`, those of the record;
+    `passes`, how often the text was trained on; `sent_bytes`, the mean over the workers; `wall_s` and `utilisation`, each by
+    name of network; `loss_at_s`, by name of network pairs of the seconds when the last worker ended an evaluated round, and
+    the loss then; `loss_at_bytes` and `loss_at_round`, such pairs with the bytes that a worker had sent and the rounds that
+    were over. Initial values are in none of them. A value is None where it is missing, and NaN where it was not finite.
 
     Raises: DataError for a folder that is missing or unreadable, ConfigError for a network of other workers.
     """
@@ -81,15 +80,13 @@ def markdown_lines(lines: Iterable[Sequence[str]]) -> str:
 
 
 def markdown_text(text: str) -> str:
-    r"""A text for a line or a cell of Markdown, where it ends neither, begins no HTML, and moves no cursor of a terminal.
+    r"""A text escaped for a line or a cell of Markdown: no breaks, no HTML, no terminal control characters.
 
     >>> print(markdown_text("a|b\nc <script> \x07 < 0.001"))
     a\|b c &lt;script> \x07 < 0.001
     """
     text = printable(text).replace("\n", " ")
-    text = re.sub(
-        r"(\\*)\|", r"\1\1\\|", text
-    )  # each backslash before a bar would else be what escapes the next character
+    text = re.sub(r"(\\*)\|", r"\1\1\\|", text)  # a backslash before a bar would otherwise escape the next character
     return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text)
 
 
@@ -147,7 +144,7 @@ def _cell(metric: Metric, row: Mapping[str, Any]) -> str:
 
 
 def _when(round: int | None, rounds: int | None) -> str:
-    """After which round a loss was found, where the run has gone on since."""
+    """The round of a loss, if the run has continued since."""
     return "" if round is None or rounds is None or round >= rounds else f" (round {round} of {rounds})"
 
 
@@ -168,7 +165,7 @@ def number_text(value: float | None, form: str) -> str:
 
 
 def digits_text(value: float, digits: int = 4) -> str:
-    """A number to so many digits, or to ones where it has more before its point; never with an exponent.
+    """A number with `digits` significant digits, at least to ones; never with an exponent.
 
     >>> digits_text(31.4712), digits_text(94_910.3), digits_text(999.7, 3)
     ('31.47', '94910', '1000')

@@ -1,7 +1,7 @@
-"""How runs go, in the terminal: one table that stays in place, or plain lines where there is no terminal.
+"""Progress of runs in the terminal: one table in place, or plain lines without a terminal.
 
-Both are read from the run folders, as the live page is. So all drivers have the same, also where other processes train, and
-training itself prints nothing. Everything goes to stderr, so that the output of a command can be piped.
+Both are read from the run folders, as the live page is. So it is the same for all drivers, also where other processes
+train, and training itself does not print. All output goes to stderr, so that the output of a command can be piped.
 """
 
 import contextlib
@@ -29,29 +29,29 @@ from gossamer.report.reading.lines import RunFile
 
 log = logging.getLogger("gossamer")
 _EVERY_S = 0.5
-"""Between two looks into the folder."""
+"""Seconds between two reads of the folder."""
 _LOOK_S, _LAST_LOOK_S = 0.1, 2.0
-"""How long one of them reads at most, and the last one of a run."""
+"""Time limits of one read, and of the last one of a run."""
 _LONGEST_SILENCE_S = 30.0
 _FIRST_LINE_S, _BETWEEN_LINES_S, _SHARE_OF_TIME = 1.0, 5.0, 0.1
-"""Of a run that trains here, the first line comes so soon; the next ones so far apart, or after this share of the time so far."""
+"""For a run that trains here: seconds until the first line; between later ones, or this share of the elapsed time."""
 _PRESENT = ("training", "silent", "finished")
 _UNKNOWN = "–"
 _LIVE = [metric for metric in METRICS if metric.live]
 
 
 class Terminal:
-    """Shows runs, one after the other or several at a time, on stderr; nothing inside `gossamer.record.progress.quieted`.
+    """Shows runs, one or several at a time, on stderr; silent inside `gossamer.record.progress.quieted`.
 
     On a terminal it is a table with a row for each run. Elsewhere there is a line for each evaluation, at the end of a run and at
-    least every 30 s. Of a run that this process or its children train there are lines within rounds too: after a second, and then
-    every 5 s, later 30 s.
+    least every 30 s. For a run trained by this process or its children there are lines within rounds too: after a
+    second, and then every 5 s, later 30 s.
 
     Args:
         console: where to print.
         now_s: the clock of rates and of those 30 s.
-        looks: whether a thread looks into the folder twice a second; else `look` does.
-    Cost: a thread that reads what was appended, at most 0.1 s at a time.
+        looks: whether a thread reads the folder twice a second; else `look` does.
+    Cost: a thread that reads appended lines, at most 0.1 s at a time.
 
     >>> import tempfile
     >>> with Terminal(Console(file=sys.stdout, width=60, force_terminal=False), looks=False) as terminal:
@@ -64,7 +64,7 @@ class Terminal:
         self._console = console or Console(stderr=True)
         self._now_s, self._looks = now_s, looks
         self._shown: list[_Shown] = []
-        # The thread looks at all runs while the caller adds and ends them, and two at once would print lines twice.
+        # The thread reads all runs while the caller adds and ends them; concurrent reads would print lines twice.
         self._quiet, self._lock, self._ended = is_quiet(), threading.Lock(), threading.Event()
         self._live: Live | None = None
         self._thread: threading.Thread | None = None
@@ -83,12 +83,12 @@ class Terminal:
                     vertical_overflow="crop",
                 )
             )
-            for handler in logging.getLogger().handlers:  # its warnings go above the table as well
+            for handler in logging.getLogger().handlers:  # warnings are printed above the table
                 if isinstance(handler, logging.StreamHandler) and handler.stream is before:
                     handler.setStream(sys.stderr)
                     self._open.callback(handler.setStream, before)
         if self._looks:
-            # Seconds pass on the screen while this thread trains; a round may last minutes.
+            # In a thread, to update seconds on the screen during training; a round may last minutes.
             self._thread = threading.Thread(target=self._go_on, name="gossamer-terminal", daemon=True)
             self._thread.start()
         return self
@@ -108,7 +108,7 @@ class Terminal:
 
         Args:
             folder: where it writes, or will.
-            every: rounds after which there is a line where no table is shown; 0 for none but those that are due.
+            every: rounds between lines where no table is shown; 0 for only the lines that are due.
         """
         if self._quiet:
             return
@@ -116,12 +116,12 @@ class Terminal:
             self._shown.append(_Shown(label, folder.resolve(), every, self._now_s()))
 
     def ended(self, label: str | None = None) -> None:
-        """Shows the end of the run with this label, or of all, and forgets what only a run under way needs."""
+        """Shows the end of the run with this label, or of all, and frees data needed only by a running one."""
         with self._lock:
             self._show(_LAST_LOOK_S, over=[one for one in self._under_way() if label in (None, one.label)])
 
     def look(self) -> None:
-        """Shows what is new."""
+        """Shows new lines."""
         with self._lock:
             self._show(_LOOK_S)
 
@@ -130,17 +130,17 @@ class Terminal:
             self.look()
 
     def _under_way(self) -> "list[_Shown]":
-        return [one for one in self._shown if not one.over]
+        return [one for one in self._shown if not one.is_over]
 
     def _show(self, patience_s: float, *, over: "Sequence[_Shown]" = ()) -> None:
-        """Looks at the runs under way, or at those that are over for the last time. What fails in here ends no training."""
+        """Reads the running runs, or the finished ones for the last time. Failures here never end training."""
         if self._quiet:
             return
         try:
             self._try_to_show(patience_s, over)
         except OSError as error:
             self._quiet = True
-            if error.filename is not None:  # else the terminal or what reads its lines is gone
+            if error.filename is not None:  # else the terminal or the reader of its lines is gone
                 log.warning("the progress of the run is shown no longer (%s); training is not affected", error)
         except Exception as error:
             self._quiet = True
@@ -149,7 +149,7 @@ class Terminal:
     def _try_to_show(self, patience_s: float, over: "Sequence[_Shown]") -> None:
         now_s, lines = self._now_s(), list[str]()
         for one in over or self._under_way():
-            # Of several runs under way, what this process has trained does not say which it was.
+            # With several running runs, this process's counters cannot be attributed to one.
             one.look(patience_s, now_s, trained() if len(self._under_way()) == 1 else None)
             lines += one.lines(now_s, over=one in over) if self._live is None else []
         for one in over:
@@ -160,7 +160,7 @@ class Terminal:
             self._console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
 
     def _table(self) -> Table:
-        """The newest runs, as many as the terminal has lines for; a figure that none of them has is left out."""
+        """The newest runs that fit the terminal; a figure that none of them has is left out."""
         rows = [(one.label, one.cells) for one in self._shown][-max(1, self._console.height - 4) :]
         heads = list(dict.fromkeys(head for _, cells in rows for head, cell in cells.items() if cell != _UNKNOWN))
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
@@ -173,7 +173,7 @@ class Terminal:
 
 
 class _Shown:
-    """One run, and what has been said of it."""
+    """One run, and its printed state."""
 
     def __init__(self, label: str, folder: Path, every: int, now_s: float) -> None:
         self.label, self._every = label, every
@@ -182,9 +182,9 @@ class _Shown:
         self._told_s, self._has_line = now_s, False
         self._told = self._seen = self._run.done
         self._evaluated = self._newest_evaluation()
-        """Of what a run that goes on has behind it, nothing is told again."""
+        """Earlier evaluations of a resumed run are not printed again."""
         self._before: tuple[float, int, float] | None = None
-        """Time, rounds and tokens when it was first seen to train, from which rates are counted."""
+        """Time, rounds and tokens at the first observed training, the baseline of rates."""
         self._start = self._run.done, _tokens(self._run)
         self._followed_s, self._here = now_s, _Here(self._run.done, trained())
         self._moves = False
@@ -192,23 +192,23 @@ class _Shown:
         self.cells: dict[str, str] = {}
 
     @property
-    def over(self) -> bool:
-        """Whether nothing is to come."""
+    def is_over(self) -> bool:
+        """Whether the run is over."""
         return self._run is None
 
     def end(self) -> None:
-        """Only its row is needed from now on."""
+        """Frees everything but its row."""
         self._run = None
 
     def look(self, patience_s: float, now_s: float, here: TrainedHere | None) -> None:
-        """Reads what is new, and makes its row.
+        """Reads new lines, and updates its row.
 
-        Args: `here` is what this process has trained so far, where all of it is of this run.
+        Args: `here` has this process's counters, if all are of this run.
         """
         run = self._run
         assert run is not None
         run.look(time.monotonic() + patience_s)
-        if run.done < self._told:  # it went back to a checkpoint
+        if run.done < self._told:  # it was rewound to a checkpoint
             self._told, self._seen, self._before, self._start = run.done, run.done, None, (run.done, _tokens(run))
             self._here = _Here(run.done, here or trained())
         self._evaluated = min(self._evaluated, self._newest_evaluation())
@@ -221,7 +221,7 @@ class _Shown:
         self.cells = {"round": _UNKNOWN} if run.file is None else self._figures(now_s)
 
     def lines(self, now_s: float, *, over: bool) -> list[str]:
-        """What is to be said where no table shows it."""
+        """The lines to print without a table."""
         run = self._run
         assert run is not None
         silence_s = _LONGEST_SILENCE_S
@@ -236,7 +236,7 @@ class _Shown:
             found, rounds = [], run.file.rounds
             for round, figures in self._evaluations(over=over):
                 shown, cells = round + 1, {"loss": _number(run.losses.mean_at(round)), **figures}
-                if shown == run.done:  # rates and bytes are not those of an earlier round
+                if shown == run.done:  # rates and bytes only apply to the current round
                     cells = {**self.cells, **figures}
                 elif shown < self._told:  # a later round had its line before all workers had validated this one
                     shown, cells = run.done, {**self.cells, **_as_of(round, figures)}
@@ -246,7 +246,7 @@ class _Shown:
             if (over and run.done > self._told) or (not found and (late or passed)):
                 found.append(f"{self.label}: round {run.done} of {rounds}  {_words(self.cells)}")
                 self._told = run.done
-            self._seen = run.done  # told at the next look, when a validation that ends the round has been written too
+            self._seen = run.done  # printed at the next read, when the round's validation is written too
         self._told_s, self._has_line = (now_s, True) if found else (self._told_s, self._has_line)
         return found
 
@@ -266,7 +266,7 @@ class _Shown:
             step = f"{steps}/{run.file.steps}"
             if pace is not None:
                 per_s, left_s = pace.tokens_per_s, pace.left_s
-        # Measured seconds of a real run; those of a simulation are priced, and nothing here has waited for them.
+        # Measured seconds of a real run; those of a simulation are priced, without actual waiting.
         clock = None if None in run.spent_s else next(iter(run.spent_s), None)
         spent, where = run.spent_s.get(clock), "in exchange" if clock is None else f"priced exchange on {clock}"
         waited = 0.0 if spent is None else float(spent[:, 1:3].sum()) / workers
@@ -289,7 +289,7 @@ class _Shown:
         return max((round for round, _ in _scored(self._run, whole=False)), default=-2)
 
     def _evaluations(self, *, over: bool) -> list[tuple[int, dict[str, str]]]:
-        """Rounds with a validation that had no line, each with what is known of it; at the end also what not all workers have."""
+        """Rounds with an unprinted validation and its figures; at the end also incomplete ones."""
         assert self._run is not None
         return [one for one in _scored(self._run, whole=not over) if one[0] > self._evaluated]
 
@@ -300,14 +300,14 @@ class _Pace(NamedTuple):
 
 
 class _Here(NamedTuple):
-    """How far this process has trained a run, between two looks into its folder too."""
+    """This process's progress in a run, also between two reads of its folder."""
 
     done: int
-    """Rounds of the run that were over when it was first seen."""
+    """Completed rounds of the run when it was first observed."""
     first: TrainedHere
-    """What this process had trained then."""
+    """This process's counters at that time."""
     began: tuple[float, TrainedHere] | None = None
-    """When the first step since then had been seen, from which rates are counted, and what was trained."""
+    """Time and counters at the first step observed since, the baseline of rates."""
     now: tuple[float, TrainedHere] | None = None
 
     def at(self, now_s: float, here: TrainedHere | None) -> "_Here":
@@ -316,7 +316,7 @@ class _Here(NamedTuple):
         return self._replace(began=self.began or (now_s, here), now=(now_s, here))
 
     def progress(self, file: RunFile) -> tuple[int, _Pace | None]:
-        """The inner steps of a worker, in the mean, and the speed once there are two looks to count from."""
+        """The average inner steps of a worker, and the speed once there are two observations."""
         assert self.began is not None and self.now is not None
         (began_s, began), (now_s, now) = self.began, self.now
         ahead, all_steps = max(0, now.inner_steps - self.first.inner_steps), file.steps_before(file.rounds)
@@ -345,12 +345,12 @@ def _scored(run: FollowedRun, *, whole: bool) -> list[tuple[int, dict[str, str]]
 
 
 def _as_of(round: int, figures: Mapping[str, str]) -> dict[str, str]:
-    """Figures of a validation beside those of a later round, with the round they belong to."""
+    """Figures of a validation shown at a later round, with their round."""
     return {name: cell if cell == _UNKNOWN else f"{cell} (round {round + 1})" for name, cell in figures.items()}
 
 
 def _tokens(run: FollowedRun) -> float:
-    """Of all workers, so far."""
+    """Tokens of all workers so far."""
     return float(np.nan_to_num(run.tokens.values()).max(axis=0).sum()) if run.tokens.rows else 0.0
 
 
@@ -359,7 +359,7 @@ def _words(cells: Mapping[str, str]) -> str:
 
 
 def _counted(words: Sequence[str]) -> str:
-    """The workers that are there, of all; or those here, where others have left no line in this folder, as on other machines.
+    """The number of workers alive, of all; or of those with lines in this folder, if others are on other machines.
 
     >>> _counted(["training", "gone"]), _counted(["training", "empty", "empty"])
     ('1/2', '1 here of 3')
@@ -378,7 +378,7 @@ def _number(value: float) -> str:
         return _UNKNOWN
     if abs(value) < 9999.5:
         return f"{value:.4g}"
-    value = float(f"{value:.3g}")  # which may have one digit more before its point
+    value = float(f"{value:.3g}")  # rounding may add a digit before the point
     power = min((len(f"{abs(value):.0f}") - 1) // 3, 4)
     return f"{value / 1000**power:.3g}{' kMGT'[power]}"
 

@@ -1,4 +1,4 @@
-"""The first sentence of a report: what the runs show, and nothing that they do not."""
+"""The first sentence of a report: conclusions supported by the runs."""
 
 import math
 import statistics
@@ -12,12 +12,12 @@ _UNSEARCHED = "At these settings, for which this comparison did not search."
 
 
 def verdict(rows: Sequence[Mapping[str, Any]], *, running: bool = False) -> str:
-    """What the last losses of some runs show, from the differences between methods seed by seed and their 95 % interval.
+    """The conclusion from the last losses of runs: paired differences between methods and their 95 % interval.
 
-    Only methods with two or more seeds in common are compared. The two with the lowest means are, of many, and the sentence says
-    that they were picked after the fact.
+    Only methods with two or more seeds in common are compared. With many methods, the two with the lowest means are
+    compared, and the sentence states the post-hoc selection.
 
-    Args: `running` says that some have not ended, so that nothing is claimed.
+    Args: `running` is whether some have not ended, so that no claim is made.
 
     >>> rows = [{"method": f"{m} seed={s}", "loss": x + 0.01 * s} for m, x in (("a", 2.0), ("b", 2.1)) for s in range(3)]
     >>> verdict(rows)  # doctest: +ELLIPSIS
@@ -51,14 +51,14 @@ def verdict(rows: Sequence[Mapping[str, Any]], *, running: bool = False) -> str:
 
 
 def _none(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What there is to say where no run that has ended has a finite loss."""
+    """The sentence if no ended run has a finite loss."""
     if any(row["loss"] is not None for row in rows):
         return "No run ended with a finite validation loss."
     return "No run has a validation of its mean model; gossamer evaluate makes that of a real one."
 
 
 def _besides(rows: Sequence[Mapping[str, Any]], losses: Mapping[str, Any]) -> str:
-    """A sentence for the methods that diverged, and one for those that nobody has scored."""
+    """Sentences about diverged methods, and about methods without a score."""
     others = [row for row in rows if row["method"].partition(" seed=")[0] not in losses]
     diverged = {row["method"].partition(" seed=")[0] for row in others if row["loss"] is not None}
     unscored = {row["method"].partition(" seed=")[0] for row in others} - diverged

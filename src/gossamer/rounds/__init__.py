@@ -1,3 +1,3 @@
-"""A synchronous round: when what is exchanged, the exchange itself, and whether it is stable."""
+"""A synchronous round: its schedule, the exchange, and its stability."""
 
 __all__: list[str] = []

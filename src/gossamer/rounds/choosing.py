@@ -1,4 +1,4 @@
-"""Which fragment is sent next, where the one that changes most goes first: decided alike by all workers, without a message."""
+"""The choice of the next fragment to send, fastest-changing first: the same on all workers, without communication."""
 
 import contextlib
 import math
@@ -11,7 +11,7 @@ from gossamer.rounds.merging import length
 
 
 class FragmentChoice:
-    """The choices of one worker, which are those of all: they follow from where outer updates have led, and nobody's own steps.
+    """The choices of one worker, the same on all: they depend on outer updates only, not on local steps.
 
     Fragment p changes at the rate R_p = |A_p,new - A_p,old| / I_p, where A_p is where a round begins after an outer update and
     before it, and I_p the number of sends, of any fragment, between its last two. The next to be sent is
@@ -32,13 +32,14 @@ class FragmentChoice:
         self.sends = sends
         waiting = torch.arange(-fragments, 0, dtype=torch.float64)
         self.state: Tensor = torch.stack([-torch.ones_like(waiting), waiting, torch.ones_like(waiting)])
-        """Of each fragment its rate, -1 before its first update, the number of its last send, counted over all rounds, and that
-        of sends since the one before, `[3, P]`; a checkpoint keeps it."""
+        """For each fragment its rate (-1 before its first update), the number of its last send over all rounds, and the
+        sends since the previous one, `[3, P]`; kept in checkpoints.
+        """
         self.of: dict[int, int] = {}
-        """The fragment of each send of the round, by its place; those of the round before where none is chosen yet."""
+        """The fragment of each send of the round, by position; that of the previous round where none is chosen yet."""
 
     def pick(self, round: int, place: int, flying: Collection[int]) -> int:
-        """The fragment of a send, which counts from when it is `sent`."""
+        """The fragment for a send; recorded by `sent`."""
         now = round * self.sends + place
         rates, last, _ = self.state.tolist()
         rates = [math.inf if rate < 0 else rate for rate in rates]
@@ -49,14 +50,14 @@ class FragmentChoice:
         return chosen
 
     def sent(self, round: int, place: int) -> None:
-        """The fragment that was picked for this send is on its way."""
+        """Records that the fragment picked for this send is in flight."""
         now, p = round * self.sends + place, self.of[place]
         self.state[2, p] = now - self.state[1, p]
         self.state[1, p] = now
 
     @contextlib.contextmanager
     def measured(self, fragment: int, start: Tensor) -> Iterator[None]:
-        """Measures how far an outer update moves the start of a round of a fragment."""
+        """Measures how far an outer update moves a fragment's starting point."""
         before = start.clone()
         yield
         self.state[0, fragment] = length(start - before).double().cpu() / self.state[2, fragment]

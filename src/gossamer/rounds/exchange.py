@@ -1,7 +1,7 @@
 """The exchange of one fragment in one round: send, encode, carry, decode, combine, update.
 
-An exchange is a generator inside, so that one description serves everybody: a real worker runs its own, the simulator runs
-those of n workers in turn, and an exchange that overlaps with training is simply continued later.
+An exchange is implemented as a generator, so that one implementation serves all drivers: a real worker runs one, the
+simulator interleaves those of n workers, and an exchange that overlaps with training is resumed later.
 
     exchange = begin(...)       # announces what will be received: a slow sender's bytes may flow while we still train
     exchange.post()             # after the local phase: sends, and returns what goes over the wire
@@ -45,18 +45,18 @@ Each = Callable[[Callable[[Any], Any], Iterable[Any]], Any]  # a map over worker
 
 
 class _Posted(NamedTuple):
-    """What an exchange yields when its sends are under way."""
+    """Yielded by an exchange when its sends are in flight."""
 
     sent: Sent
     operation: Operation
 
 
 class _Complete:
-    """What an exchange yields when everything has been received and the outer update can be made."""
+    """Yielded by an exchange when everything has been received and the outer update can be made."""
 
 
 class _Job(NamedTuple):
-    """What `begin` was given."""
+    """The arguments of `begin`."""
 
     setup: Setup
     mixing: Mixing
@@ -65,16 +65,16 @@ class _Job(NamedTuple):
 
     @property
     def declines(self) -> bool:
-        """Whether a message may be left out: unless others reckon with the mass that it brings, or with copies of a state."""
+        """Whether a message may be dropped: not if others rely on the mass it carries, or on copies of a state."""
         rule = self.setup.rule
         return rule.needs in ("everyone", "connected") and not rule.copies_per_peer
 
     def ticket(self, leg: int = 0) -> Ticket:
-        """That of the messages of one way."""
+        """The ticket of the messages of one leg."""
         return Ticket(self.ctx.round, self.setup.part.fragment, 2 * self.setup.attempt + leg)
 
     def key(self, *use: str | int) -> int:
-        """That of random numbers for such a use."""
+        """The random key for this use."""
         return rng.key(self.setup.seed, self.ctx.worker, self.ctx.round, self.setup.part.fragment, *use)
 
 
@@ -89,7 +89,7 @@ class Exchange:
     def __init__(self, legs: _Legs, transport: Waits, ctx: Context):
         self._legs, self._transport = legs, transport
         self.ctx = ctx
-        """What the rule knows of the round of the exchange."""
+        """The rule's context in the round of the exchange."""
         self.sent: Sent | None = None
         """Set by `post`."""
         self.waits_for: Ticket | None = None
@@ -149,13 +149,14 @@ def initial_state(rule: Rule, mixing: Mixing, x: Tensor, ctx: Context) -> Tree:
 def begin(setup: Setup, mixing: Mixing, ctx: Context, sent: Sent | None = None) -> Exchange:
     """Announces what will be received and returns the exchange, which waits to be posted after the local phase.
 
-    Args: `sent` is that of an exchange which was under way when a checkpoint was written, to send the same again.
-    Raises: TransportError and PeerError from the transport, wherever the exchange is continued; TrainingError for a message of
-        its own that is not finite, before it is sent, and, naming the sender, for one that has come and that this rule cannot
-        do without. Any other such message is declined: it does not count, and `Setup.declined` is told whose it was.
+    Args: `sent` is that of an exchange in flight when a checkpoint was written, to send the same again.
+    Raises: TransportError and PeerError from the transport, wherever the exchange is continued; TrainingError for a
+        message of this worker that is not finite, before it is sent, and, naming the sender, for a received one that
+        this rule requires. Any other such message is declined: it does not count, and its sender is passed to
+        `Setup.declined`.
     Cost: one payload to each receiver. Only a `mean` over everyone with an exact codec, or with one that has a way back, goes
-        through chunk owners, (n-1)/n payloads there and (n-1)/n back per worker. With overlap or a merge one more copy of x
-        while it is under way.
+        through chunk owners, (n-1)/n payloads there and (n-1)/n back per worker. With overlap or a merge one more copy
+        of x while it is in flight.
     """
     job = _Job(setup, mixing, with_mixing(ctx, mixing), sent)
     if setup.sides:
@@ -164,7 +165,7 @@ def begin(setup: Setup, mixing: Mixing, ctx: Context, sent: Sent | None = None) 
 
 
 def sent_again(setup: Setup, mixing: Mixing, ctx: Context, tensors: Sequence[Tensor]) -> Sent:
-    """The tensors of a checkpoint as what a fragment sent. Raises: ValueError when they cannot be that."""
+    """The sent tensors of a fragment, restored from a checkpoint. Raises: ValueError when they do not fit."""
     x = setup.part.x
     message = setup.rule.send(x, setup.part.s, with_mixing(ctx, mixing))
     like = Sent(message, x if len(tensors) > len(leaves(message)) else ())
@@ -173,32 +174,51 @@ def sent_again(setup: Setup, mixing: Mixing, ctx: Context, tensors: Sequence[Ten
 
 
 def update_from_zeros(setup: Setup, mixing: Mixing, ctx: Context) -> None:
-    """The outer update of a rule that receives rounds late, before there is anything to receive: all messages were zero."""
+    """The outer update of a rule with delayed messages before the first ones arrive, as if all were zero."""
     part, ctx = setup.part, with_mixing(ctx, mixing)
     zeros = map_leaves(torch.zeros_like, setup.rule.send(part.x, part.s, ctx))
     _update_with_mean(setup, zeros, [leaves(zeros)], ctx)
 
 
-def message_of(setup: Setup, mixing: Mixing, ctx: Context) -> Tree:
-    """What a worker sends for a mean, in memory of its own. Raises: TrainingError where it is not finite."""
-    message = own_message(setup.rule, setup.part.x, setup.part.s, with_mixing(ctx, mixing))
-    _must_be_finite(ctx, "message", {ctx.worker: message})
-    return message
+def payload_of(setup: Setup, mixing: Mixing, ctx: Context) -> Tree:
+    """What a worker posts to each of its peers, copied. Raises: TrainingError where it is not finite."""
+    job = _Job(setup, mixing, with_mixing(ctx, mixing), None)
+    return map_leaves(Tensor.clone, _payload(job, _sent(job)))
 
 
-def mean_of(setup: Setup, mixing: Mixing, messages: Mapping[int, Tree]) -> Tree:
-    """The mean of the messages of all that take part, as each of them would take it."""
+def payload_form(setup: Setup, mixing: Mixing, ctx: Context) -> Tree:
+    """Shapes and dtypes of `payload_of`."""
+    form = message_template(setup.rule, setup.part.x, setup.part.s, with_mixing(ctx, mixing))
+    return encode(setup.codec, form, 0)
+
+
+def is_sound(setup: Setup, mixing: Mixing, ctx: Context, payload: Tree) -> bool:
+    """Whether a payload of this form may count."""
+    form = message_template(setup.rule, setup.part.x, setup.part.s, with_mixing(ctx, mixing))
+    return _decoded(setup.codec, payload, _with_data(form, setup.part.x.device)) is not None
+
+
+def mean_of(setup: Setup, mixing: Mixing, ctx: Context, payloads: Mapping[int, Tree]) -> Tree:
+    """The mean of what all that take part have posted, as each of them would take it."""
+    form = message_template(setup.rule, setup.part.x, setup.part.s, with_mixing(ctx, mixing))
+    form = _with_data(form, setup.part.x.device)
+    messages = {j: decode(setup.codec, payload, form) for j, payload in payloads.items()}
     first = min(messages)
     return setup.rule.combine(messages[first], messages, first, mixing.rows[first])
 
 
+def mean_form(setup: Setup, mixing: Mixing, ctx: Context) -> Tree:
+    """Shapes and dtypes of `mean_of`."""
+    return map_leaves(widen, message_template(setup.rule, setup.part.x, setup.part.s, with_mixing(ctx, mixing)))
+
+
 def update_with_mean(setup: Setup, mixing: Mixing, ctx: Context, mean: Tree) -> None:
-    """The outer update of a worker that has sent nothing, for a rule after which all are equal."""
+    """The outer update of a worker that has sent nothing, for a rule that makes all workers equal."""
     _update_with_mean(setup, mean, [leaves(mean)], with_mixing(ctx, mixing))
 
 
 def finish_all(exchanges: Sequence[Exchange], each: Each) -> None:
-    """Finishes the posted exchanges of all workers of a process, every leg of all of them before the next."""
+    """Finishes the posted exchanges of all workers of a process, leg by leg."""
     waiting = list(exchanges)
     while waiting:
         before = [exchange.waits_for for exchange in waiting]
@@ -210,10 +230,10 @@ def finish_all(exchanges: Sequence[Exchange], each: Each) -> None:
 
 
 def _legs(job: _Job) -> _Legs:
-    """The way in which the messages of an exchange go."""
+    """The legs of an exchange: through peers, chunk owners, one process or an all-reduce."""
     setup, mixing, ctx, _ = job
-    codec = setup.codec
-    owned = codec.exact or codec.back is not None
+    codec, given = setup.codec, setup.together is not None and setup.together.given
+    owned = codec.exact or codec.back is not None or given
     if not setup.rule.averages or not owned or len(mixing.rows[ctx.worker]) == 1:
         return _with_peers(job)
     if setup.together is not None and setup.together.takes(mixing) and codec.back is None and setup.compare is None:
@@ -224,7 +244,7 @@ def _legs(job: _Job) -> _Legs:
 
 
 def _side_by_side(job: _Job) -> _Legs:
-    """The exchanges of all sides in step, as they have the same legs; when the first has ended, `zip` ends the others too."""
+    """The exchanges of all sides in lockstep, as they have the same legs; `zip` ends the others with the first."""
     for states in zip(*[_legs(_on_side(job, side)) for side in job.setup.sides], strict=True):
         first, *others = states
         if not isinstance(first, _Posted):
@@ -236,7 +256,7 @@ def _side_by_side(job: _Job) -> _Legs:
 
 
 def _on_side(job: _Job, side: StageSide) -> _Job:
-    """The exchange of one side, of views of everything."""
+    """The exchange of one side, on views of the tensors."""
     rule, part, a, b = job.setup.rule, job.setup.part, side.start, side.stop
     own = part._replace(x=part.x[a:b], s=cut(rule, part.s, a, b), layout=side.layout)
     setup = job.setup._replace(codec=side.codec, transport=side.transport, part=own, sides=())
@@ -245,7 +265,7 @@ def _on_side(job: _Job, side: StageSide) -> _Job:
 
 
 def _summed(operations: Sequence[Operation]) -> Operation:
-    """The messages of all sides as those of one exchange."""
+    """The traffic of all sides, summed as one exchange."""
     sends, receives = (
         tuple((same[0][0], sum(size for _, size in same)) for same in zip(*ways, strict=True))
         for ways in ([one.sends for one in operations], [one.receives for one in operations])
@@ -275,10 +295,15 @@ def _announce(job: _Job) -> None:
     template = encode(setup.codec, form, 0)
 
     def sound(frames: Sequence[Tensor]) -> bool:
-        return _decoded(setup.codec, refill(template, frames), form) is not None
+        return _decoded(setup.codec, refill(template, frames), _with_data(form, frames[0].device)) is not None
 
     for j in job.mixing.receives_from(ctx.worker):
         setup.transport.expect(job.ticket(), j, leaves(template), sound if job.declines else None)
+
+
+def _with_data(form: Tree, device: torch.device) -> Tree:
+    """Tensors of a form that may have none: what a codec decodes for a form without data has no data to look at."""
+    return map_leaves(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device), form)
 
 
 def _payload(job: _Job, sent: Sent) -> Tree:
@@ -299,7 +324,7 @@ class _Received(NamedTuple):
     """The messages of an exchange that count."""
 
     own: Tree
-    """As all others decode it."""
+    """This worker's message as all others decode it."""
     others: Mapping[int, Tree]
     row: Row
     """The weight of each."""
@@ -307,7 +332,7 @@ class _Received(NamedTuple):
 
 
 def _decoded_from_peers(job: _Job, payload: Tree, sent: Sent) -> _Received:
-    """Decodes what has come. A message that did not come, or is unsound, leaves its weight to the others."""
+    """Decodes the received messages. The weight of a missing or invalid one goes to the others."""
     setup, ctx, i = job.setup, job.ctx, job.ctx.worker
     rule, codec, sources = setup.rule, setup.codec, job.mixing.receives_from(i)
     arrived = {j: refill(payload, frames) for j, frames in setup.transport.collect(job.ticket()).items()}
@@ -336,7 +361,7 @@ def _update_with_peers(job: _Job, sent: Sent, received: _Received) -> None:
     me = ctx.worker
     if rule.compiles:
         # Renumbered by place, and with the worker itself first where its place does not matter, so that a compiled kernel meets
-        # one row per number of peers. A rule that is not compiled may ask whose message it is.
+        # one row per number of peers. A rule that is not compiled may depend on the sender.
         order, weights = [me, *others] if rule.combine is pull else [j for j, _ in row], dict(row)
         row, me = tuple((place, weights[j]) for place, j in enumerate(order)), order.index(me)
     with job.setup.around(), _merging(job, sent.x):
@@ -349,7 +374,7 @@ class _Owners(NamedTuple):
     """The chunks of a mean through their owners."""
 
     place: Mapping[int, int]
-    """The chunk that each worker which takes part owns, in worker order."""
+    """The chunk owned by each participating worker, in worker order."""
     others: tuple[int, ...]
     share: Tree
     """A payload of this worker's chunk, in form."""
@@ -362,7 +387,8 @@ class _Owners(NamedTuple):
 def _through_owners(job: _Job) -> _Legs:
     """A mean as reduce-scatter and gather: worker k owns chunk k, sums it in worker order and sends the sum to everyone.
 
-    Both ways have a codec, exact or not; whoever made a payload also uses what decodes from it, so that all get the same.
+    Both legs have a codec, exact or not; the sender of a payload also uses its decoded form, so that all workers get
+    the same.
     """
     codec = job.setup.codec
     owners = _announce_chunks(job)
@@ -389,7 +415,7 @@ def _through_owners(job: _Job) -> _Legs:
 def _announce_chunks(job: _Job) -> _Owners:
     """Announces each other worker's part of this worker's chunk, and the sum of each other chunk."""
     setup, ctx = job.setup, job.ctx
-    place = {j: k for k, (j, _) in enumerate(job.mixing.rows[ctx.worker])}  # all workers that take part
+    place = {j: k for k, (j, _) in enumerate(job.mixing.rows[ctx.worker])}  # all participating workers
     back, others = setup.codec.back or EXACT, job.mixing.receives_from(ctx.worker)
     form = message_template(setup.rule, setup.part.x, setup.part.s, ctx)
     template = chunks(form, len(place), setup.codec)
@@ -424,13 +450,13 @@ def _sum_of_chunk(job: _Job, owners: _Owners, own: Sequence[Tree], message: Sequ
     decoded = {j: _decoded(setup.codec, payload, message[mine]) for j, payload in came.items()}
     chunks_of = {j: chunk for j, chunk in decoded.items() if chunk is not None}
     bad = [j for j in decoded if j not in chunks_of]
-    _decline(job, bad)  # all get the sums that their owners took, so they stay equal
+    _decline(job, bad)  # all get the sums of the same owners, so they stay equal
     total = setup.rule.combine(own[mine], chunks_of, i, _over_the_rest(row, i, bad) if bad else row)
     return encode(owners.back, total, job.key("back"))
 
 
 def _decoded_sums(job: _Job, owners: _Owners, total: Tree, message: Sequence[Tree]) -> list[list[Tensor]]:
-    """The sums of all chunks. Raises: TrainingError for one that is unsound."""
+    """The sums of all chunks. Raises: TrainingError for an invalid one."""
     place, collected = owners.place, job.setup.transport.collect(job.ticket(leg=1))
     arrived = {j: refill(owners.sums[place[j]], frames) for j, frames in collected.items()} | {job.ctx.worker: total}
     _must_be_whole(job.ctx, owners.others, arrived)
@@ -441,7 +467,7 @@ def _decoded_sums(job: _Job, owners: _Owners, total: Tree, message: Sequence[Tre
 
 
 def _in_one_process(job: _Job, together: Together) -> _Legs:
-    """A mean that is taken once for all workers of this process, with the bits and the bytes of one through chunk owners."""
+    """A mean computed once for all workers in this process; same result and same byte count as through chunk owners."""
     setup, ctx, i, n = job.setup, job.ctx, job.ctx.worker, job.mixing.n
     yield None
 
@@ -481,7 +507,7 @@ def _reduced(job: _Job, reduce: Reduce) -> _Legs:
 
 
 def _must_be_whole(ctx: Context, needed: Iterable[int], arrived: Mapping[int, Tree]) -> None:
-    """Raises IncompleteError unless the messages of all that are needed have come."""
+    """Raises IncompleteError unless all needed messages have arrived."""
     if missing := [j for j in needed if j not in arrived]:
         raise IncompleteError(
             f"worker {ctx.worker} lacks the messages of workers {missing} in round {ctx.round}; try it again"
@@ -489,12 +515,12 @@ def _must_be_whole(ctx: Context, needed: Iterable[int], arrived: Mapping[int, Tr
 
 
 def _must_be_finite(ctx: Context, what: str, parts: Mapping[int, Tree]) -> None:
-    """Raises TrainingError, naming the sender, unless what these workers send in this round is finite."""
+    """Raises TrainingError, naming the sender, unless the messages of these workers in this round are finite."""
     must_be_finite({f"the {what} of worker {j} in round {ctx.round}": part for j, part in parts.items()})
 
 
 def _decoded(codec: Codec, payload: Tree, like: Tree) -> Tree | None:
-    """A message of another worker; None if it cannot be decoded or is not finite, as no honest worker sends it."""
+    """A message of another worker; None if it cannot be decoded or is not finite, which no honest worker sends."""
     try:
         return decode_received(codec, payload, like)
     except TransportError:
@@ -502,7 +528,7 @@ def _decoded(codec: Codec, payload: Tree, like: Tree) -> Tree | None:
 
 
 def _unsound(job: _Job, what: str, senders: Sequence[int]) -> TrainingError:
-    """What ends a worker that cannot do without these messages."""
+    """The error for a worker that requires these messages."""
     who = " and ".join(map(str, senders))
     return TrainingError(
         f"the {what} of worker {who} in round {job.ctx.round} has numbers that are not finite, or cannot be decoded; {GO_ON}"
@@ -510,7 +536,7 @@ def _unsound(job: _Job, what: str, senders: Sequence[int]) -> TrainingError:
 
 
 def _decline(job: _Job, bad: Sequence[int], *, may: bool = True) -> None:
-    """Leaves these messages out. Raises: TrainingError where this worker cannot do without them."""
+    """Drops these messages. Raises: TrainingError where this worker requires them."""
     if bad and (job.setup.attempt or not may):
         raise _unsound(job, "message", bad)
     for j in bad:
@@ -518,15 +544,15 @@ def _decline(job: _Job, bad: Sequence[int], *, may: bool = True) -> None:
 
 
 def _over_the_rest(row: Row, i: int, bad: Collection[int]) -> Row:
-    """A row of a mean without these workers, whose weight goes to all others alike: the same on every worker."""
+    """A row of a mean without these workers, whose weight is spread equally: the same on every worker."""
     whole = sum(w for j, w in row if j not in bad)
     return tuple((j, w / whole) for j, w in row if j not in bad)
 
 
 def _sent(job: _Job) -> Sent:
-    """What the rule sends, copied where others may still read it after x or s has changed, and the x it was sent from.
+    """The rule's message, copied where it may be read after x or s has changed, and the x at the time of sending.
 
-    A rule that receives late by itself wants to see all that was trained since.
+    A rule with delayed messages sees all training since.
     """
     if job.sent is not None:
         return job.sent
@@ -540,7 +566,7 @@ def _sent(job: _Job) -> Sent:
 
 
 def _finish_with_mean(job: _Job, sent: Sent, message: Tree, pieces: Sequence[list[Tensor]]) -> None:
-    """The outer update with a mean, merged with what was trained since it was sent."""
+    """The outer update with a mean, merged with the training since it was sent."""
     with job.setup.around(), _merging(job, sent.x):
         _update_with_mean(job.setup, message, pieces, job.ctx)
 
@@ -566,5 +592,5 @@ def _update_with_mean(setup: Setup, message: Tree, pieces: Sequence[list[Tensor]
 
 
 def _received(own: Tree, received: Mapping[int, Tree], i: int, row: Row) -> Tree:
-    """How a mean is combined that the chunk owners have summed already."""
+    """The `combine` of a mean that chunk owners have summed already."""
     return received[1]

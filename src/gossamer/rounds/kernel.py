@@ -1,4 +1,4 @@
-"""How an outer update is carried out: span by span, or in one compiled pass."""
+"""Execution of an outer update: span by span, or in one compiled pass."""
 
 import functools
 import os
@@ -20,10 +20,10 @@ CHUNK = 1 << 16  # temporaries of 256 kB stay in a cache of 1 MB or more; smalle
 
 
 class Decoded(NamedTuple):
-    """What one worker combines in a round: its own message and those it received, all decoded."""
+    """The messages that a worker combines in a round: its own and the received ones, all decoded."""
 
     own: Tree
-    """What the others decode from this worker's payload."""
+    """This worker's message as the others decode it."""
     received: tuple[Tree, ...]
     """The messages of its peers, in the order of the row."""
     me: int
@@ -32,7 +32,7 @@ class Decoded(NamedTuple):
     """The weights, by number; any numbering will do."""
 
     def combined(self, combine: Combine) -> Tree:
-        """What `combine` makes of them."""
+        """The result of `combine` on them."""
         numbers = (j for j, _ in self.row if j != self.me)
         return combine(self.own, dict(zip(numbers, self.received, strict=True)), self.me, self.row)
 
@@ -41,23 +41,24 @@ _Update = Callable[[Rule, Combine, Tensor, Tree, Decoded, Context], None]
 
 
 class Kernel(NamedTuple):
-    """How messages are combined and the outer update is made, and on how many elements at a time."""
+    """The implementation of combine and outer update, and its chunk size."""
 
     run: _Update
     chunk: int
 
     def chunk_on(self, device: torch.device) -> int:
-        """How many elements at a time on this device; all of them beside a CPU, where every piece would cost its own launches.
+        """Elements processed at a time on this device; all of them on an accelerator, where every piece costs kernel
+        launches.
 
-        Pieces of 2^15 would be 30,000 calls of Python for 10^9 parameters.
+        Pieces of 2^15 would cost 30,000 Python calls for 10^9 parameters.
         """
         return self.chunk if device.type == "cpu" else sys.maxsize
 
 
 @functools.cache
 def _keep_freed_memory() -> None:
-    """Lets the C library keep what temporaries free: else it gives them back to the system, and fresh pages take four times as
-    long as the update. glibc raises its threshold to the largest piece below 32 MB that was ever freed.
+    """Lets the C library keep freed temporaries: else it returns them to the system, and faulting in fresh pages takes
+    four times as long as the update. glibc raises its threshold to the largest piece below 32 MB that was ever freed.
     """
     torch.empty(4 << 20)
 
@@ -66,7 +67,7 @@ def outer_update(rule: Rule, combine: Combine, x: Tensor, s: Tree, messages: Dec
     """Combines the messages, and writes the outer update into `x` and `s`."""
     _keep_freed_memory()
     old = [x, *leaves(s), *leaves(messages.own)]
-    # A rule may keep an input as new state, the old anchor as "previous" say: save it before it is written over.
+    # A rule may keep an input as new state, the old anchor as "previous" say: save it before it is overwritten.
     new = [
         t.clone() if any(t is kept for kept in old) else t
         for t in leaves(rule.recv(x, s, messages.own, messages.combined(combine), ctx))
@@ -92,7 +93,7 @@ PLAIN = Kernel(outer_update, CHUNK)
 
 
 def must_have_compiler(key: str) -> None:
-    """Raises ConfigError when there is no C++ compiler for what this key of a run file shall have compiled."""
+    """Raises ConfigError when a key of a run file asks for compilation and there is no C++ compiler."""
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         raise ConfigError(f"{key} = true needs a C++ compiler and '{compiler}' is not there; install it or set false")
@@ -108,8 +109,8 @@ def compiled() -> Kernel:
     one = torch.ones(())
 
     def fused(rule: Rule, combine: Combine, x: Tensor, s: Tree, messages: Decoded, ctx: Context) -> None:
-        # The compiler takes an input kept as state for that input's memory, even through a clone, and hands out what was
-        # written there since; times a one it cannot see through is free inside the pass and changes no bit.
+        # The compiler aliases an input kept as state with that input's memory, even through a clone, and returns later
+        # writes; multiplying by a one that is opaque to it prevents this, is free inside the pass and exact.
         updated = rule.recv(x, s, messages.own, messages.combined(combine), ctx)
         new = [t * one for t in leaves(updated)]
         for target, value in zip([x, *leaves(s)], new, strict=True):

@@ -1,4 +1,5 @@
-"""The outer loop of one worker: it announces, sends and receives at its inner steps, and keeps the exchanges in flight.
+"""The outer loop of one worker: it announces, sends and receives at given inner steps, and tracks the exchanges in
+flight.
 
 The simulator, real workers and the library run it. At each stop of a round (see `gossamer.rounds.schedule`) a worker sends some
 fragments and receives others; between two stops it trains, and may call `advance` after any inner step.
@@ -23,17 +24,19 @@ from gossamer.rounds.exchange import (
     Exchange,
     begin,
     initial_state,
+    is_sound,
+    mean_form,
     mean_of,
-    message_of,
+    payload_form,
+    payload_of,
     sent_again,
     update_from_zeros,
     update_with_mean,
-    with_mixing,
 )
 from gossamer.rounds.schedule import Stop
 from gossamer.rounds.setup import Part, Setup
 from gossamer.rounds.sharing import Sharing
-from gossamer.rounds.together import Together, message_template
+from gossamer.rounds.together import Together
 from gossamer.rounds.updates import MixedUpdate, rule_of_updates, topology_of_updates
 from gossamer.rules import Context, Rule, gossip, local_sgd
 from gossamer.rules.master import HALVES, with_master
@@ -44,7 +47,7 @@ from gossamer.tree import Tree, leaves
 
 
 class InFlight(TypedDict):
-    """What a checkpoint keeps of an exchange that is under way."""
+    """The state of an exchange in flight, for a checkpoint."""
 
     round: int
     fragment: int
@@ -55,19 +58,22 @@ class InFlight(TypedDict):
 
 
 class Membership(NamedTuple):
-    """Who takes part in the rounds of one worker, and which round follows another; by default everyone in each of them."""
+    """The participants of one worker's rounds, and the order of its rounds; by default all workers in all rounds."""
 
     participants: Callable[[int, int], frozenset[int] | None] = lambda round, fragment: None
-    """Who takes part in an exchange of a round, in this worker's view; None is everyone. The same for each call of one."""
+    """The participants of an exchange in a round, in this worker's view; None means all. Constant over the calls for
+    one exchange.
+    """
     next_round: Callable[[int], int | None] = lambda round: round + 1
-    """The round that this worker takes part in after another; None where it sends nothing ahead, as it ends or takes over
-    another's state first."""
+    """The next round that this worker takes part in; None where it sends nothing ahead, because it ends or first takes
+    over another's state.
+    """
     closes: Closes | None = None
-    """Decides over whom the mean of a round is taken, in an elastic run of a rule that needs everyone."""
+    """Decides the participants of a round's mean, in an elastic run of a rule that needs everyone."""
 
 
 EVERYONE = Membership()
-"""That of a run whose workers all stay to its end."""
+"""The membership of a run whose workers all stay to its end."""
 
 
 class OuterLoop:
@@ -78,14 +84,14 @@ class OuterLoop:
             and beyond the schedule's fragments the moments of the inner optimizer, which are averaged exactly. Updated in
             place. Parameters in half precision have an outer state in fp32 (`gossamer.rules.master`).
         local_steps: inner steps per round of this worker, which may be changed between two rounds.
-        timetable: those of the worker that takes most, in each round.
+        timetable: the most local steps of any worker, for each round.
         reduce: the backend's own sum over all workers, see `Setup`.
         together: takes means once for all workers, where all are in this process, see `Setup`.
-        membership: who takes part in which round. The outer state is that of a start with everyone.
+        membership: the participants of each round. The outer state is that of a start with everyone.
         sharing: how the workers of an elastic run share all slots; None where each trains its own.
         sides: gives the setup of a fragment its sides, where peers are in stages, see `gossamer.rounds.setup.in_sides`.
         first: the round that the method begins with.
-        shard: which of its worker's shards the vectors are of; codecs draw other numbers for each.
+        shard: the shard of the worker that the vectors belong to; codecs draw separately for each.
     """
 
     def __init__(
@@ -109,7 +115,7 @@ class OuterLoop:
         self.method, self.worker, self._over_shards = m, transport.worker, over_shards
         self.local_steps, self.timetable = local_steps, timetable
         self.full_steps = timetable.at(0).full_steps
-        """Those of the worker that takes most in the round that was begun last."""
+        """The most local steps of any worker in the current round."""
         self._updates, self._topology_of = topology_of_updates(m.rule, m.topology.n, seed), m.topology_of(seed)
         draws = rng.key(seed, shard, "shard") if shard else seed
         averaging = local_sgd() if m.topology.everyone else gossip()
@@ -118,7 +124,7 @@ class OuterLoop:
         self._adapted = rule.adapted
         self.membership, self.sharing, self._first = membership, sharing, first
         self.declined = Counter[int]()
-        """How many messages of whom were not counted, not finite or not decodable; whoever tells it forgets it."""
+        """The number of messages of each worker that were declined, not finite or not decodable; cleared by the reader."""
         self.fragments: list[Setup] = []
         for p, (x, layout) in enumerate(parts):
             part = Part(x, (), layout, p)
@@ -145,18 +151,18 @@ class OuterLoop:
         sends = m.schedule.sends
         self._choice = FragmentChoice(m.schedule.fragments, sends) if sends else None
         self.in_flight: dict[tuple[int, int], Exchange] = {}
-        """Exchanges that were announced and not finished, by round and fragment or place (see `Stop.sends`), oldest first."""
+        """Exchanges announced and not finished, by round and fragment or position (see `Stop.sends`), oldest first."""
         self._begun: int | None = None
         self._distrusted = self._counts()
 
     def newly_distrusted(self) -> tuple[Counter[int], Counter[int]]:
-        """How many messages of whom the rule has shortened, and how many declined, since the last call or `trust_anew`."""
+        """The number of messages of each worker that the rule has shortened and declined, since the last call or `trust_anew`."""
         before, self._distrusted = self._distrusted, self._counts()
         shortened, declined = self._distrusted[0] - before[0], self._distrusted[1] - before[1]
         return shortened, declined
 
     def update_norms(self) -> tuple[float, float] | None:
-        """Of the last update of all fragments, before and after the rule shortened it; None for a rule that takes it as it is."""
+        """The norms of the last update of all fragments before and after clipping; None for a rule that does not clip."""
         found = [setup.rule.norms(setup.part.s) for setup in self.fragments if setup.rule.norms is not None]
         if not found:
             return None
@@ -164,7 +170,7 @@ class OuterLoop:
         return before, after
 
     def trust_anew(self) -> None:
-        """Forgets what an outer state from elsewhere has counted."""
+        """Resets the baseline of these counts, after an outer state was taken over from another worker."""
         self._distrusted = self._counts()
 
     def _counts(self) -> tuple[Counter[int], Counter[int]]:
@@ -175,14 +181,14 @@ class OuterLoop:
         )
 
     def compare_messages(self, compare: Callable[[Tree, Sequence[Tree]], None]) -> None:
-        """From now on, `compare` is called for each exchange that is announced, as in `Setup`."""
+        """Calls `compare` for each exchange announced from now on, as in `Setup`."""
         self.fragments = [setup._replace(compare=compare) for setup in self.fragments]
 
     def _count_declined(self, sender: int) -> None:
         self.declined[sender] += 1
 
     def begin_round(self, round: int) -> None:
-        """Begins a round. Of a worker that has skipped some, what is under way is received as if it had not."""
+        """Begins a round. After skipped rounds, exchanges in flight are received as if none had been skipped."""
         skipped = 0 if self._begun is None else round - self._begun - 1
         if skipped > 0:
             self.in_flight = {(sent + skipped, p): exchange for (sent, p), exchange in self.in_flight.items()}
@@ -196,7 +202,7 @@ class OuterLoop:
             ]
 
     def _rule_in(self, round: int) -> Rule:
-        """The rule with the numbers that are in force in a round."""
+        """The rule with the option values of a round."""
         rule = self.method.rule
         if rule.at is not None:
             rule = rule.at(self.timetable.begin(round), self.timetable.steps)
@@ -221,16 +227,16 @@ class OuterLoop:
         return not holders or self.worker in holders[p]
 
     def adapted(self, local_steps: int) -> int:
-        """The local steps of the next round out of so many, where the rule decides on them; of its fragments, the most."""
+        """The local steps of the next round, where the rule adapts them; the most over its fragments."""
         adapted, own = self._adapted, self.fragments[: self.method.parts]
         if adapted is None:
             return local_steps
         return max(adapted(setup.part.s).local_steps(local_steps) for setup in own)
 
     def announce(self, round: int, stop: Stop) -> None:
-        """Announces what will be received in answer to what the coming stop sends; best called before training up to it."""
+        """Announces the messages to receive for the sends of the next stop; best called before training up to it."""
         if self.membership.closes is not None:
-            return  # with whom is known only when the local phase is over
+            return  # the peers are known only after the local phase
         for p in filter(self._holds, stop.sends):
             if self._choice is not None:
                 self._choice.pick(round, p, [self.fragment_of(flying) for _, flying in self.in_flight])
@@ -238,14 +244,16 @@ class OuterLoop:
                 self.in_flight[round, p] = self._begin(round, p)
 
     def send_ahead(self, round: int) -> None:
-        """Sends what this worker's first round needs and a rule that sends ahead would have sent after the one before it."""
+        """Sends the messages for this worker's first round that a rule that sends ahead would have sent after the
+        previous round.
+        """
         sends = self._ahead(0) and self.membership.next_round(round - 1) is not None
         for p in range(self.method.schedule.fragments) if sends else ():
             self.in_flight[round - 1, p] = self._begin(round - 1, p)
             self.in_flight[round - 1, p].post()
 
     def post(self, round: int, stop: Stop) -> list[Operation]:
-        """Sends what is due at this stop."""
+        """Sends the fragments due at this stop."""
         if self.membership.closes is not None and stop.sends:
             return self._close(self.membership.closes, round, stop)
         operations = [self.in_flight[round, p].post() for p in stop.sends if (round, p) in self.in_flight]
@@ -255,11 +263,11 @@ class OuterLoop:
         return operations
 
     def fragment_of(self, exchange: int) -> int:
-        """The fragment of an exchange of this round, or of one under way; its number unless fragments are chosen."""
+        """The fragment of an exchange of this round, or of one in flight; its number unless fragments are chosen."""
         return exchange if self._choice is None else self._choice.of[exchange]
 
     def _close(self, closes: Closes, round: int, stop: Stop) -> list[Operation]:
-        """Exchanges with those that a leader names, and again with fewer when one of them fails, until all have everything."""
+        """Exchanges with the participants a leader names, and retries with fewer when one fails, until all have everything."""
         while True:
             attempt, _ = closes.proposed(round)  # from now on, these are the `participants` of the round
             exchanges = {(round, p): self._begin(round, p, attempt) for p in stop.sends}
@@ -274,47 +282,53 @@ class OuterLoop:
                 self.in_flight.update(exchanges)
                 return operations
 
-    def messages(self, round: int, stop: Stop) -> list[Tree]:
-        """What this worker sends at a stop for means that another one takes, whoever takes part."""
-        return [message_of(self._setup(p), *self._place_over(round, p, None)) for p in stop.sends]
+    def means(self, round: int, stop: Stop, payloads: Mapping[int, Sequence[Tree]]) -> list[Tree]:
+        """The means of what these workers post at a stop."""
+        present = frozenset(payloads)
+        places = [(self._setup_in(round, p), *self._place_over(round, p, present)) for p in stop.sends]
+        return [mean_of(*place, {j: payloads[j][k] for j in sorted(present)}) for k, place in enumerate(places)]
 
-    def message_forms(self, round: int, stop: Stop) -> list[Tree]:
-        """Shapes and dtypes of `messages`."""
-        places = [(self._setup(p), *self._place_over(round, p, None)) for p in stop.sends]
-        return [message_template(one.rule, one.part.x, one.part.s, with_mixing(ctx, m)) for one, m, ctx in places]
-
-    def means(self, round: int, stop: Stop, messages: Mapping[int, Sequence[Tree]]) -> list[Tree]:
-        """The means of the messages that these workers send at a stop."""
-        present = frozenset(messages)
-        return [
-            mean_of(
-                self._setup(p), self._place_over(round, p, present)[0], {j: messages[j][k] for j in sorted(present)}
-            )
-            for k, p in enumerate(stop.sends)
-        ]
+    def mean_forms(self, round: int, stop: Stop) -> list[Tree]:
+        """Shapes and dtypes of `means`."""
+        return [mean_form(self._setup_in(round, p), *self._place_over(round, p, None)) for p in stop.sends]
 
     def take_means(self, round: int, stop: Stop, present: frozenset[int], means: Sequence[Tree]) -> None:
-        """The outer updates of a round in which others took part, and after which all are equal."""
+        """The outer updates of a round without this worker, after which all workers are equal."""
         for p, mean in zip(stop.sends, means, strict=True):
             update_with_mean(self._setup(p), *self._place_over(round, p, present), mean)
 
+    def payloads(self, round: int, stop: Stop) -> list[Tree]:
+        """What this worker posts to its peers at a stop, for a rule whose messages do not depend on who they are."""
+        return [payload_of(self._setup_in(round, p), *self._place_over(round, p, None)) for p in stop.sends]
+
+    def payload_forms(self, round: int, stop: Stop) -> list[Tree]:
+        """Shapes and dtypes of `payloads`."""
+        return [payload_form(self._setup_in(round, p), *self._place_over(round, p, None)) for p in stop.sends]
+
+    def are_sound(self, round: int, stop: Stop, payloads: Sequence[Tree]) -> bool:
+        """Whether another worker's `payloads` may count."""
+        return all(
+            is_sound(self._setup_in(round, p), *self._place_over(round, p, None), payload)
+            for p, payload in zip(stop.sends, payloads, strict=True)
+        )
+
     @property
     def shared(self) -> list[Tensor]:
-        """What is the same on all workers after each round of a rule after which they are equal: vectors and outer states."""
+        """The vectors and outer states that are equal on all workers after each round of a rule that makes them equal."""
         return [*(setup.part.x for setup in self.fragments), *leaves(self.state)]
 
     def advance(self) -> None:
-        """Continues every exchange under way as far as it goes without waiting; cheap, and never an update."""
+        """Continues every exchange in flight as far as possible without waiting; cheap, and never an update."""
         for exchange in self.in_flight.values():
             if exchange.sent is not None:
                 exchange.advance()
 
     def pop_due(self, round: int, stop: Stop) -> list[Exchange]:
-        """The exchanges to finish at this stop; it is the caller who finishes them."""
+        """The exchanges to finish at this stop; the caller finishes them."""
         return [self.in_flight.pop(key) for key in self.due(round, stop) if key in self.in_flight]
 
     def receive(self, round: int, stop: Stop) -> None:
-        """Waits for what is due at this stop, and makes its outer updates."""
+        """Waits for the exchanges due at this stop, and makes their outer updates."""
         for exchange in self.pop_due(round, stop):
             exchange.finish()
         self.update_from_zeros(round, stop)
@@ -323,31 +337,31 @@ class OuterLoop:
             self.sharing = self.sharing.closed(self._participants(round, stop.sends[0]), taken)
 
     def update_from_zeros(self, round: int, stop: Stop) -> None:
-        """The updates of a rule that receives late, in the first rounds, when nothing has been sent yet."""
-        for sent_round, p in self.due(round, stop) if self._choice is None else ():  # no late rule has a choice
+        """The updates of a rule with delayed messages in the first rounds, before any message arrives."""
+        for sent_round, p in self.due(round, stop) if self._choice is None else ():  # else none is late
             setup = self._setup(p)
             if sent_round < self._first and setup.rule.delay_rounds:
                 mixing = self.method.topology.mixing(round, self._participants(round, p))
                 update_from_zeros(setup, mixing, self._context(round, setup.part, mixing))
 
     def pop_rest(self) -> list[Exchange]:
-        """What is under way after the last round and still to be finished; it is the caller who finishes it."""
+        """Exchanges in flight after the last round that must be finished; the caller finishes them."""
         return [self.in_flight.pop(key) for key in self.rest()]
 
     def rest(self) -> list[tuple[int, int]]:
-        """Round and fragment of what is under way after the last round and still to be finished, oldest first.
+        """Round and fragment of the exchanges in flight after the last round that must be finished, oldest first.
 
-        Not what a rule that receives late by itself has under way then: receiving that would be another outer step. Nor what was
-        announced and not sent, within a round: nobody sends it before training goes on.
+        Without the delayed messages of a rule with `delay_rounds`: receiving them would be another outer step. Also
+        without exchanges announced and not sent within a round: they are sent only when training resumes.
         """
         if self.method.rule.delay_rounds:
             return []
         return [key for key, exchange in self.in_flight.items() if exchange.sent is not None]
 
     def end(self) -> None:
-        """Finishes the rest, and waits for everything else, so that every peer receives its messages.
+        """Finishes the remaining exchanges, and waits for all others, so that every peer receives its messages.
 
-        What a rule that receives late has under way stays there: a checkpoint of the end goes on with it.
+        Delayed messages stay in flight: a run resumed from the final checkpoint receives them.
         """
         for exchange in self.pop_rest():
             exchange.finish()
@@ -356,29 +370,29 @@ class OuterLoop:
                 exchange.receive()
 
     def owners_share(self, fragment: int) -> float:
-        """Which share of what a worker sends for a mean of this fragment goes to the owners of its chunks."""
+        """The share of a worker's bytes for a mean of this fragment that goes to chunk owners."""
         setup = self._setup(fragment)
         return owners_share(setup.codec, setup.part.x.numel())
 
     def part(self, p: int) -> Part:
-        """What this worker owns of what is exchanged under a number."""
+        """This worker's part of exchange number `p`."""
         return self._setup(p).part
 
     @property
     def exchanges(self) -> int:
-        """How many exchanges a round has; their numbers go from zero on."""
+        """The number of exchanges of a round."""
         if self._choice is not None:
             return self._choice.sends
         return len(self.fragments) + (0 if self._updates is None else self.method.schedule.fragments)
 
     @property
     def state(self) -> Tree:
-        """The outer state of all fragments, one after the other, and of the choice between them."""
+        """The outer state of all fragments in order, and that of the fragment choice."""
         chosen = () if self._choice is None else (self._choice.state,)
         return (*(setup.part.s for setup in self.fragments), *chosen)
 
     def state_in_flight(self) -> list[InFlight]:
-        """What a checkpoint needs of the exchanges that are under way."""
+        """The state of the exchanges in flight, for a checkpoint."""
         return [
             {
                 "round": round,
@@ -393,10 +407,10 @@ class OuterLoop:
         ]
 
     def restore_in_flight(self, saved: Sequence[Mapping[str, Any]], sharing: Sharing | None = None) -> None:
-        """Sends again what was under way; all workers must resume from the same round.
+        """Resends the exchanges in flight; all workers must resume from the same round.
 
-        Args: `sharing` is how they share all slots from now on.
-        Raises: KeyError, TypeError, ValueError for what is no such state.
+        Args: `sharing` is the assignment of all slots from now on.
+        Raises: KeyError, TypeError, ValueError for an invalid state.
         """
         self.in_flight.clear()
         self._begun = None
@@ -422,17 +436,17 @@ class OuterLoop:
         self.sharing = sharing
 
     def forget_unsent(self) -> None:
-        """Forgets errors of codecs that came with another worker's state, who has them still to send."""
+        """Clears codec errors that came with another worker's state, as that worker will send them."""
         for setup in self.fragments:
             if setup.rule.unsent is not None:
                 setup.rule.unsent(setup.part.s).zero_()
 
     def due(self, round: int, stop: Stop) -> list[tuple[int, int]]:
-        """Round and fragment of what is received at a stop."""
+        """Round and fragment of the exchanges received at a stop."""
         return [(round - lag, p) for p, lag in stop.receives]
 
     def _context(self, round: int, part: Part, mixing: Mixing, sent: int | None = None) -> Context:
-        """What the rule may know in a round; `sent` is the round in which something is sent for it, if that is another."""
+        """The rule's context in a round; `sent` is the round in which its message is sent, if different."""
         i, adapted = self.worker, self._adapted
         full_steps = self.timetable.at(round if sent is None else sent).full_steps
         ctx = Context(i, mixing.n, round, self.local_steps, mixing.weight(i), part.layout, full_steps)
@@ -440,7 +454,7 @@ class OuterLoop:
         return ctx if adapted is None or part.s == () else ctx._replace(rank=adapted(part.s).rank)
 
     def _place(self, round: int, p: int) -> tuple[Mixing, Context]:
-        """The mixing and the context of what is sent in this round, which those that send ahead do for the next one."""
+        """The mixing and the context of the messages sent in this round, which for rules that send ahead are the next round's."""
         of = self.membership.next_round(round) if self._ahead(p) else round
         assert of is not None
         present = self._participants(of, p)
@@ -454,24 +468,24 @@ class OuterLoop:
         return mixing, self._context(round, self._setup(p).part, mixing)
 
     def _participants(self, round: int, p: int) -> frozenset[int] | None:
-        """Who takes part in an exchange, in this worker's view: of an expert, those that hold it."""
+        """The participants of an exchange, in this worker's view; for an expert, its holders."""
         holders = self.method.holders
         return holders[p] if holders else self.membership.participants(round, p)
 
     def receives_from(self, round: int, p: int, present: frozenset[int]) -> tuple[int, ...]:
-        """From whom this worker receives in an exchange of a round in which these workers take part."""
+        """The senders to this worker in an exchange of a round with these participants."""
         return self._topology_of(p).mixing(round, present).receives_from(self.worker)
 
     def peers_in(self, round: int, present: frozenset[int]) -> tuple[int, ...]:
-        """From whom it receives in any exchange of the round, ascending."""
+        """The senders to this worker in any exchange of the round, ascending."""
         return tuple(sorted({j for p in range(self.exchanges) for j in self.receives_from(round, p, present)}))
 
     def _ahead(self, p: int) -> bool:
-        """Whether what is sent of this fragment in a round is for the next one."""
+        """Whether this fragment's messages are sent a round ahead."""
         return self.method.rule.sends_ahead and p < self.method.schedule.fragments
 
     def _setup(self, p: int) -> Setup:
-        """The setup of an exchange; that of updates shares x and what it needs of the state with its fragment."""
+        """The setup of an exchange; that of mixed updates shares x and part of the state with its fragment."""
         if self._choice is not None:
             own = self.fragments[self._choice.of[p]]
             assert own.rule.start is not None
@@ -490,7 +504,7 @@ class OuterLoop:
         return begin(self._setup_in(round, p)._replace(attempt=attempt), mixing, ctx)
 
     def _setup_in(self, round: int, p: int) -> Setup:
-        """The setup of an exchange that is sent in this round, with whose numbers it will make its update, however late."""
+        """The setup of an exchange sent in this round, whose option values its update uses, however late."""
         setup, late = self._setup(p), self.method.rule.delay_rounds
         if p >= self.method.parts and self._choice is None:
             return setup

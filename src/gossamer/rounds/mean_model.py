@@ -1,4 +1,4 @@
-"""The mean model, `(1/n) Σ_i x_i`: of vectors that lie in one process, and of those of n processes, to the same bits."""
+"""The mean model, `(1/n) Σ_i x_i`: over vectors in one process, or over n processes, with bitwise the same result."""
 
 from collections.abc import Sequence
 
@@ -17,15 +17,15 @@ def mean_of(vectors: Sequence[Tensor]) -> Tensor:
 def mean_over_workers(
     tensors: Sequence[Tensor], transport: Transport, n: int, round: int, fragment: int
 ) -> list[Tensor]:
-    """What `mean_of` makes of each tensor over all n workers, as flat vectors, the same bits on every worker.
+    """`mean_of` each tensor over all n workers, as flat vectors, bitwise the same on every worker.
 
     A collective: worker k sums chunk k of every tensor in worker order, and sends the sum to all others.
 
-    Args: `round` and `fragment` name the messages; nothing else may be under way by these names.
+    Args: `round` and `fragment` name the messages; no other message in flight may have these names.
     Raises: TransportError and PeerError from the transport.
     Cost: 2 (n-1)/n of the tensors each way, and twice their memory.
     """
-    flats = [t.detach().reshape(-1).to(tensors[0].device) for t in tensors]  # buffers may be elsewhere
+    flats = [t.detach().reshape(-1).to(tensors[0].device) for t in tensors]  # buffers may be on another device
     if n == 1:
         return [t.clone() for t in flats]
     i, others = transport.worker, [j for j in range(n) if j != transport.worker]

@@ -1,4 +1,4 @@
-"""How what a worker trained under a transfer is merged with the outer update, which comes late."""
+"""Merging of the training during a transfer with the outer update, which arrives late."""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,14 +12,14 @@ from gossamer.topologies.mixing import widen
 from gossamer.tree import Tree
 
 Merge = Literal["keep", "taylor"] | float
-_BLOCK = 1 << 14  # elements that torch sums in one thread, so that the number of threads changes no bit
+_BLOCK = 1 << 14  # elements that torch sums in one thread, so that the result does not depend on the number of threads
 
 
 @contextlib.contextmanager
 def merging(x: Tensor, layout: Layout, sent: Tree, merge: Merge, strength: float) -> Iterator[None]:
-    """Lets an outer update of `x` `[P]` see the parameters as they were sent, and then merges in what was trained since.
+    """Lets an outer update of `x` `[P]` see the parameters as they were sent, and then merges the training since.
 
-    With s as sent, θ as trained since, m = θ - s, and A what the update makes of s:
+    With s as sent, θ after training since, m = θ - s, and A the result of the update on s:
 
         "keep":    x ← A + m
         a number:  x ← a θ + (1 - a) A
@@ -65,5 +65,5 @@ def _unit(v: Tensor) -> Tensor:
 
 
 def length(v: Tensor) -> Tensor:
-    """The norm of v, as a tensor of no dimension in its dtype; the number of threads changes no bit."""
+    """The norm of v, as a tensor of no dimension in its dtype; independent of the number of threads, bit for bit."""
     return torch.stack([block.double().square().sum() for block in v.split(_BLOCK)]).sum().sqrt().to(v.dtype)

@@ -1,4 +1,4 @@
-"""What one worker does to its own state in a round without drift, as a linear map: `gossamer.rounds.stability` reads it."""
+"""A worker's round without drift as a linear map of its state, for `gossamer.rounds.stability`."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,7 +37,7 @@ def of_consensus(consensus: Consensus) -> Recursion:
     alpha, g, site = consensus
     if site == "drift":
         return Recursion(np.array([[1.0, g], [0.0, g]]), np.array([alpha, 0.0]), np.array([1.0, g]), np.ones(2))
-    if site == "start":  # its drift is added to what was mixed
+    if site == "start":  # its drift is added after mixing
         own = np.array([[1.0, g, 1.0], [0.0, g, 0.0], [0.0, 0.0, 0.0]])
         return Recursion(own, np.array([alpha, 0.0, 0.0]), np.array([1.0, 0.0, 0.0]), np.array([0.0, 1.0, 1.0]))
     own = np.array([[1 + g, -g], [1.0, 0.0]])
@@ -48,8 +48,8 @@ def of_consensus(consensus: Consensus) -> Recursion:
 def of_rule(rule: "Rule", merge: float) -> Recursion:
     """The recursion of a rule that has a consensus, when a schedule merges its result into the parameters.
 
-    The parameters become a θ + (1 - a) θ', while the rule's own state has the θ' (`Schedule.merge`). How they act together
-    differs from rule to rule, so it is read off the rule's functions, on states with a single one.
+    The parameters become a θ + (1 - a) θ', while the rule's own state has the θ' (`Schedule.merge`). The joint
+    recursion differs from rule to rule, so it is computed by applying the rule's functions to unit states.
     """
     import torch
 
@@ -61,7 +61,7 @@ def of_rule(rule: "Rule", merge: float) -> Recursion:
     form = map_leaves(torch.zeros_like, (zero, rule.init(zero, ctx)))
 
     def played(values: Sequence[float], pull: float) -> tuple[Tree, list[float]]:
-        """What is sent from the state with these numbers, and the state after the round."""
+        """The message from a state with these values, and the state after the round."""
         x, s = refill(form, [torch.full_like(zero, value) for value in values])
         message = rule.send(x, s, ctx)
         peer = map_leaves(lambda t: t + 2 * pull, message)
@@ -76,7 +76,7 @@ def of_rule(rule: "Rule", merge: float) -> Recursion:
     k = len(leaves(form))
     unit = np.eye(k).tolist()
     own, pulled = np.array([played(one, 0.0)[1] for one in unit]).T, np.array(played([0.0] * k, 1.0)[1])
-    # What no round changes, such as a common anchor, is the same on all workers.
+    # Constant state, such as a common anchor, is the same on all workers.
     moves = [j for j in range(k) if j == 0 or pulled[j] or own[j].tolist() != unit[j]]
     y = np.array([sent(one) for one in unit])[moves]
     # At this site y has the drift itself and, γ times, as part of the momentum.

@@ -1,4 +1,4 @@
-"""When which part of the model is exchanged: a pure function of the round, the same on every worker.
+"""The schedule of exchanges: a pure function of the round, the same on every worker.
 
 A round is H inner steps. The parameters are cut into P fragments; fragment p is sent after step (p + 1)·H/P of each round and
 received `overlap_steps` inner steps later. One fragment without overlap is the plain round; several fragments that overlap with
@@ -19,16 +19,16 @@ class Stop(NamedTuple):
     """
 
     step: int
-    """Inner steps of the round that come before, for the worker that takes most."""
+    """Inner steps of the round before this stop, for the worker with the most steps."""
     sends: tuple[int, ...]
-    """Fragments that are sent now; where they are chosen (`Schedule.sends`), the places of these sends in the round."""
+    """Fragments sent at this stop; where they are chosen (`Schedule.sends`), the positions of these sends in the round."""
     receives: tuple[tuple[int, int], ...]
-    """Fragments that are received now, each with how many rounds ago it was sent."""
+    """Fragments received at this stop, each with its age in rounds."""
 
     def after(self, local_steps: int, full_steps: int) -> int:
-        """Inner steps of the round that come before for a worker that takes `local_steps` instead of `full_steps` a round.
+        """Inner steps of the round before this stop for a worker that takes `local_steps` instead of `full_steps`.
 
-        All workers are at the same stop after the same share of their round, so they have the same exchanges under way.
+        All workers are at the same stop after the same share of their round, so they have the same exchanges in flight.
 
         >>> [Stop(step, (), ()).after(local_steps=5, full_steps=15) for step in (5, 10, 15)]
         [1, 3, 5]
@@ -38,14 +38,14 @@ class Stop(NamedTuple):
 
 @settings("schedule")
 class Schedule:
-    """How a round is divided, and how long a transfer may overlap with training."""
+    """The division of a round into fragments, and their overlap with training."""
 
     fragments: Count = 1
     """Parts of the model that are exchanged one after the other (P)."""
     pattern: Literal["strided", "sequential"] = "strided"
     """Which layers make a fragment: every P-th, or neighbours."""
     overlap_steps: Number = 0
-    """Inner steps between sending a fragment and applying its update (τ), for the worker that takes most; at most a round."""
+    """Inner steps between sending a fragment and applying its update (τ), for the worker with the most steps; at most a round."""
     merge: Literal["keep", "taylor"] | Portion = "keep"
     """How a worker applies an outer update to its parameters x: "keep" adds it to x, so that nothing trained since the send
     is lost (the delta rule); a number a in [0, 1] sets x to a·x + (1 - a)·(outer result), the α of Streaming DiLoCo; "taylor"
@@ -55,7 +55,7 @@ class Schedule:
     sends: Number = 0
     """Sends in a round, each of the fragment whose outer value changes fastest, as in CoCoDC (N): at least as many as there are
     fragments, of which two or more, and at most one an inner step. 0 sends each fragment once a round, in turn. CoCoDC's N is
-    max(fragments, 0.4 H · seconds of an inner step / seconds of a transfer), which spends bandwidth that is to spare."""
+    max(fragments, 0.4 H · seconds of an inner step / seconds of a transfer), which uses spare bandwidth."""
     inner_every: tuple[Number, ...] = ()
     """Rounds between two averagings of the inner optimizer's first and second moments, as in DES-LOC; 0 for never, and ()
     leaves them to each worker alone."""
@@ -84,11 +84,11 @@ class Schedule:
 
     @property
     def slots(self) -> int:
-        """How often fragments are sent in a round."""
+        """The number of sends in a round."""
         return self.sends or self.fragments
 
     def hidden(self, full_steps: int) -> float:
-        """Share of a round's inner steps during which some fragment is under way, if the fragments follow one another."""
+        """The share of a round's inner steps during which a fragment is in flight, if transfers do not overlap."""
         return min(1.0, self.slots * self.overlap_steps / full_steps)
 
     def stops(
@@ -97,7 +97,7 @@ class Schedule:
         """The stops of a round of `full_steps` inner steps, in their order; the last is its end.
 
         Args:
-            delay_rounds: how many rounds late the rule receives what was sent, as in `Rule.delay_rounds`.
+            delay_rounds: how many rounds late the rule receives messages, as in `Rule.delay_rounds`.
             ahead: whether it sends after it has received, as in `Rule.sends_ahead`.
             updates: whether the updates of each fragment are mixed first, as in `Rule.mixes_updates`; their numbers follow all
                 others.
@@ -114,7 +114,7 @@ class Schedule:
         def exchange(fragment: int, sent: int, late: int, first: bool = False) -> None:
             lag, before = divmod(sent + late - 1, full_steps)
             sends.setdefault((sent, not first), []).append(fragment)
-            # Only a rule that is late by itself sends again before it has received what it sent last.
+            # Only a rule with delayed messages sends again before it has received the previous exchange.
             first = first or (late > 0 and before + 1 == sent and (ahead or not delay_rounds))
             receives.setdefault((before + 1, not first), []).append((fragment, lag))
 
@@ -130,7 +130,8 @@ class Schedule:
         for step, again in sorted(sends.keys() | receives.keys()):
             received = receives.get((step, again), [])
             if again:
-                # What was sent first is received first: no worker waits for a message that depends on one it has not sent yet.
+                # Exchanges are received in the order sent: no worker waits for a message that depends on one it has not
+                # sent yet.
                 received = sorted(received, key=lambda fragment: -fragment[1])
             stops.append(Stop(step, tuple(sends.get((step, again), ())), tuple(received)))
         return tuple(stops)

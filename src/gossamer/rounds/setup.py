@@ -1,4 +1,4 @@
-"""What an exchange works on: what a worker has, how it is sent, and over which connections."""
+"""The inputs of an exchange: a worker's tensors and state, codec and transport."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +18,7 @@ from gossamer.tree import Tree
 
 
 class Part(NamedTuple):
-    """What one worker owns of one fragment: the live parameters (or gradients), and the outer state; both updated in place."""
+    """A worker's part of one fragment: the live parameters (or gradients), and the outer state; both updated in place."""
 
     x: Tensor
     s: Tree
@@ -27,7 +27,7 @@ class Part(NamedTuple):
 
 
 class Setup(NamedTuple):
-    """What all exchanges of one fragment of one worker have in common."""
+    """The settings shared by all exchanges of one fragment of one worker."""
 
     rule: Rule
     codec: Codec
@@ -36,11 +36,11 @@ class Setup(NamedTuple):
     seed: int
     """For codecs that round at random. All workers use the payload that the sender encoded, so all decode the same."""
     kernel: Kernel = PLAIN
-    """How the outer update is carried out."""
+    """The implementation of the outer update."""
     reduce: Reduce | None = None
     """Sums tensors over all workers in place; if given, it makes every `mean` over everyone whose codec is exact."""
     together: Together | None = None
-    """Takes such a mean once for all workers, where all of them are in this process."""
+    """Computes such a mean once for all workers, where all of them are in this process."""
     overlap_steps: int = 0
     """Inner steps that x takes between `post` and `finish`; noted in the trace."""
     merge: Merge = "keep"
@@ -48,22 +48,22 @@ class Setup(NamedTuple):
     merge_strength: float = 0.5
     """As in `Schedule.merge_strength`."""
     attempt: int = 0
-    """Of an elastic run, which tries the mean of a round again over fewer workers when one of them fails."""
+    """The attempt number in an elastic run, which retries the mean of a round over fewer workers when one fails."""
     around: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Is entered for the time of the outer update."""
+    """A context manager around the outer update."""
     compare: Callable[[Tree, Sequence[Tree]], None] | None = None
-    """Is shown each own message and those received, or the mean of all, as they were decoded; it only reads them."""
+    """A read-only callback with each worker's message and the received ones, or the mean of all, as decoded."""
     declined: Callable[[int], None] = lambda sender: None
-    """Is told whose message was not counted, as it has numbers that are not finite or cannot be decoded."""
+    """A callback with the sender of a message that was declined, as it is not finite or cannot be decoded."""
     sides: tuple["StageSide", ...] = ()
-    """Where peers are in stages and this worker is not: its exchange with each stage, in place of one; see `in_sides`."""
+    """Where peers are in stages and this worker is not: a separate exchange with each stage; see `in_sides`."""
 
 
 class Sent(NamedTuple):
-    """What an exchange under way depends on; a checkpoint keeps it, and `begin` accepts it to send the same again."""
+    """The sent tensors of an exchange in flight; kept in checkpoints, and accepted by `begin` to resend them."""
 
     message: Tree
-    """What the rule sent."""
+    """The rule's message."""
     x: Tree
     """The parameters at the time of sending, where the update needs them and they have changed since; () otherwise."""
 
@@ -72,9 +72,9 @@ class StageSide(NamedTuple):
     """The slice of a fragment that a worker in one piece exchanges with one stage of its peers."""
 
     transport: Transport
-    """To that stage of each peer, or to a peer in one piece."""
+    """The transport to that stage of each peer, or to a peer in one piece."""
     codec: Codec
-    """As that stage has it."""
+    """The codec fitted to that stage."""
     start: int
     stop: int
     layout: Layout
@@ -82,7 +82,7 @@ class StageSide(NamedTuple):
 
 
 class Waits(Protocol):
-    """What an exchange needs of a transport in order to go on."""
+    """The transport operations that an exchange needs to proceed."""
 
     def ready(self, ticket: Ticket) -> bool:
         """As of `Transport`."""
@@ -99,7 +99,7 @@ class AllOf(NamedTuple):
     transports: tuple[Transport, ...]
 
     def ready(self, ticket: Ticket) -> bool:
-        """Whether it is ready on all of them; each is asked, as that starts what was posted."""
+        """Whether it is ready on all of them; each is polled, as polling starts posted operations."""
         ready = [one.ready(ticket) for one in self.transports]
         return all(ready)
 
@@ -110,15 +110,15 @@ class AllOf(NamedTuple):
 
 
 def in_sides(setup: Setup, codec: Codec, transports: Sequence[Transport], stage_of: Callable[[str], int]) -> Setup:
-    """The setup of a worker in one piece whose peers are in stages: each stage sends and receives its own tensors alone.
+    """The setup of a worker in one piece whose peers are in stages: each stage exchanges only its tensors.
 
-    The rule must be elementwise, and the tensors of a stage one after the other in the fragment.
+    The rule must be elementwise, and a stage's tensors contiguous in the fragment.
 
     Args:
         codec: that of the run, which each side fits to its slice.
         transports: of each stage.
         stage_of: the stage of the tensor with a name.
-    Cost: of an exchange, one copy of its message more.
+    Cost: one more copy of the message per exchange.
     """
     assert setup.rule.elementwise
     sides: list[StageSide] = []

@@ -1,12 +1,13 @@
-"""Who trains on which slots of a round while some workers are dead, so that the global batch stays the same.
+"""The assignment of slots to workers while some are dead, so that the global batch stays the same.
 
-Each slot has batches of its own, one for each inner step. With `data.constant_batch` the workers that are there share all slots:
-worker i takes the mean gradient over the slots S_i that it trains, and the mean of a round weighs worker i by their number,
+Each slot has separate batches, one for each inner step. With `data.constant_batch` the workers alive share all slots:
+worker i takes the mean gradient over the slots S_i that it trains, and the mean of a round weighs worker i by their
+number,
 
     mean = Σ_i |S_i| message_i / Σ_i |S_i|.
 
-Everything follows from the workers over whom the means of earlier rounds were taken, on which all of them agreed: so no message
-is needed, and a slot's steps are part of the mean once, whatever each worker believes of the others.
+The assignment depends only on the participants of the means of earlier rounds, which all workers agree on: so no
+message is needed, and each slot's steps count exactly once, whatever each worker's membership view.
 """
 
 from collections.abc import Collection
@@ -18,9 +19,9 @@ from gossamer.topologies.mixing import Mixing
 
 @lru_cache(maxsize=64)
 def shares(slots: int, present: frozenset[int]) -> tuple[tuple[int, ...], ...]:
-    """The slots that each worker trains, ascending: its own, and some of those whose workers are not present.
+    """The slots that each worker trains, ascending: its own, and a share of those of absent workers.
 
-    Of the latter each goes, in ascending order, to who has fewest slots; among those, to the lowest number.
+    The latter are assigned in ascending order, each to the worker with the fewest slots; ties go to the lowest number.
 
     >>> shares(5, frozenset({0, 2, 3}))
     ((0, 1), (), (2, 4), (3,), ())
@@ -32,36 +33,38 @@ def shares(slots: int, present: frozenset[int]) -> tuple[tuple[int, ...], ...]:
 
 
 class Sharing(NamedTuple):
-    """How the slots are shared in one round, as all workers know it whose parameters are those of that round."""
+    """The assignment of slots in one round, the same on all workers with that round's parameters."""
 
     present: frozenset[int]
-    """Over whom the last mean of the round before was taken: they share all slots."""
+    """The participants of the last mean of the previous round: they share all slots."""
     before: tuple[int, ...]
-    """Inner steps of each slot that were part of the mean when the round began."""
+    """Inner steps of each slot included in the mean at the start of the round."""
     steps: tuple[int, ...]
-    """The same by now."""
+    """The same, updated during the round."""
     last: frozenset[int]
-    """Over whom the last mean was taken."""
+    """The participants of the last mean."""
 
     def begun(self) -> "Sharing":
-        """At the start of the next round."""
+        """The sharing at the start of the next round."""
         return Sharing(self.last, self.steps, self.steps, self.last)
 
     def slots_of(self, worker: int) -> tuple[int, ...]:
-        """The slots that a worker trains in this round and counts for; none of a newcomer whose slot another one trains."""
+        """The slots that a worker trains and is counted for in this round; none for a newcomer whose slot another
+        worker trains.
+        """
         return shares(len(self.steps), self.present)[worker]
 
     def places(self, worker: int) -> dict[int, int]:
         """The slots whose batches a worker trains on, each with its next inner step.
 
-        A newcomer who counts for none trains on those of its own slot, in order to warm its inner optimizer.
+        A newcomer that is not counted trains on its own slot, to warm up its inner optimizer.
         """
         return {slot: self.before[slot] for slot in self.slots_of(worker) or (worker,)}
 
     def weighed(self, mixing: Mixing, workers: Collection[int] | None) -> Mixing:
         """The mixing of a mean over these workers, None for all, by how many slots each has trained.
 
-        Unchanged where all have trained as many. Who counts for none stays in the rows, with weight zero.
+        Unchanged where all have trained equally many. A worker that is not counted stays in the rows, with weight zero.
         """
         members = range(mixing.n) if workers is None else sorted(workers)
         counts = {worker: len(self.slots_of(worker)) for worker in members}
@@ -72,9 +75,9 @@ class Sharing(NamedTuple):
         return mixing._replace(rows=tuple(row if i in counts else own for i, own in enumerate(mixing.rows)))
 
     def closed(self, workers: Collection[int] | None, taken: int) -> "Sharing":
-        """After a mean over these workers, None for all, who had each taken so many inner steps of the round.
+        """The sharing after a mean over these workers (None for all), with the inner steps each had taken in the round.
 
-        Those of a worker that is not among them are part of nothing: they are taken again by whoever trains its slots next.
+        The steps of any other worker are discarded: the worker that trains its slots next repeats them.
         """
         last = frozenset(range(len(self.steps)) if workers is None else workers)
         steps = list(self.steps)
@@ -83,11 +86,11 @@ class Sharing(NamedTuple):
         return self._replace(steps=tuple(steps), last=last)
 
     def state(self) -> list[list[int]]:
-        """What a checkpoint keeps at the end of a round."""
+        """The state for a checkpoint at the end of a round."""
         return [sorted(self.last), list(self.steps)]
 
     def restored(self, state: object) -> "Sharing":
-        """That of a checkpoint, or of another worker. Raises: ValueError for what is no such state."""
+        """A state restored from a checkpoint or another worker. Raises: ValueError for an invalid state."""
         match state:
             case [[*last], [*steps]] if (
                 len(steps) == len(self.steps)
@@ -100,6 +103,6 @@ class Sharing(NamedTuple):
 
 
 def first_sharing(slots: int) -> Sharing:
-    """That of the start of a run: each worker trains its own slot."""
+    """The sharing at the start of a run: each worker trains its own slot."""
     everyone, none = frozenset(range(slots)), (0,) * slots
     return Sharing(everyone, none, none, everyone)

@@ -30,21 +30,21 @@ if TYPE_CHECKING:  # gossip on a topology is predicted without torch
 Array = NDArray[Any]
 
 _MOST_WORK, _MOST_SEARCHED = 5e8, 1e7
-"""Of one analysis, in products of numbers, which takes up to ten seconds, and of one that a search may repeat."""
+"""The most work of one analysis, in multiplications (up to ten seconds), and of one that a search repeats."""
 _OF_A_ROUND = 2e4
-"""Products of numbers that take as long as the other work for one round of a period, however few workers there are."""
+"""The fixed work per round of a period, in equivalent multiplications."""
 
 
 class _Analysis(NamedTuple):
-    """What is common to all (α, γ) of a topology."""
+    """The quantities of a topology that do not depend on (α, γ)."""
 
     of: "Callable[[Recursion], Stability]"
     work: float = 0.0
-    """In products of numbers; 0 where it is no more than milliseconds."""
+    """The work in multiplications; 0 for a few milliseconds or less."""
 
 
 class Stability(NamedTuple):
-    """How the disagreement of a rule evolves on a topology."""
+    """The evolution of a rule's disagreement on a topology."""
 
     radius: float
     """Factor by which the rms disagreement shrinks per round in the long run; it grows above one."""
@@ -52,7 +52,7 @@ class Stability(NamedTuple):
     """Steady variance per dimension of the disagreement space when every round adds drift of unit variance to what is sent;
     infinite if unstable, nan if not known. The mean over workers of |θ_i - mean|² is (n-1)/n of it per parameter."""
     method: Literal["closed form", "companion", "second moment"]
-    """How it was computed: exact for exchangeable draws, exact for periodic sequences, estimated from 256 draws."""
+    """The method of computation: exact for exchangeable draws, exact for periodic sequences, estimated from 256 draws."""
 
     @property
     def stable(self) -> bool:
@@ -72,7 +72,7 @@ class Gossip(NamedTuple):
 
 
 class Outlook(NamedTuple):
-    """What to expect of gossip on a topology."""
+    """Predictions for gossip on a topology."""
 
     spectral_gap: float | None
     """Of the mean mixing matrix; None where that is not known."""
@@ -249,7 +249,7 @@ def resolve_alpha(rule: "Rule", topology: Topology) -> "Rule":
 def least_stable(
     rules: "Sequence[tuple[int, Rule]]", topology: Topology, merge: "Merge" = "keep"
 ) -> "tuple[int, Rule]":
-    """Of a rule with several numbers, by inner step, the one whose disagreement shrinks least."""
+    """Of the variants of a rule over its schedule, by inner step, the one whose disagreement shrinks least."""
 
     def radius(one: "tuple[int, Rule]") -> float:
         found = stability_of(one[1], topology, merge)
@@ -259,7 +259,8 @@ def least_stable(
 
 
 def stability_warning(rule: "Rule", topology: Topology, merge: "Merge" = "keep") -> str | None:
-    """A sentence for a rule whose disagreement is predicted not to stay bounded, with what would; None if it is stable.
+    """A sentence for a rule whose disagreement is predicted not to stay bounded, with stable settings; None if it is
+    stable.
 
     >>> from gossamer.rules import gasloc
     >>> from gossamer.topologies import random
@@ -294,7 +295,7 @@ def stability_warning(rule: "Rule", topology: Topology, merge: "Merge" = "keep")
 
 
 def outlook(topology: Topology, *, alpha: float, gamma: float) -> Outlook:
-    """How gossip with this step and momentum does on a topology.
+    """The predictions for gossip with this step and momentum on a topology.
 
     Raises: ConfigError when alpha is outside (0, 2) or gamma outside [0, 1).
 
@@ -324,7 +325,7 @@ def outlook(topology: Topology, *, alpha: float, gamma: float) -> Outlook:
 
 
 def too_large(topology: Topology) -> bool:
-    """Whether the stability of a doubly stochastic topology takes more than some seconds to find, so that none is predicted.
+    """Whether the stability of a doubly stochastic topology is too expensive to predict (more than some seconds).
 
     >>> from gossamer.topologies import chain, random, ring
     >>> too_large(random(20_000)), too_large(ring(20_000)), too_large(chain(20_000))
@@ -332,7 +333,7 @@ def too_large(topology: Topology) -> bool:
     """
     if topology.n == 1 or topology.exchangeable or topology.everyone or not topology.doubly_stochastic:
         return False
-    rounds, n = topology.period or _DRAWS * 100, topology.n  # sampled rounds are gone through again and again
+    rounds, n = topology.period or _DRAWS * 100, topology.n  # sampled rounds are iterated many times
     work = rounds * n**3 + (topology.period or 0) * _OF_A_ROUND
     return work > _MOST_WORK and (rounds * n > 100_000 or not _all_circulant(topology))
 
@@ -361,7 +362,7 @@ def _condition(topology: Topology) -> float:
 
 
 def _mean_values(topology: Topology) -> Array | None:
-    """The eigenvalues of the mean mixing matrix on the disagreement space, where they are known without making it."""
+    """The eigenvalues of the mean mixing matrix on the disagreement space, where they are known without forming it."""
     n = topology.n
     if n == 1 or topology.everyone:
         return np.zeros(1)
@@ -380,11 +381,11 @@ def _mean_matrix(topology: Topology) -> NDArray[np.float64]:
 
 
 _DRAWS = 256
-"""Of a topology that is neither periodic nor exchangeable."""
+"""Rounds sampled from a topology that is neither periodic nor exchangeable."""
 
 
 def _analysis(topology: Topology) -> _Analysis:
-    """What is common to all (α, γ) of a topology is computed here, once."""
+    """The quantities of a topology that do not depend on (α, γ), cached."""
     if not topology.doubly_stochastic:
         raise ConfigError(
             f"topology '{topology.name}' has weights that are not doubly stochastic, so gossip does not preserve the "
@@ -409,12 +410,13 @@ def _analysis(topology: Topology) -> _Analysis:
 
 
 _of_exchangeable: WeakKeyDictionary[Callable[..., Mixing], _Analysis] = WeakKeyDictionary()
-"""By the plan of a topology: every question about it needs the weights of all its workers, of which there may be a million."""
+"""Keyed by the plan of a topology: each query needs the weights of all workers, possibly a million."""
 
 
 def _exchangeable(topology: Topology) -> _Analysis:
-    """`E[W] = a1 I` and `E[WᵀW] = a2 I` on the disagreement space, as no worker is special; both come from traces, and those
-    are the same for every draw."""
+    """`E[W] = a1 I` and `E[WᵀW] = a2 I` on the disagreement space, by exchangeability; both come from traces, which are
+    the same for every draw.
+    """
     n = topology.n
     a1, a2 = ((trace - 1.0) / (n - 1) for trace in _traces(topology))
 
@@ -454,7 +456,9 @@ _traces_of: WeakKeyDictionary[Callable[..., Mixing], tuple[float, float]] = Weak
 
 
 def _total(numbers: Array, counts: NDArray[np.int64]) -> float:
-    """The exact sum, rounded once as by `math.fsum`, of numbers that are there so often: a million weights are few different."""
+    """The exact sum, rounded once as by `math.fsum`, of numbers with multiplicities: a million weights take few
+    distinct values.
+    """
     values, places = np.unique(numbers, return_inverse=True)
     times = np.zeros(len(values), np.int64)
     np.add.at(times, places, counts)
@@ -469,7 +473,7 @@ def _restricted(mixings: Sequence[Mixing]) -> Array:
 
 
 def _parts(topology: Topology) -> Array:
-    """The disagreement space in parts that never meet, `[parts, t, b, b]`: scalars where the mixings are all circulant, or
+    """The disagreement space in invariant parts, `[parts, t, b, b]`: scalars where the mixings are all circulant, or
     symmetric and commute; else one part of size n - 1."""
     mixings = [topology.mixing(t) for t in range(topology.period or 0)]
     n = topology.n
@@ -489,13 +493,13 @@ def _parts(topology: Topology) -> Array:
 
 
 def _all_circulant(topology: Topology) -> bool:
-    """Whether each mixing of a period moves with the workers; of a random topology none does."""
+    """Whether each mixing of a period is circulant; never for a random topology."""
     return topology.period is not None and all(_is_circulant(topology.mixing(t)) for t in range(topology.period))
 
 
 def _is_circulant(mixing: Mixing) -> bool:
     first = mixing.rows[0]
-    if mixing.everyone:  # a million numbers of a thousand workers need not be looked at one by one
+    if mixing.everyone:  # no need to check a million entries for a thousand workers
         return len({w for _, w in first}) == 1
     return all(row == tuple(sorted(((j + i) % mixing.n, w) for j, w in first)) for i, row in enumerate(mixing.rows))
 

@@ -1,4 +1,4 @@
-"""A mean over all workers of one process: taken once, as all of them receive the same.
+"""A mean over all workers of one process: computed once, as all of them receive the same.
 
 Forms of messages: their parts for chunk owners, and their shapes before there is a message.
 """
@@ -16,11 +16,11 @@ from gossamer.topologies.mixing import Mixing, widen
 from gossamer.transport.contract import IncompleteError, Ticket
 from gossamer.tree import Tree, leaves, map_leaves, nbytes, shares_storage
 
-_FEW = 1 << 14  # elements with which it is cheaper to compute than to do without
+_FEW = 1 << 14  # elements up to which computing on data is cheaper than on the meta device
 
 
 class Sizes(NamedTuple):
-    """Bytes of the part that each worker would own if the mean went through chunk owners."""
+    """Bytes of the chunk of each worker if the mean went through chunk owners."""
 
     there: tuple[int, ...]
     back: tuple[int, ...]
@@ -37,10 +37,10 @@ def chunks(tree: Tree, n: int, codec: Codec) -> list[Tree]:
 
 
 def message_template(rule: Rule, x: Tensor, s: Tree, ctx: Context) -> Tree:
-    """Shapes and dtypes of a message, found by running `send` on numbers that do not matter: the others' look like mine.
+    """Shapes and dtypes of a message, from running `send` on dummy values: all workers' messages have the same form.
 
-    Without data every operation runs in Python, some 0.1 ms of it, and the first imports torch's compiler; on a few zeros it
-    takes a hundredth.
+    On the meta device every operation runs in Python, about 0.1 ms each, and the first imports torch's compiler; on a
+    few zeros it takes a hundredth.
     """
     if rule.elementwise and x.numel() > 2:  # then two elements stand for all; one alone could also be a scalar state
         like, state = map_leaves(lambda t: torch.zeros(2 if t.shape == x.shape else t.shape, dtype=t.dtype), (x, s))
@@ -64,7 +64,7 @@ def sizes_of(message: Tree, n: int, codec: Codec) -> Sizes:
 
 
 def own_message(rule: Rule, x: Tensor, s: Tree, ctx: Context) -> Tree:
-    """What the rule sends, in memory that nobody writes to while x and s change."""
+    """The rule's message, in memory that is not written to while x and s change."""
     message = rule.send(x, s, ctx)
     if any(shares_storage(message, own) for own in (x, *leaves(s))):
         message = map_leaves(Tensor.clone, message)
@@ -72,7 +72,7 @@ def own_message(rule: Rule, x: Tensor, s: Tree, ctx: Context) -> Tree:
 
 
 class _Mean:
-    """One mean: what the workers sent, and once the first of them has asked, the mean."""
+    """One mean: the messages of the workers, and the result once it is first requested."""
 
     def __init__(self, sizes: Sizes) -> None:
         self.messages: dict[int, Tree] = {}
@@ -87,15 +87,18 @@ class Together:
     Cost: one pass over the n messages for each mean, in one thread.
     """
 
+    given = False
+    """Whether its means are there already, so that no message is sent for them, in whatever codec."""
+
     def __init__(self, n: int) -> None:
         self._n, self._means, self._lock = n, dict[Ticket, _Mean](), threading.Lock()
 
     def takes(self, mixing: Mixing) -> bool:
-        """Whether it takes the means of such a mixing."""
+        """Whether it handles means of this mixing."""
         return mixing.everyone
 
     def put(self, ticket: Ticket, worker: int, message: Tree, sizes: Callable[[], Sizes]) -> Sizes:
-        """Adds what a worker sends; `sizes` is called for the first one."""
+        """Adds a worker's message; `sizes` is called for the first one."""
         with self._lock:
             if ticket not in self._means:
                 self._means[ticket] = _Mean(sizes())
@@ -103,7 +106,7 @@ class Together:
             return self._means[ticket].sizes
 
     def take(self, ticket: Ticket, mean: Callable[[Mapping[int, Tree]], Tree]) -> Tree:
-        """The mean of all messages, which `mean` takes once; the last worker that asks for it makes it forgotten.
+        """The mean of all messages, computed once by `mean`, and released after the last worker has taken it.
 
         Raises: IncompleteError when a worker has not sent; as `mean` does.
         """
@@ -123,12 +126,14 @@ class Together:
 
 
 class GivenMeans(Together):
-    """Means that one worker has taken for all, over those whose messages it had."""
+    """Means that one worker has computed for all, over the messages it received."""
+
+    given = True
 
     def __init__(self, n: int) -> None:
         super().__init__(n)
         self.means: Mapping[int, Tree] = {}
-        """Those of the exchanges that end next, by fragment."""
+        """The means of the exchanges that end next, by fragment."""
 
     def takes(self, mixing: Mixing) -> bool:
         """See `Together`."""

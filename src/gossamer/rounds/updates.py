@@ -1,4 +1,4 @@
-"""The second exchange of a rule that mixes the updates of a round before its own: where it goes, and the rule it runs."""
+"""The extra exchange of a rule that mixes the updates of a round first: its topology, and the rule it runs."""
 
 import math
 from typing import NamedTuple
@@ -30,7 +30,7 @@ def topology_of_updates(rule: Rule, n: int, seed: int) -> Topology | None:
 
 
 def left_by_updates(rule: Rule, n: int) -> float:
-    """The share of the drift's variance that mixing the updates leaves, on the mean of the directions and rounds.
+    """The share of the drift's variance that remains after mixing the updates, averaged over directions and rounds.
 
     Exact where one of the two mixings is exchangeable or the complete graph: no direction is special there.
     """
@@ -44,7 +44,7 @@ def left_by_updates(rule: Rule, n: int) -> float:
 
 
 class MixedUpdate(NamedTuple):
-    """Tensors of the state of the rule that mixes its updates."""
+    """The state of the exchange of updates, as views of the main rule's state."""
 
     start: Tensor
     mixed: Tensor

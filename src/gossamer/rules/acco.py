@@ -7,7 +7,7 @@ from gossamer.settings.options import factory
 
 @factory
 def acco() -> Rule:
-    """Every inner step is on the mean gradient of the step before, which travels during the computation of the next one.
+    """Every inner step applies the mean gradient of the previous step, whose transfer overlaps the next computation.
 
     g_t ← (1/n) Σ_j g_{t-1},j,   and zeros at first
 

@@ -1,4 +1,4 @@
-"""Anchored gossip: workers compress their distance from a point that all of them share."""
+"""Anchored gossip: workers compress their distance from a shared point."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -18,13 +18,13 @@ from gossamer.tree import Tree, leaves, map_leaves
 
 Factor = Annotated[float, Field(ge=1)]
 _FEWEST = 3
-"""Ratios that must be known before a message is compared with them."""
+"""The number of ratios needed before messages are compared with them."""
 _REMEMBERED = 0.9
-"""Of the squared drifts of earlier rounds, which the disagreement of workers remembers as well; about seven rounds of them."""
+"""Decay per round of the average of squared drifts; it spans about seven rounds, as the disagreement of workers does."""
 
 
 class _State(NamedTuple):
-    """The state of the wrapped rule and what this worker knows of messages and their senders."""
+    """The state of the wrapped rule and this worker's statistics of messages and senders."""
 
     inner: Tree
     start: Tree
@@ -32,16 +32,16 @@ class _State(NamedTuple):
     drift: Tensor
     """u², of gossip `[1]`."""
     ratios: Tensor
-    """Of the last messages `[window]`, each no larger than it was allowed to be; zeros where there was none."""
+    """Ratios of the last messages `[window]`, each capped at the largest one allowed; zero where there was none."""
     strikes: Tensor
-    """Of each worker `[n]`."""
+    """Strikes of each worker `[n]`."""
     counted: Tensor
     """How many messages of each worker were shortened, and how many declined `[2, n]`."""
 
 
 @wrapper
 def clipped(rule: Given[Rule], at: Factor = 1.5, decline: Factor = 2.5, strikes: Count = 2, window: Count = 16) -> Rule:
-    """Gives a rule messages that are no farther away than messages usually are, and none of a worker that often is farther.
+    """Shortens or declines messages that are unusually far away, and quarantines workers that often send such messages.
 
     gossip:                a_j = m_j - m_i,  u² ← 0.9 u² + ||m_i - start of the round||²,  what this worker itself has drifted
     a mean over everyone:  a_j = Δ_j,        u = the median of ||Δ_1||, ..., ||Δ_n||
@@ -49,12 +49,13 @@ def clipped(rule: Given[Rule], at: Factor = 1.5, decline: Factor = 2.5, strikes:
     q_j > d τ:  declined, and a strike for j;   otherwise one strike less
     a_j ← min(1, c τ / q_j) a_j,   or nothing if it is declined or j has s strikes or more
 
-    The weight of what does not count goes to the worker's own message in gossip, and to the other messages in a mean. Nobody has
-    more than 2 s strikes, so a worker that is quarantined and sends what is usual counts again after s + 1 messages. Nothing is
-    compared until three ratios are known. The record of the run tells how many messages of whom were shortened and declined.
+    The weight of what does not count goes to the worker's own message in gossip, and to the other messages in a mean.
+    Strikes are capped at 2 s, so a quarantined worker whose messages are usual again counts again after s + 1 of them.
+    Nothing is compared until three ratios are known. The record of the run has how many messages of each worker were
+    shortened and declined.
 
     Args:
-        at: c; where more than it, a message is shortened.
+        at: c, the ratio above which a message is shortened.
         decline: d, at least c.
         strikes: s.
         window: K.
@@ -128,8 +129,8 @@ def clipped(rule: Given[Rule], at: Factor = 1.5, decline: Factor = 2.5, strikes:
 
 
 def _gossips(rule: Rule) -> bool:
-    """Whether messages are parameters, and not updates of which a mean is taken. Raises ConfigError for what is neither."""
-    # Of whole tensors: what is left of a message that holds some of the coordinates says nothing of where its sender is.
+    """Whether messages are parameters rather than updates to be averaged. Raises ConfigError for rules that send neither."""
+    # Whole tensors only: a message with some of the coordinates does not show where its sender is.
     whole = rule.combine is pull and rule.needs == "connected" and not rule.delay_rounds and rule.elementwise
     if whole and sends_parameters(rule):
         return True
@@ -144,14 +145,14 @@ def _gossips(rule: Rule) -> bool:
 
 
 class _Heard(NamedTuple):
-    """This worker's own message; and of those that are compared the worker, its weight, and the message less the centre."""
+    """This worker's message; and worker, weight and distance from the centre of each message that is compared."""
 
     own: Tree
     others: tuple[tuple[int, float, Tree], ...]
 
 
 def _from_own(own_decoded: Tree, received: Mapping[int, Tree], i: int, row: Row) -> _Heard:
-    """The messages of the peers less one's own, as `pull` takes them."""
+    """The messages of the peers minus this worker's, as `pull` takes them."""
     less = lambda theirs, mine: widen(theirs) - widen(mine)  # noqa: E731
     return _Heard(own_decoded, tuple((j, w, map_leaves(less, received[j], own_decoded)) for j, w in row if j != i))
 
@@ -163,16 +164,16 @@ def _from_zero(own_decoded: Tree, received: Mapping[int, Tree], i: int, row: Row
 
 
 def _length(tree: Tree, ctx: Context) -> float:
-    """The Euclidean norm of all tensors together, infinite where it is too long for a number."""
+    """The Euclidean norm of all tensors together; infinite on overflow."""
     return math.sqrt(ctx.over_shards(sum(ordered_sum(leaf.double().square()) for leaf in leaves(tree))))
 
 
 def _judged(
     s: _State, workers: list[int], lengths: list[float], unit: float, me: int | None, limits: tuple[float, float, int]
 ) -> tuple[list[float], _State]:
-    """Which share of each message counts, and the state after it, in which that of the wrapped rule is still the old one.
+    """The share of each message that counts, and the next state, whose wrapped state is not updated yet.
 
-    Args: `me` is this worker where its own message is among them; all must judge alike, so it has no privilege.
+    Args: `me` is this worker where its message is among them; all workers must decide alike, so it has no privilege.
     """
     (at, decline, most), before = limits, [ratio for ratio in s.ratios.tolist() if ratio > 0.0]
     strikes, counted, shares, new = s.strikes.tolist(), s.counted.clone(), list[float](), list[float]()
@@ -186,7 +187,7 @@ def _judged(
         new.append(min(ratio, at * usual))
         counted[0, j] += 0.0 < shares[-1] < 1.0
         counted[1, j] += declined
-    if me is not None and not any(shares):  # a mean of nothing: then of all, shortened
+    if me is not None and not any(shares):  # an empty mean: take all, shortened
         shares = [min(1.0, at * usual * unit / length) if length > 0.0 else 1.0 for length in lengths]
     kept = [*before, *(ratio for ratio in new if ratio > 0.0)][-s.ratios.numel() :]
     ratios = s.ratios.new_tensor([0.0] * (s.ratios.numel() - len(kept)) + kept)
@@ -194,7 +195,7 @@ def _judged(
 
 
 def _sum(like: Tensor, terms: list[tuple[float, float, Tree]], some: tuple[Tensor, ...]) -> Tensor:
-    """Σ w share m, in the order of the workers; where all messages count wholly it has the bits of `pull` and `mean`."""
+    """Σ w share m, in worker order; bitwise equal to `pull` and `mean` where all messages count fully."""
     summed: Tensor | None = None
     for (w, share, _), one in zip(terms, some, strict=True):
         term = w * one if share == 1.0 else w * (share * one)

@@ -1,4 +1,4 @@
-"""Messages of all workers combined in ways that a few of them cannot move far, with the same bits on every worker."""
+"""Robust combinations of the messages of all workers, bitwise the same on every worker."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,7 +10,7 @@ from gossamer.rules.contract import Context, Rule, sends_parameters
 from gossamer.tree import Tree
 
 _WEISZFELD_STEPS, _NEAREST = 32, 1e-8
-_BLOCK = 1024  # elements that one thread sums, so that the bits do not depend on the number of threads
+_BLOCK = 1024  # elements summed by one thread, so that the result does not depend on the number of threads
 
 
 def must_average(rule: Rule) -> None:
@@ -23,7 +23,7 @@ def must_average(rule: Rule) -> None:
 
 
 def by_worker(own_decoded: Tree, received: Sequence[Tree], ctx: Context) -> list[Tree]:
-    """The messages of all workers in their order, this one's too: the same list on every worker."""
+    """The messages of all workers, this one's included, in worker order: the same list on every worker."""
     own = sum(j < ctx.worker for j in ctx.peers)
     return [*received[:own], own_decoded, *received[own:]]
 
@@ -59,7 +59,7 @@ def geometric_median(messages: Sequence[Tensor]) -> Tensor:
 
 
 def weighted_sum(messages: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """A weighted sum, one term after the other."""
+    """A weighted sum, term by term in order."""
     total = weights[0] * messages[0]
     for w, one in zip(weights[1:], messages[1:], strict=True):
         total = total + w * one
@@ -67,7 +67,7 @@ def weighted_sum(messages: Sequence[Tensor], weights: Sequence[float]) -> Tensor
 
 
 def ordered_sum(x: Tensor) -> float:
-    """The sum of all elements, with the same bits whatever the number of threads: no sum is split between two."""
+    """The sum of all elements, bitwise independent of the number of threads."""
     while x.numel() > _BLOCK:
         whole = x.numel() // _BLOCK * _BLOCK
         x = torch.cat([x[:whole].view(-1, _BLOCK).sum(1), x[whole:]])

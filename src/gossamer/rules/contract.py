@@ -32,13 +32,13 @@ Limit = Literal["inner", "outer optimizer"] | OuterSGD
 
 
 class Adapted(NamedTuple):
-    """What a rule makes of the rounds so far: the rank of its next message, of the rank that it began with."""
+    """The rank of the next message of a rule that adapts it, and the initial rank."""
 
     rank: int
     full_rank: int
 
     def local_steps(self, full_steps: int) -> int:
-        """The inner steps of a round that is shorter in proportion, at least one.
+        """The inner steps of a round, scaled by rank / initial rank; at least one.
 
         >>> Adapted(8, 64).local_steps(30), Adapted(1, 64).local_steps(30)
         (3, 1)
@@ -55,7 +55,7 @@ class Context(NamedTuple):
     local_steps: int
     """Inner steps this worker took in this round (H_i)."""
     weight: float
-    """Its own weight w_ii in this round's mixing."""
+    """The worker's self-weight w_ii in this round's mixing."""
     layout: Layout
     """Names, shapes and offsets of the tensors in `x`, for rules that are not elementwise."""
     full_steps: int = 0
@@ -65,14 +65,14 @@ class Context(NamedTuple):
     peers: tuple[int, ...] = ()
     """The workers it receives from in this round, ascending, also derived from the mixing; constant on a static topology."""
     rank: int = 0
-    """The rank of this round's messages, for a rule that adapts it (`Rule.adapted`); 0 is the one it begins with."""
+    """The rank of this round's messages, for a rule that adapts it (`Rule.adapted`); 0 is the initial one."""
     over_shards: Callable[[float], float] = float
     """The sum of a number over the processes of this worker, in a fixed order and the same on all, which must call it equally
     often; the number itself where the worker is one process."""
 
 
 def _naming_renamed_fields(rule: type[T]) -> type[T]:
-    """Lets a rule that was written with the names of earlier versions fail in a sentence with today's name."""
+    """Turns the use of a field's former name into an error that names the current one."""
 
     def checked(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -129,15 +129,19 @@ class Rule(NamedTuple):
     mean_preserving: bool = False
     """Whether workers without drift keep their mean under any doubly stochastic mixing and any codec."""
     consensus: Consensus | None = None
-    """How its disagreement evolves without drift and with exact messages; None where the replicas are always equal, or where
-    no such recursion describes it."""
+    """How its disagreement evolves without drift and with exact messages; None where replicas are always equal or no
+    such recursion applies.
+    """
     amplifies: float = 1.0
-    """How many times as much as a mean one exchange changes `x`, where no `consensus` says it; see `amplification`."""
+    """The factor by which one exchange changes `x` compared with a mean, where `consensus` does not give it; see
+    `amplification`.
+    """
     identical: bool = False
     """Whether workers that receive from everyone are bitwise equal after every round."""
     unsent: Callable[[Tree], Tensor] | None = None
-    """`unsent(s)` is the tensor of the state that holds the codec's error which this worker has still to send; zero at the start.
-    Whoever takes over its state leaves that to it. None for rules without one."""
+    """`unsent(s)` is the tensor of the state with the codec's error that this worker has not sent yet; zero at the
+    start. A worker that takes over the state does not take over this error. None for rules without one.
+    """
     state_copies: int = 0
     """Tensors of the size of `x` that the outer state holds, whatever the number of peers."""
     copies_per_peer: int = 0
@@ -146,8 +150,10 @@ class Rule(NamedTuple):
     """How many rounds late messages are received: `recv` gets the current `x` with the messages of the earlier round, and zeros
     in the first rounds, when no message has arrived yet."""
     sends_ahead: bool = False
-    """Whether a worker sends right after its outer update what its next one receives, so that the message travels during the
-    whole local phase and is not stale: only for rules with `delay_rounds` = 1, which otherwise send before they update."""
+    """Whether a worker sends the message for its next outer update right after the current one, so that the message is
+    in flight during the whole local phase and is not stale: only for rules with `delay_rounds` = 1, which otherwise
+    send before they update.
+    """
     mixes_updates: str = ""
     """The topology over which the workers mix the pseudo-gradients of a round before the update, while all wait; empty where
     nothing is mixed. Only for rules that have a `start` and a place for the result (`mixed`)."""
@@ -159,19 +165,22 @@ class Rule(NamedTuple):
     """`start(s)` is where the round began, a tensor of the state; None for rules that do not keep it."""
     adapted: Callable[[Tree], Adapted] | None = None
     """`adapted(s)` is the rank of the next message, from which the local steps of the next round follow; None for rules whose
-    messages all have one size. It must follow from what all workers have received alike, as they must decide alike."""
+    messages all have one size. It must depend only on data that all workers share, as they must decide alike."""
 
     by_layer: bool = False
-    """Whether it looks at each of `layers_of(Context.layout)` on its own, which all shards must cut alike."""
+    """Whether it treats each of `layers_of(Context.layout)` separately, which all shards must cut alike."""
     at: Callable[[int, int], "Rule"] | None = None
-    """`at(step, steps)` is the rule with the numbers that are in force at an inner step of a run of so many (0: not known), where
-    some change over a run; None where none do. It keeps the same state. The factory decorator fills it in."""
+    """`at(step, steps)` is the rule with the values of scheduled options at inner step `step` of a run of `steps` (0:
+    unknown); None where no option is scheduled. It keeps the same state. The factory decorator fills it in.
+    """
     distrusts: Callable[[Tree], Tensor] | None = None
-    """`distrusts(s)` is how many messages of each of the n workers were shortened, and how many declined, so far `[2, n]`; None
-    for rules that take every message as it is."""
+    """`distrusts(s)` is the number of messages of each of the n workers shortened and declined so far `[2, n]`; None
+    for rules that do neither.
+    """
     norms: Callable[[Tree], Tensor] | None = None
-    """`norms(s)` are those of the last combination of messages, before and after the rule shortened it `[2]`; None for rules that
-    take it as it is."""
+    """`norms(s)` are the norms of the last combination of messages before and after clipping `[2]`; None for rules that
+    do not clip it.
+    """
 
     def __repr__(self) -> str:
         return in_short(self)
@@ -188,19 +197,20 @@ class Rule(NamedTuple):
 
 
 def inside(access: Callable[[Any], Tensor] | None) -> Callable[[Any], Tensor] | None:
-    """What reads a tensor of a rule's state, for a wrapper that keeps this state as its `inner`; None where there is none."""
+    """An accessor of a tensor of a rule's state, adapted to a wrapper that keeps that state as its `inner`; None without one."""
     return None if access is None else lambda s: access(s.inner)
 
 
 def reset_inside(reset: Callable[[Tensor, Any], Any] | None) -> Callable[[Tensor, Any], Any] | None:
-    """What resets a rule's state, for a wrapper that keeps this state as its `inner`; None where nothing does."""
+    """The reset of a rule's state, adapted to a wrapper that keeps that state as its `inner`; None without one."""
     return None if reset is None else lambda x, s: s._replace(inner=reset(x, s.inner))
 
 
 def amplification(rule: Rule) -> float:
-    """How many times one exchange may enlarge an error of the messages: α (1 + γ) of gossip whose momentum remembers parameters.
+    """The factor by which one exchange may amplify an error of the messages: α (1 + γ) for gossip whose momentum
+    includes parameters.
 
-    Momentum that remembers drifts alone has no part in it.
+    Momentum of drifts alone does not contribute.
     """
     if rule.consensus is None:
         return rule.amplifies
@@ -209,7 +219,7 @@ def amplification(rule: Rule) -> float:
 
 
 def sends_parameters(rule: Rule) -> bool:
-    """Whether workers send parameters, and not differences, which are zeros while a worker has not moved."""
+    """Whether workers send parameters rather than differences, which are zero for a worker that has not moved."""
     if rule.site != "parameters":
         return False
     x = torch.arange(1.0, 9.0)

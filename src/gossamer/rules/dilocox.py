@@ -28,7 +28,7 @@ from gossamer.tree import Tree, map_leaves
 class _State(NamedTuple):
     """Where the round began, the momentum, the error to send next, what is in flight, and the right factors to start from.
 
-    Those are always of full rank. A tally of the effective ranks counts towards the next decision on the rank.
+    Those are always of full rank. The effective ranks are accumulated for the next decision on the rank.
     """
 
     anchor: Tensor
@@ -122,17 +122,17 @@ def dilocox(
         delay_rounds=int(delayed),
         reset=lambda x, s: s._replace(b=torch.zeros_like(s.b)),
         start=lambda s: s.anchor,
-        adapted=(lambda s: _decided(s.tally, rank)) if adapt_every else None,
+        adapted=(lambda s: _adapted_rank(s.tally, rank)) if adapt_every else None,
     )
 
 
 def _gathered(own_decoded: Tree, received: Mapping[int, Tree], i: int, row: Row) -> Tree:
-    """The messages of all workers in their order, one behind the other in each tensor."""
+    """The messages of all workers, concatenated in worker order in each tensor."""
     return map_leaves(lambda *each: torch.cat(each), *(own_decoded if j == i else received[j] for j, _ in row))
 
 
 def _counted(tally: Tensor, d: Tensor, matrices: Sequence[Matrix], full_rank: int, every: int) -> Tensor:
-    """Rank, and sum and number of the effective ranks since it was decided, after a mean d; all zeros count for nothing."""
+    """Rank, and sum and count of the effective ranks since it was decided, after a mean d; an all-zero matrix is not counted."""
     found = [effective_rank(d[one.start : one.stop].view(one.rows, one.columns)) for one in matrices]
     seen = [one for one in found if one > 0]
     if not seen:
@@ -145,6 +145,6 @@ def _counted(tally: Tensor, d: Tensor, matrices: Sequence[Matrix], full_rank: in
     return torch.tensor([rank, total, count], dtype=tally.dtype, device=tally.device)
 
 
-def _decided(tally: Tensor, full_rank: int) -> Adapted:
-    """What a tally says of the next round; without data, as when traffic is counted, it is the first."""
+def _adapted_rank(tally: Tensor, full_rank: int) -> Adapted:
+    """The rank adapted to the accumulated effective ranks; the initial one without data, as when traffic is counted."""
     return Adapted(full_rank if tally.is_meta else int(tally[0]), full_rank)

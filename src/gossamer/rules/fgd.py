@@ -28,7 +28,8 @@ def fgd(
     mix_parameters: Literal["gossip", "global"] = "gossip",
     mix_updates: str = "none",
 ) -> Rule:
-    """Workers mix the parameters with which the round began while they train, and make an outer step of their own from there.
+    """Workers mix the parameters from the start of the round while they train, and take a local outer step from the
+    mixed point.
 
     p_i = Σ_j w_ij θ_j   [sent when the round begins, needed when it ends: nothing is stale]
     Δ_i = θ_i - θ_i(end);   d_i = Σ_j v_ij Δ_j   [mixed at the end, while all wait; d_i = Δ_i with mix_updates = "none"]

@@ -20,7 +20,7 @@ _MOMENTUM: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
     "heavy_ball": lambda theta, y, z: theta,
     "drift": lambda theta, y, z: (),
 }
-"""The point p of a round whose way since the round before is the momentum: θ' = z + γ (p - p_prev)."""
+"""The point p of a round whose displacement since the previous round is the momentum: θ' = z + γ (p - p_prev)."""
 
 
 class _State(NamedTuple):
@@ -46,8 +46,8 @@ def gasloc(
     θ' = z + γ (y - y_prev)   [form "published", momentum on y before mixing]
     θ' = z + γ (θ - θ_prev)   [optimizer "heavy_ball", in every form]      θ' = z   [optimizer "sgd"]
 
-    with z_prev = y_prev = θ_prev = θ_0 in the first round. Form "drift" has the momentum of the local drift g = θ_end - θ, which
-    nobody else reads, and mixes the step that it makes with the parameters:
+    with z_prev = y_prev = θ_prev = θ_0 in the first round. Form "drift" keeps momentum of the local drift g = θ_end -
+    θ, which is never sent, and mixes its step with the parameters:
 
     b ← γ b + g;   y = θ + η (g + γ b);   θ' = z
 
@@ -117,5 +117,5 @@ def gasloc(
 
 
 def _remembered(gamma: float, x: Tensor, s: _State) -> Tensor:
-    """The momentum of the drift, with that of this round."""
+    """The momentum of the drift, including this round's."""
     return gamma * s.prev + (x - s.anchor)

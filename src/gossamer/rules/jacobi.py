@@ -20,7 +20,8 @@ class _State(NamedTuple):
 
 @factory
 def jacobi(dimension: Annotated[float, Field(gt=0, le=64)] = 1.0, every: Count = 8) -> Rule:
-    """Gossip with its own momentum, so that K rounds average as the best polynomial of degree K for graphs of that dimension.
+    """Gossip with momentum, such that K rounds average like the best polynomial of degree K for graphs of that
+    dimension.
 
     m_i ← a_t Σ_j w_ij (θ_j - θ_i) + c_t m_i;   θ_i ← θ_i + m_i;   t = round mod K
 

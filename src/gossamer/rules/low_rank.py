@@ -63,7 +63,7 @@ def factored(m: Tensor, basis: Tensor, matrices: Sequence[Matrix]) -> Factors:
 
 
 def first_columns(basis: Tensor, matrices: Sequence[Matrix], full_rank: int) -> Tensor:
-    """Of right factors of full rank, as many columns as these matrices are sent with."""
+    """The leading columns of right factors of full rank, as many as these matrices are sent with."""
     if all(one.rank == full_rank for one in matrices):
         return basis
     return torch.cat([v[:, : one.rank].reshape(-1) for one, v in _columns(basis, matrices, full_rank)])
@@ -122,7 +122,7 @@ def mean_of_gathered(combined: Factors, own: Factors, matrices: Sequence[Matrix]
 
 
 def _places(matrices: Sequence[Matrix]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Where the left and the right factor of each matrix stand in the flat tensors of a message."""
+    """The positions of the left and the right factor of each matrix in the flat tensors of a message."""
     ends = [(0, 0)]
     for one in matrices:
         ends.append((ends[-1][0] + one.rows * one.rank, ends[-1][1] + one.columns * one.rank))

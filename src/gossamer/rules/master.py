@@ -43,7 +43,7 @@ def with_master(rule: Rule) -> Rule:
         return s.master if kept is None else kept(s.inner)
 
     def rounded(x: Tensor, s: _State) -> Tensor:
-        """What training began from."""
+        """The parameters from which the local phase began."""
         return widen(start(s).to(x.dtype))
 
     def whole(x: Tensor, s: _State) -> Tensor:
@@ -72,7 +72,7 @@ def with_master(rule: Rule) -> Rule:
         init=init,
         send=send,
         recv=recv,
-        compiles=False,  # the compiler takes fp32 to bf16 and back for no conversion
+        compiles=False,  # the compiler drops a conversion from fp32 to bf16 and back
         state_copies=rule.state_copies + (kept is None),
         reset=None if reset is None else lambda x, s: s._replace(inner=reset(whole(x, s), s.inner)),
         start=start,

@@ -20,10 +20,10 @@ Spans = Sequence[tuple[int, int]]
 
 
 class _Lengths(NamedTuple):
-    """What was seen of the norms of each worker's messages, in fp64."""
+    """Statistics of the norms of each worker's messages, in fp64."""
 
     rounds: Tensor
-    """In which the worker sent one `[n]`."""
+    """Rounds in which the worker sent a message `[n]`."""
     mean: Tensor
     """m of each worker and layer `[n, K]`."""
     variance: Tensor
@@ -33,14 +33,14 @@ class _Lengths(NamedTuple):
 
 
 class _State(NamedTuple):
-    """The state of the wrapped rule, what was seen of norms, and what the record of the run tells of them."""
+    """The state of the wrapped rule, the statistics of norms, and the counts for the record of the run."""
 
     inner: Tree
     lengths: _Lengths
     counted: Tensor
-    """How many messages of each worker were shortened, which is none, and in how many layers were left out `[2, n]`."""
+    """Messages of each worker that were shortened (always 0), and layers in which they were left out `[2, n]`."""
     norms: Tensor
-    """Of the last mean, before and after it was shortened `[2]`."""
+    """Norms of the last mean before and after clipping `[2]`."""
 
 
 @wrapper
@@ -116,29 +116,20 @@ def penalized(
         counted = s.counted.clone()
         counted[1, workers] += out.any(1).to(counted.dtype)
         shares = torch.softmax((-norms / temperature).masked_fill(out, -math.inf), 0)
-        d, stays, found = (
-            torch.zeros_like(messages[0]),
-            torch.zeros_like(x, dtype=torch.bool),
-            list[tuple[float, float]](),
-        )
+        d = torch.zeros_like(messages[0])
+        stays = torch.zeros_like(x, dtype=torch.bool)
         for spans, own, nobody in zip(layers, shares.T.tolist(), out.all(0).tolist(), strict=True):
             for a, b in spans:
                 if nobody:
                     stays[a:b] = True
                 else:
                     d[a:b] = weighted_sum([one[a:b] for one in messages], own)
-            length = _length(d, spans, ctx)
-            if length > cap:
-                for a, b in spans:
-                    d[a:b] = cap / length * d[a:b]
-            found.append((length, min(length, cap)))
+        capped = _shorten(d, layers, cap, ctx)
         moved, inner = rule.recv(x, s.inner, own_decoded, d.to(x.dtype), ctx)
         if stays.any():
             moved = torch.where(stays, start(s.inner), moved)
             inner = map_leaves(lambda old, new: torch.where(stays, old, new), s.inner, inner)
-        return moved, _State(
-            inner, lengths, counted, s.norms.new_tensor([math.hypot(*one) for one in zip(*found, strict=True)])
-        )
+        return moved, _State(inner, lengths, counted, s.norms.new_tensor(capped))
 
     return rule._replace(
         init=init,
@@ -164,10 +155,19 @@ def _length(x: Tensor, spans: Spans, ctx: Context) -> float:
     return math.sqrt(ctx.over_shards(sum(ordered_sum(x[a:b].double().square()) for a, b in spans)))
 
 
+def _shorten(d: Tensor, layers: Sequence[Spans], cap: float, ctx: Context) -> tuple[float, float]:
+    """Shortens each layer in place to a norm of at most `cap`; returns the norm of all layers before and after."""
+    lengths = [_length(d, spans, ctx) for spans in layers]
+    for spans, length in zip(layers, lengths, strict=True):
+        for a, b in spans if length > cap else ():
+            d[a:b] = cap / length * d[a:b]
+    return math.hypot(*lengths), math.hypot(*(min(length, cap) for length in lengths))
+
+
 def _judged(
     seen: _Lengths, workers: list[int], norms: Tensor, threshold: float, window: int, decay: float
 ) -> tuple[Tensor, _Lengths]:
-    """Which messages are left out in which layers `[workers, K]`, and what was seen of norms after them."""
+    """Which messages are left out in which layers `[workers, K]`, and the updated statistics of norms."""
     rounds, mean, variance, scores = (one[workers] for one in seen)
     rounds = rounds[:, None]
     far = _score(norms, mean, variance) > threshold * scores.std(-1).clamp(min=1.0)

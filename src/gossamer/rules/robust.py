@@ -1,4 +1,4 @@
-"""Other ways to combine everybody's messages than their mean, for rounds in which some workers send what is wrong."""
+"""Robust alternatives to the mean of all messages, for rounds in which some workers send wrong ones."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -19,14 +19,15 @@ def robust(
     faulty: Count = 1,
     best: Count = 1,
 ) -> Rule:
-    """Gives a rule, in place of the mean of all n messages, a combination that a few of them cannot move far.
+    """Replaces the mean of all n messages by a combination that a few of them cannot move far.
 
     trimmed:           in every coordinate, the mean of what is left without the f smallest and the f largest; f < n / 2
     median:            in every coordinate, the median: trimmed with f = ⌈n/2⌉ - 1
     krum:              the mean of the m messages with the least Σ ||Δ_i - Δ_j||² over their n - f - 2 nearest
     geometric_median:  the point with the least Σ_j ||Δ_j - y||, by 32 steps of Weiszfeld's from the mean, distances from 1e-8 on
 
-    An f or m that n workers are too few for is the largest possible one. All workers compute the same from the same messages.
+    An f or m that is too large for n workers is lowered to the largest possible. All workers compute the same from the
+    same messages.
 
     Args:
         by: which combination.
@@ -71,7 +72,7 @@ def robust(
 
 
 def _narrow(combine: Callable[[Sequence[Tensor]], Tensor], messages: Sequence[Tensor]) -> Tensor:
-    """What is combined, computed in full precision; a message alone is itself."""
+    """The combination, computed in full precision; a single message is returned as it is."""
     if len(messages) == 1:
         return messages[0]
     return combine([widen(one) for one in messages]).to(messages[0].dtype)

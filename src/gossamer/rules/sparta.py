@@ -39,7 +39,7 @@ def sparta(one_in: Count = 200, disjoint: bool = False) -> Rule:
         return ()
 
     def send(x: Tensor, s: Tree, ctx: Context) -> Tree:
-        if x.is_meta:  # only the size is asked for
+        if x.is_meta:  # only the size is needed
             return x.new_empty(_size_in_turn(x.numel(), one_in, ctx.round) if disjoint else -(-x.numel() // one_in))
         return x[chosen(x, one_in, ctx.round)]
 
@@ -61,7 +61,8 @@ def _drawn(x: Tensor, one_in: int, round: int) -> Tensor:
 
 
 def _in_turn(x: Tensor, one_in: int, round: int) -> Tensor:
-    """The coordinates of this round, ascending: the next one of each run, and none of a last run that has had all of its own.
+    """The coordinates of this round, ascending: the next one of each run, and none of a shorter last run that is used
+    up.
 
     A vector shorter than a run is one run, so that no message is empty.
     """

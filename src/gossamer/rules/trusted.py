@@ -1,4 +1,4 @@
-"""A mean direction of everybody's messages in which those count more that agreed with earlier means."""
+"""A mean direction of all messages, weighted by agreement with earlier means."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""What the annotation of a field says of it: bounds, names that are allowed, and what the field decides."""
+"""Metadata in the annotation of a field: bounds, allowed names, and whether it decides results."""
 
 import re
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from gossamer.settings.user_code import is_code
 
 
 class Words(NamedTuple):
-    """What a field allows, in an annotation whose bounds do not say it well enough."""
+    """The allowed values of a field in words, for annotations whose bounds do not describe them well."""
 
     text: str
 
@@ -21,13 +21,13 @@ class _Mark(NamedTuple):
 
 
 NEUTRAL = _Mark("neutral")
-"""In the annotation of a field that does not decide the numbers of a run, so that its digest leaves the field out."""
+"""Marks a field that does not affect the results of a run and is left out of its digest."""
 
 
 class Changeable(NamedTuple):
-    """In the annotation of a field that decides numbers, and that a resumed run may change all the same.
+    """Marks a field that affects results but may be changed by a resumed run.
 
-    Of a row of a table of methods it names the options that may change: `Annotated[Choice, Changeable("lr")]`.
+    For a row of a table of methods it names the options that may change: `Annotated[Choice, Changeable("lr")]`.
     """
 
     option: str = ""

@@ -36,10 +36,10 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 """The share that a running average keeps in each step, such as a momentum."""
 Share = Annotated[float, Field(gt=0, le=1)]
 Portion = Annotated[float, Field(ge=0, le=1)]
-"""A share that may be nothing."""
+"""A share that may be zero."""
 Count = Annotated[int, Field(ge=1)]
 Number = Annotated[int, Field(ge=0)]
-"""A count that may be none."""
+"""A count that may be zero."""
 
 
 class Option(NamedTuple):
@@ -81,12 +81,14 @@ T = TypeVar("T", bound=_Named)
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """Lets a function raise ConfigError for arguments its annotations do not allow; errors name an `__init__` by its class."""
+    """Decorates a function to raise ConfigError for arguments its annotations do not allow; errors name an `__init__`
+    by its class.
+    """
     return _checked(function, function.__qualname__.removesuffix(".__init__"), lambda made, options, arguments: made)
 
 
 def factory(function: Callable[P, T]) -> Callable[P, T]:
-    """Lets a factory check its options, and store its name and all its options in its result.
+    """Decorates a factory to check its options, and to store its name and all options in its result.
 
     >>> from gossamer.topologies import ring
     >>> ring(4, edge_weight=0.5).name, ring(4, edge_weight=0.5).options
@@ -143,7 +145,7 @@ def may_change(kind: Any) -> bool:
 
 
 def _over_time(owner: str, option: str, value: Mapping[Any, Any], parameter: inspect.Parameter) -> Mapping[str, Any]:
-    """A table or shape of an option as it is written, with all numbers that it needs. Raises: ConfigError."""
+    """A scheduled option (table or shape), checked and completed. Raises: ConfigError."""
     name = f"{owner.partition(' ')[0]}.{option}"
     for sentence in over_time.table_faults(name, value, "cosine"):
         raise ConfigError(sentence)
@@ -165,7 +167,7 @@ def _over_time(owner: str, option: str, value: Mapping[Any, Any], parameter: ins
 def _changing(
     make: Callable[..., Any], given: inspect.BoundArguments, changing: Mapping[str, Mapping[str, Any]]
 ) -> Any:
-    """What a factory makes with options that change over a run: with the numbers of its begin, and the way to any other."""
+    """A factory's result with scheduled options: that of the start, with an `at` for any other step."""
 
     def at(step: int, steps: int) -> Any:
         now = {
@@ -186,7 +188,7 @@ def _changing(
 
 
 def like(model: Callable[P, Any]) -> Callable[[Callable[..., T]], Callable[P, T]]:
-    """For a factory that passes all its options on to another: it takes over that factory's signature and options."""
+    """Decorates a factory that passes all its options on to another: it takes over that factory's signature and options."""
 
     def same(function: Callable[..., T]) -> Callable[P, T]:
         made = _signature(function).return_annotation
@@ -240,13 +242,13 @@ def in_short(made: _Named) -> str:
 
 
 _KINDS: dict[str, dict[str, str]] = {}
-"""For each name of a row of any table, the tables that have it, in a word for their rows and one for where they are given."""
+"""For each row name, the tables that contain it: the word for a row, and the key that takes it."""
 
 
 def table(*factories: Callable[..., R], kind: str = "row", where: str = "") -> dict[str, Callable[..., R]]:
     """Factories by their names.
 
-    Args: `kind` is the word for a row and `where` the key that takes it, for who gives a row of another table.
+    Args: `kind` is the word for a row and `where` the key that takes it, for errors about rows of another table.
     """
     for factory in factories:
         _KINDS.setdefault(factory.__name__, {})[kind] = where
@@ -256,7 +258,7 @@ def table(*factories: Callable[..., R], kind: str = "row", where: str = "") -> d
 def row(
     kind: str, table: Mapping[str, Callable[..., R]], name: str, options: Iterable[str], also: Iterable[str] = ()
 ) -> Callable[..., R]:
-    """A row of a table, for options of these names.
+    """A row of a table, checked against these option names.
 
     Args:
         kind: the word for a row in errors.
@@ -349,7 +351,7 @@ def _checker(kind: Any) -> TypeAdapter[Any] | None:
 
 
 def _is_plain(kind: Any) -> bool:
-    """Whether an annotation is of what TOML has."""
+    """Whether an annotation is of a TOML type."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
         return _is_plain(args[0])

@@ -1,7 +1,7 @@
 """Numbers that change over a run: a table by inner step, `{ 0 = 1, 2000 = 30 }`, or a shape, `{ shape = "cosine", to = 0.1 }`.
 
-The inner steps are those of a worker that takes the full number of local steps, and the entry in force at the begin of a round
-counts for all of it.
+The inner steps are those of a worker that takes the full number of local steps, and the entry in force at the start of
+a round applies to all of it.
 """
 
 import functools
@@ -34,7 +34,7 @@ def changes(value: object) -> bool:
 
 
 def as_written(value: Mapping[Any, Any]) -> dict[str, Any]:
-    """A table or shape as a run file has it, whose keys are text; a program may give inner steps as numbers."""
+    """A table or shape in the form of a run file, with text keys; a program may give inner steps as numbers."""
     return {str(key): tuple(one) if isinstance(one, list) else one for key, one in value.items()}
 
 
@@ -48,7 +48,7 @@ def entries(table: Mapping[Any, Any]) -> ByStep:
 
 
 def line(name: str, some: ByStep) -> str:
-    """The line of a run file that has these entries.
+    """The line of a run file with these entries.
 
     >>> line("run.local_steps", ((0, 1), (2000, (30, 15))))
     'run.local_steps = { 0 = 1, 2000 = [30, 15] }'
@@ -58,7 +58,7 @@ def line(name: str, some: ByStep) -> str:
 
 
 def table_faults(name: str, value: Mapping[Any, Any], shape: str) -> Iterator[str]:
-    """What keeps a mapping from being a table by inner step or this shape, but for its values."""
+    """The structural faults of a mapping as a table by inner step or a shape; values are not checked."""
     if "shape" in value:
         keys = SHAPES[shape]
         missing = [key for key, needed in keys.items() if needed and key not in value]
@@ -87,7 +87,7 @@ def table_faults(name: str, value: Mapping[Any, Any], shape: str) -> Iterator[st
 
 
 def beyond_faults(name: str, value: Mapping[Any, Any], steps: int) -> Iterator[str]:
-    """A sentence for a table with entries that a run of so many inner steps never reaches."""
+    """A sentence for a table with entries beyond the end of a run of `steps` inner steps."""
     some = () if "shape" in value else entries(value)
     if (beyond := [step for step, _ in some if step >= steps]) and beyond != [0]:
         left = tuple(one for one in some if one[0] < steps)
@@ -98,7 +98,7 @@ def beyond_faults(name: str, value: Mapping[Any, Any], steps: int) -> Iterator[s
 
 
 def in_force(value: Mapping[Any, Any], step: int, steps: int) -> float:
-    """The number that a table or a cosine has at an inner step of a run of so many.
+    """The value of a table or a cosine at inner step `step` of a run of `steps`.
 
     >>> in_force({"0": 0.4, "2000": 0.7}, 1999, 3000), in_force({"shape": "cosine", "from": 0.7, "to": 0.1}, 500, 1000)
     (0.4, 0.4)
@@ -114,7 +114,7 @@ def in_force(value: Mapping[Any, Any], step: int, steps: int) -> float:
 
 
 def moments(value: Mapping[Any, Any], steps: int, some: int = 33) -> list[int]:
-    """The inner steps at which a table changes; of a shape, so many of a run's, spread evenly from first to last."""
+    """The inner steps at which a table changes; for a shape, `some` of them, spread evenly over the run."""
     if "shape" in value:
         return [(steps or value.get("steps", 0)) * k // (some - 1) for k in range(some)]
     return [step for step, _ in entries(value)]
@@ -125,11 +125,11 @@ Steps = int | tuple[int, ...]
 
 
 class EqualRounds(NamedTuple):
-    """Rounds with the same local steps, one after the other, up to the first round of the next stretch."""
+    """A stretch of consecutive rounds with the same local steps."""
 
     round: int
     step: int
-    """Inner steps before its first round, of a worker that takes the full number."""
+    """Inner steps before its first round, for a worker that takes the full number."""
     local_steps: Steps
 
     @property
@@ -143,7 +143,7 @@ class EqualRounds(NamedTuple):
 
 
 class Timetable(NamedTuple):
-    """How many local steps each round of a run has: a pure function of the round, the same on every worker.
+    """The local steps of each round of a run: a pure function of the round, the same on every worker.
 
     >>> timetable = timetable_of(((0, 1), (3, (4, 2))), steps=11)
     >>> [(r, timetable.begin(r), timetable.at(r).full_steps, timetable.steps_before(1, r)) for r in range(timetable.rounds + 1)]
@@ -166,13 +166,13 @@ class Timetable(NamedTuple):
 
     @property
     def words(self) -> str:
-        """The local steps, in words that two workers compare."""
+        """The local steps as text, for comparison between workers."""
         if not self.changes:
             return str(self.stretches[0].local_steps)
         return "; ".join(f"{one.local_steps} from inner step {one.step} on" for one in self.stretches)
 
     def rounds_within(self, steps: int) -> int:
-        """Whole rounds in so many inner steps of a worker that takes the full number."""
+        """The whole rounds within `steps` inner steps of a worker that takes the full number."""
         one = self.stretches[bisect_right(self.stretches, steps, key=operator.itemgetter(1)) - 1]
         return one.round + (steps - one.step) // one.full_steps
 
@@ -194,7 +194,7 @@ class Timetable(NamedTuple):
         return one.step + (round - one.round) * one.full_steps
 
     def progress(self, round: int, share: float) -> float:
-        """The same before this share of a round."""
+        """Inner steps before this share of a round."""
         one = self.at(round)
         return one.step + (round - one.round + share) * one.full_steps
 
@@ -208,19 +208,19 @@ class Timetable(NamedTuple):
         return sum(r * (sum(h) if isinstance(h := one.local_steps, tuple) else workers * h) for one, r in each)
 
     def rounds_of_each(self, round: int) -> list[tuple[EqualRounds, int]]:
-        """Each stretch that begins before a round, with how many of its rounds do."""
+        """Each stretch that begins before a round, with the number of its rounds before it."""
         ends = [*(one.round for one in self.stretches[1:]), round]
         both = zip(self.stretches, ends, strict=True)
         return [(one, min(end, round) - one.round) for one, end in both if one.round < round]
 
 
 def steps_by_step(local_steps: Steps | Mapping[str, Any]) -> tuple[tuple[int, Steps], ...]:
-    """The entries of `run.local_steps`, of which one number for the whole run is the only one; not of a shape."""
+    """The entries of `run.local_steps`; a single one for a plain number; not for a shape."""
     return entries(local_steps) if isinstance(local_steps, Mapping) else ((0, local_steps),)
 
 
 def begun_alike(some: tuple[tuple[int, Steps], ...], synchronous_steps: int) -> tuple[tuple[int, Steps], ...]:
-    """The entries of a run that begins with so many steps in which all exchange after each.
+    """The entries of a run that begins with `synchronous_steps` steps of data parallelism.
 
     >>> begun_alike(((0, 5), (8, 9)), 3), begun_alike(((0, 5), (8, 9)), 8)
     (((0, 1), (3, 5), (8, 9)), ((0, 1), (8, 9)))
@@ -232,7 +232,7 @@ def begun_alike(some: tuple[tuple[int, Steps], ...], synchronous_steps: int) -> 
 
 
 class LearningRate(NamedTuple):
-    """That of the inner optimizer, as `[inner]` of a run file has it."""
+    """The inner learning rate, as in `[inner]` of a run file."""
 
     lr: float
     schedule: str
@@ -241,7 +241,7 @@ class LearningRate(NamedTuple):
     decay_fraction: float
 
     def scale(self, progress: float, steps: int) -> float:
-        """The share of `lr` at a (fractional) inner step of a run of so many, see `gossamer.optimizers.inner.lr_scale`."""
+        """The share of `lr` at a (fractional) inner step of a run of `steps`, see `gossamer.optimizers.inner.lr_scale`."""
         w, m = self.warmup_steps, self.min_lr_ratio
         warmup = min(1.0, (progress + 1) / w) if w else 1.0
         if self.schedule == "cosine" and steps > w:
@@ -260,12 +260,12 @@ def _unit(value: float) -> float:
 
 @functools.lru_cache
 def quadratic(base: int, alpha: float, inner: LearningRate, steps: int, begin: int = 0) -> Timetable:
-    """The timetable of the quadratic synchronization rule: rounds grow as the inner learning rate comes down.
+    """The timetable of the quadratic synchronization rule: rounds grow as the inner learning rate decreases.
 
-    H_t = max(H_base, floor((α / η_t)²)) for a round that begins at inner step t with the learning rate η_t. During its warm-up
-    that of its end counts; the last round is as long as the run still is.
+    H_t = max(H_base, floor((α / η_t)²)) for a round that begins at inner step t with the learning rate η_t. During
+    warm-up the peak rate counts; the last round is cut at the end of the run.
 
-    Args: `begin` are the steps of a synchronous start, each of them a round.
+    Args: `begin` are the steps of a synchronous start, each of which is a round.
     Cost: O(rounds). Source: arXiv 2310.14423, with its warm-up.
 
     >>> inner = LearningRate(0.1, "cosine", 2, 0.1, 0.2)
@@ -286,7 +286,7 @@ def quadratic(base: int, alpha: float, inner: LearningRate, steps: int, begin: i
 
 @functools.lru_cache
 def timetable_of(entries: tuple[tuple[int, Steps], ...], steps: int = 0) -> Timetable:
-    """The timetable of a table of local steps by inner step, in which the entry at the begin of a round counts for all of it."""
+    """The timetable of a table of local steps by inner step, in which the entry at the start of a round applies to all of it."""
     found = [EqualRounds(0, 0, entries[0][1])]
     for begin, local_steps in entries[1:]:
         last = found[-1]

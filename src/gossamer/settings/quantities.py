@@ -13,10 +13,10 @@ _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
 class Unit:
-    """In the annotation of a number: text may stand for it, a number with one of these units.
+    """Marks a number that may be written as text with one of these units.
 
     Args:
-        factors: by name of a unit, how many of the number's own unit it is.
+        factors: the value of each unit in the field's base unit.
         example: what errors and the schema show.
 
     >>> BITS_PER_SECOND.number("25 Mbit/s"), SECONDS.number("20ms"), BYTES.number("16 GiB"), TOKENS.number("1.7B")
@@ -31,7 +31,7 @@ class Unit:
         self.factors, self.example = factors, example
 
     def number(self, text: str) -> float:
-        """The quantity in the number's own unit, which is meant where none is written. Raises: ValueError for other text."""
+        """The quantity in the base unit, which is the default. Raises: ValueError for other text."""
         written = _QUANTITY.fullmatch(text.strip())
         factor = {"": 1.0, **self.factors}.get((written[2] or "").strip()) if written else None
         if written is None or factor is None:
@@ -39,7 +39,7 @@ class Unit:
         return float(written[1].replace("_", "")) * factor
 
     def __get_pydantic_core_schema__(self, source: Any, handler: "GetCoreSchemaHandler") -> "CoreSchema":
-        from pydantic_core import core_schema  # options of commands have units too, and start sooner without it
+        from pydantic_core import core_schema  # options of commands have units too, and start faster without it
 
         return core_schema.no_info_before_validator_function(self._read, handler(source))
 
@@ -51,7 +51,7 @@ class Unit:
         if not isinstance(value, str):
             return value
         number = self.number(value)
-        return int(number) if number.is_integer() else number  # a field of whole numbers takes no other
+        return int(number) if number.is_integer() else number  # for fields of whole numbers
 
 
 def _prefixed(*units: str) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """Tables of settings and lines of records: fields with types and bounds, checked by pydantic, and one sentence for each fault.
 
-A field declares what it allows once, in its annotation: `Annotated[int, Field(ge=1)]`. The words of an error, the bounds that
-are checked and the JSON schema all come from there. Numbers are finite unless `AllowInfNan` is given, a whole number may
-stand for a float, a bool is no number, and a list (or a table) becomes a tuple (or an instance).
+A field declares what it allows once, in its annotation: `Annotated[int, Field(ge=1)]`. Error sentences, bounds checks
+and the JSON schema are all derived from it. Numbers are finite unless `AllowInfNan` is given, a whole number may stand
+for a float, a bool is no number, and a list (or a table) becomes a tuple (or an instance).
 """
 
 import ast
@@ -40,12 +40,12 @@ from gossamer.settings.quantities import Unit
 T = TypeVar("T")
 
 RECORD = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-"""Of settings, and for `pydantic.with_config` of a TypedDict that describes a line of a record."""
+"""The configuration of settings, and for `pydantic.with_config` on a TypedDict for a line of a record."""
 
 
-_DEEPEST = 32  # tables in tables; a run file has four
-_MOST_KEYS = 40  # that a sentence names
-_MOST_DROPPED = 8  # times that faults come to light when others are gone
+_DEEPEST = 32  # levels of nested tables; a run file has four
+_MOST_KEYS = 40  # keys that a sentence names at most
+_MOST_DROPPED = 8  # rounds of finding faults that others hide
 
 
 class Faults(ConfigError):
@@ -60,7 +60,7 @@ _noted: ContextVar[list[GossamerError] | None] = ContextVar("noted", default=Non
 
 
 def refuse(found: Sequence[GossamerError]) -> None:
-    """Raises Faults, if there are any; where `soundest` builds settings, notes them for it."""
+    """Raises Faults, if there are any; inside `soundest`, records them instead."""
     if found and (noted := _noted.get()) is not None:
         noted += found
     elif found:
@@ -69,14 +69,14 @@ def refuse(found: Sequence[GossamerError]) -> None:
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
 def settings(table: str | None = None, also: Sequence[str] = ()) -> Callable[[type[T]], type[T]]:
-    """Makes a class a frozen dataclass of keywords whose fields are checked whenever one is made.
+    """Makes a class a frozen keyword-only dataclass whose fields are checked on construction.
 
     A `__post_init__` may yield a sentence for each of several faults.
 
     Args:
-        table: the dotted name of the only table that holds these settings, "" for a whole file. None if there are several, and
-            then the sentences of `__post_init__` are given the name of the one at fault.
-        also: keys that a file may have which is more than these settings; they are named where keys are.
+        table: the dotted name of the only table that holds these settings, "" for a whole file. None if there are
+            several; then sentences of `__post_init__` are prefixed with the name of the one at fault.
+        also: further keys of a file that holds more than these settings; they are listed among known keys.
     Raises: ConfigError, from the constructor, for a value that its field does not allow.
     """
 
@@ -106,7 +106,7 @@ def settings(table: str | None = None, also: Sequence[str] = ()) -> Callable[[ty
 
 
 def _faults_of(check: Callable[[Any], Iterator[str] | None], settings: Any) -> list[GossamerError]:
-    """What a check of settings yields, and what it raises in the end."""
+    """The faults that a check of settings yields or raises."""
     found: list[GossamerError] = []
     try:
         found += map(ConfigError, check(settings) or ())
@@ -128,7 +128,7 @@ def build(kind: type[T], table: Any, where: str = "", source: str = "") -> T:
 
 
 def settings_faults(kind: type, table: Any, where: str = "") -> list[GossamerError]:
-    """Everything that keeps a table from being these settings, one error each; empty when nothing does.
+    """All validation errors of a table; empty if it is valid.
 
     Args: `where` is the dotted name of the table.
     """
@@ -140,18 +140,18 @@ def settings_faults(kind: type, table: Any, where: str = "") -> list[GossamerErr
 
 
 class Soundest(typing.NamedTuple, Generic[T]):
-    """Settings of a table with faults, so that what depends on its sound parts can be checked too."""
+    """Settings built from the valid parts of a faulty table, so that checks that depend on them can run too."""
 
     settings: T | None
     """With the default in place of each field at fault; None where there is no default."""
     noted: list[GossamerError]
     """Faults of several fields together."""
     unknown: frozenset[str]
-    """Dotted keys at fault, and those that an unknown key may stand for: their values are not what somebody wants."""
+    """Dotted keys at fault, and those that an unknown key may be a misspelling of: their values are not the intended ones."""
 
 
 def soundest(kind: type[T], table: Mapping[str, Any]) -> Soundest[T]:
-    """The settings that are left of a table without what is at fault."""
+    """The settings of a table without its faulty parts."""
     table, unknown, noted = copy.deepcopy(dict(table)), set[str](), list[GossamerError]()
     for _ in range(_MOST_DROPPED):
         token = _noted.set(noted := [])
@@ -164,7 +164,7 @@ def soundest(kind: type[T], table: Mapping[str, Any]) -> Soundest[T]:
         except Exception:
             if not noted:
                 raise
-            break  # a check relies on what an earlier one has refused
+            break  # a check relies on a value that an earlier one refused
         finally:
             _noted.reset(token)
         for place in places.values():
@@ -178,7 +178,7 @@ def soundest(kind: type[T], table: Mapping[str, Any]) -> Soundest[T]:
 
 
 def _dropped(table: dict[str, Any], path: tuple[Any, ...]) -> bool:
-    """Drops what is at this place of a table, or where it is not there or in a list, the table or list that should have it."""
+    """Drops the value at a path of a table; if it is missing or in a list, the enclosing table or list."""
     above: list[tuple[dict[str, Any], str]] = []
     node: Any = table
     for key in path:
@@ -193,20 +193,20 @@ def _dropped(table: dict[str, Any], path: tuple[Any, ...]) -> bool:
 
 
 def _meant(root: Any, place: "_Place") -> set[str]:
-    """The dotted keys that an unknown key may stand for."""
+    """The dotted keys that an unknown key may be a misspelling of."""
     key, owner = str(place.path[-1]), place.path[:-1]
     near = nearest(key, _hints(place.table))
     return {*_homes(root, key), *([_dotted("", (*owner, near))] if near else [])}
 
 
 def _homes(root: Any, key: str) -> list[str]:
-    """The dotted keys of this name in all tables; those in tables with names of their own only if there is no other."""
+    """The dotted keys of this name in all tables; those in user-named tables only if there is no other."""
     homes = sorted({one for one in keys_of(root) if one.rpartition(".")[2].casefold() == key.casefold()})
     return [one for one in homes if ".NAME." not in one] or homes
 
 
 def keys_of(kind: Any, prefix: str = "") -> Iterator[str]:
-    """All dotted keys of settings, none for lines of several kinds as a log has; NAME stands for the name of a table."""
+    """All dotted keys of settings; none for a tagged union such as the lines of a log; NAME stands for the name of a table."""
     for name, hint in (_hints(kind) if _is_table(kind) else {}).items():
         yield prefix + name
         bare = _given(_bare(hint))
@@ -232,8 +232,8 @@ def read_toml(path: Path, where: str) -> dict[str, Any]:
 def parse_toml(content: str | bytes, where: str) -> dict[str, Any]:
     """The document in a TOML text; `where` is what the sentences begin with.
 
-    Raises: ConfigError for anything else, such as bytes that are no UTF-8, and for tables or lists that are nested too deep for
-        those who walk through them.
+    Raises: ConfigError for anything else, such as bytes that are no UTF-8, and for tables or lists nested too deep to
+        walk recursively.
     """
     try:
         document = tomllib.loads(content if isinstance(content, str) else _decoded(content, where))
@@ -262,9 +262,9 @@ def _decoded(content: bytes, where: str) -> str:
 
 
 def toml_value(value: Any, *, defaults: bool = True, neutral: bool = True) -> Any:
-    """Settings as TOML has them: tables, lists and values, without what is None.
+    """Settings as TOML tables, lists and values, without None.
 
-    Args: without `defaults`, what is at its default is left out, and without `neutral` what is marked NEUTRAL.
+    Args: without `defaults`, fields at their default are left out, and without `neutral` those marked NEUTRAL.
     """
 
     def inner(part: Any) -> Any:
@@ -308,15 +308,15 @@ class Records(Generic[T]):
         self._kind_of: TypeAdapter[T] = TypeAdapter(kind)
 
     def of(self, value: object, where: str) -> T:
-        """The record that a parsed line is. Raises: DataError, which names `where`, when it is none."""
+        """A validated record from a parsed line. Raises: DataError, which names `where`, for an invalid one."""
         return self._checked_by(self._kind_of.validate_python, value, where)
 
     def parse(self, line: bytes | str, where: str) -> T:
-        """The record that a line of JSON holds. Raises: DataError, which names `where`, when it holds none."""
+        """A validated record from a line of JSON. Raises: DataError, which names `where`, for an invalid one."""
         return self._checked_by(self._kind_of.validate_json, line, where)
 
     def known(self, line: bytes | str, where: str) -> T:
-        """As `parse`, of a line that a newer version may have written: further keys are let pass, and left out."""
+        """As `parse`, for a line of a possibly newer version: unknown keys are ignored."""
         try:
             return self._kind_of.validate_json(line)
         except ValidationError as error:
@@ -327,7 +327,7 @@ class Records(Generic[T]):
         value = json.loads(line)
         for *path, last in further:
             place: Any = value
-            for key in path:  # a union names the kind that it took, which is no way into the value
+            for key in path:  # a union's location has the chosen member, which is not a key of the value
                 below = place.get(key) if isinstance(place, dict) else place[key]
                 place = below if isinstance(below, dict | list) else place
             del place[last]
@@ -351,7 +351,7 @@ def default_of(option: "dataclasses.Field[Any]") -> Any:
 
 
 def _from_toml(cls: type, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-    """The schema of a settings class, in which tables and lists may be what TOML makes of them; all else stays strict."""
+    """The schema of a settings class, which accepts TOML's tables and lists and is otherwise strict."""
 
     def loosen(part: Any) -> None:
         if isinstance(part, dict):
@@ -383,7 +383,7 @@ def _explained(cls: type, schema: CoreSchema, handler: GetJsonSchemaHandler) -> 
     return found
 
 
-# Sentences: pydantic's errors about a value, by the field that has it
+# Sentences: pydantic's errors about a value, by field
 
 
 class _Place(typing.NamedTuple):
@@ -391,9 +391,9 @@ class _Place(typing.NamedTuple):
 
     path: tuple[Any, ...]
     hint: Any
-    """Its annotation; None for a key that its table does not know."""
+    """Its annotation; None for an unknown key."""
     table: Any
-    """The annotation of the table that it is in."""
+    """The annotation of its table."""
 
 
 def _all(kind: Any, error: ValidationError, where: str, source: str) -> list[GossamerError]:
@@ -415,7 +415,9 @@ def _all(kind: Any, error: ValidationError, where: str, source: str) -> list[Gos
 
 
 def _place(kind: Any, location: tuple[int | str, ...]) -> _Place:
-    """What pydantic's location leads to, through tables and lists of tables; the rest of it are members of unions and items."""
+    """The field at pydantic's location, through tables and lists of tables; the rest of the location are union members
+    and items.
+    """
     path: list[Any] = []
     hint, table = kind, None
     for key in location:
@@ -439,7 +441,7 @@ def _place(kind: Any, location: tuple[int | str, ...]) -> _Place:
 
 
 def _given(bare: Any) -> Any:
-    """Of a table that may be left out, the table."""
+    """The table type of an optional table."""
     parts = [part for part in get_args(bare) if part is not type(None)]
     return (
         parts[0] if get_origin(bare) in (typing.Union, types.UnionType) and [*map(_is_table, parts)] == [True] else bare
@@ -468,24 +470,24 @@ def _sentence(items: list[ErrorDetails], place: _Place, where: str, root: Any) -
         return choose(key, str(given.get(key)), known)
     if isinstance(given, str) and (names := _names(hint)):
         return choose(name, given, names) + "; correct the name"
-    for item in items:  # of a list the item at fault is shown, if it is one
+    for item in items:  # for a list, the single faulty item is shown
         if item["type"] != "missing" and (within := _within(path, item["loc"])):
             given, whole, hint = item["input"], hint, _item(hint, within)
-            name += "" if hint is whole else "".join(f"[{k}]" for k in within)  # words of its own are of the whole
+            name += "" if hint is whole else "".join(f"[{k}]" for k in within)  # custom words describe the whole list
             break
     shown = "an empty list" if given in ((), []) else f"{given!r:.60}"
     return f"{name or 'this'} is {shown} but must be {words_of(hint, name)}"
 
 
 def _shown(given: Iterable[object]) -> str:
-    """The keys of a table, as far as a sentence has room: those of a damaged file may be thousands, or as long as the file."""
+    """The keys of a table, truncated: a damaged file may have thousands of keys, or very long ones."""
     keys = sorted(str(key) for key in given)
     more = f", and {len(keys) - _MOST_KEYS} more" if len(keys) > _MOST_KEYS else ""
     return f"[{', '.join(f'{key!r:.60}' for key in keys[:_MOST_KEYS])}{more}]"
 
 
 def _within(path: tuple[Any, ...], location: tuple[int | str, ...]) -> list[int]:
-    """Where in the list at this path an error is: what is left of its location, without the names of members of unions."""
+    """The position of an error within the list at this path: the rest of its location, without union members."""
     left = [*location]
     for key in path:
         left = left[left.index(key) + 1 :]
@@ -493,7 +495,7 @@ def _within(path: tuple[Any, ...], location: tuple[int | str, ...]) -> list[int]
 
 
 def _item(hint: Any, within: list[int]) -> Any:
-    """The annotation of an item of a list in lists; that of the whole where it has words of its own."""
+    """The annotation of an item of a list in lists; that of the whole list where it has custom words."""
     for k in within:
         if any(isinstance(one, Words) for one in _extras(hint)):
             break
@@ -508,7 +510,7 @@ def _item(hint: Any, within: list[int]) -> Any:
 
 
 def words_of(hint: Any, name: str = "") -> str:
-    """What a field or an option allows, in words."""
+    """The allowed values of a field or an option, in words."""
     extras = _extras(hint)
     unit = next((one for one in extras if isinstance(one, Unit)), None)
     with_unit = f", or with its unit as '{unit.example}'" if unit is not None else ""
@@ -561,7 +563,7 @@ def _span(extras: list[Any]) -> str:
 
 
 def _names(hint: Any) -> list[str]:
-    """The names that a field allows, where it allows no other text."""
+    """The names that a field allows, where it allows only names."""
     if table := next((one.names for one in _extras(hint) if isinstance(one, OneOf)), None):
         return table
     bare = _bare(hint)
@@ -576,12 +578,12 @@ def _is_table(bare: Any) -> bool:
 
 
 def _tagged(record: Any, tag: Any) -> bool:
-    """Whether a record is one of those that have this tag."""
+    """Whether a record type has this tag."""
     return any(tag in get_args(_bare(hint)) for hint in _hints(record).values() if get_origin(_bare(hint)) is Literal)
 
 
 def _also(table: Any) -> tuple[str, ...]:
-    """Keys that make a file another kind of file than one of these settings, and are no fields of them."""
+    """Keys of a file that are not fields of these settings, but make it another kind of file."""
     return getattr(table, "__also__", ())
 
 

@@ -1,6 +1,6 @@
 """Python code that a run file names, as "package.module:name", where it may also name one of Gossamer's own parts.
 
-Only the verbs that train or evaluate import it. Everything else reads the name and leaves the code alone.
+Only verbs that train or evaluate import it. All others read the name only.
 """
 
 import ast
@@ -30,7 +30,7 @@ class Code(NamedTuple):
     path: str
     """The file of its module; empty for a module without one."""
     sha256: str
-    """See `hash_of_code`; workers compare it."""
+    """`hash_of_code` of its module; workers compare it."""
 
 
 def is_code(name: str) -> bool:
@@ -43,7 +43,7 @@ def is_code(name: str) -> bool:
 
 
 def name_of(given: object) -> str:
-    """The name by which a run file would name an object; of an instance, that of its class.
+    """The run-file name of an object; for an instance, that of its class.
 
     >>> name_of(is_code)
     'gossamer.settings.user_code:is_code'
@@ -55,7 +55,7 @@ def name_of(given: object) -> str:
 def imported(key: str, name: str) -> Code:
     """The object that a run file names, from an installed package or from a module in the current folder.
 
-    Nothing of the standard library: a run file that comes from elsewhere could run any command by it.
+    Not from the standard library, through which a foreign run file could run any command.
 
     Args: `key` is the key that names it, for the sentences.
     Raises: ConfigError for a missing module or name, one of the standard library, or an object that cannot be called;
@@ -66,7 +66,7 @@ def imported(key: str, name: str) -> Code:
     if _is_standard(module):
         raise _standard(said)
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        # As `python -m` has it; a console script has the folder of the script instead.
+        # As with `python -m`; a console script has the folder of the script instead.
         sys.path.insert(0, str(Path.cwd()))
     try:
         found: Any = importlib.import_module(module)
@@ -87,7 +87,8 @@ def imported(key: str, name: str) -> Code:
                 "one of these"
             )
         found = getattr(found, part)
-        # By way of a module that has imported it, such as torch:os.system. Of other objects, `__module__` is that of their class.
+        # Reached through a module that has imported it, such as torch:os.system. For other objects, `__module__` is
+        # that of their class.
         if isinstance(found, types.ModuleType):
             home = found.__name__
         else:
@@ -111,7 +112,7 @@ def _standard(said: str) -> ConfigError:
 
 
 def located(module: str) -> Path | None:
-    """The file that an import of a module would run, without running it or a package that it is in; None where there is none."""
+    """The file of a module, located without importing it or its packages; None if there is none."""
     if (loaded := sys.modules.get(module)) is not None:
         return _file(getattr(loaded, "__file__", None))
     inside: list[str] | None = None
@@ -136,8 +137,8 @@ def _file(name: str | None) -> Path | None:
 def hash_of_code(module: str) -> str:
     """The sha256 of the file of a module, and of those of the same folder that it imports, directly or not.
 
-    Of an installed package it is of the module's own file: such packages have versions. Files are found by reading imports, so
-    what code loads in another way is not among them.
+    For an installed package it is of the module's file only: such packages have versions. Files are located by parsing
+    imports, so code loaded in other ways is not covered.
     """
     file = located(module)
     if file is None:
@@ -172,7 +173,7 @@ def _imports(file: Path, root: Path) -> Iterator[Path]:
         ValueError,
         RecursionError,
         MemoryError,
-    ):  # a library in machine code, or what no import will take
+    ):  # a compiled library, or a file that cannot be imported
         return
     for one in statements:
         if isinstance(one, ast.Import):
@@ -194,7 +195,7 @@ def _files_of(base: Path, path: list[str]) -> Iterator[Path]:
 
 
 def calling(what: str, function: Callable[..., T]) -> Callable[..., T]:
-    """The user's function, whose exceptions become a UserCodeError that says where they come from; Gossamer's own pass."""
+    """The user's function, with exceptions turned into a UserCodeError that names their origin; Gossamer's own pass through."""
 
     def call(*args: Any, **kwargs: Any) -> T:
         try:
@@ -213,6 +214,6 @@ def _failed(what: str, error: Exception) -> UserCodeError:
 
 
 def _public(module: object) -> list[str]:
-    """What a module defines and may be named, some of it."""
+    """Some of the public names that a module defines."""
     own = [name for name, one in vars(module).items() if getattr(one, "__module__", "") == module.__name__]  # pyright: ignore[reportAttributeAccessIssue]
     return sorted(name for name in own if not name.startswith("_"))[:12]

@@ -1,4 +1,4 @@
-"""The specification of rules, for a test of a rule of your own in one line of pytest.
+"""The specification of rules, to test your rule in one line of pytest.
 
 def test_my_rule():
     gossamer.testing.check_rule(my_rule(lr=0.5))

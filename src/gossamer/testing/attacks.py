@@ -1,4 +1,4 @@
-"""Workers that send what they should not: a transport that falsifies messages after its sender's own checks."""
+"""Attackers for tests: a transport that falsifies messages after its sender's own checks."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class Attacker:
     noise:   the message and Gaussian noise ten times as long as the way from its last message, of the round before, to this one
     replay:  its message of ten rounds ago, or its first one
 
-    Args: `transport` is its own, which carries what this makes.
+    Args: `transport` is the underlying one, which carries the falsified frames.
     """
 
     def __init__(self, transport: Transport, attack: Attack, from_round: int, seed: int = 0) -> None:
@@ -36,7 +36,7 @@ class Attacker:
         return getattr(self._transport, name)
 
     def post(self, ticket: Ticket, peer: int, frames: Sequence[Tensor]) -> None:
-        """Sends what it makes of these frames; the same to all receivers of a ticket."""
+        """Sends falsified frames; the same to all receivers of a ticket."""
         if not self._sent or self._sent[-1][0] != ticket:
             self._sent.append((ticket, [frame.clone() for frame in frames]))
             self._false = self._falsified(ticket.round)

@@ -1,4 +1,4 @@
-"""Workers without a model: the real outer loop and exchange, around parameters that are moved by prescribed drifts."""
+"""Workers without a model: the real outer loop and exchange, with parameters moved by prescribed drifts."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -31,7 +31,7 @@ def random_vectors(n: int, numel: int, seed: int = 0, dtype: torch.dtype = torch
 
 
 def random_drift(numel: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Drift:
-    """Drifts that depend on worker and step alone."""
+    """Drifts that depend only on worker and step."""
 
     def drift(worker: int, step: int, x: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(hash((seed, worker, step)) & 0xFFFFFFFF)
@@ -41,10 +41,10 @@ def random_drift(numel: int, seed: int = 1, dtype: torch.dtype = torch.float64) 
 
 
 class DriftedWorkers:
-    """The workers of one process, all of them in a simulation and one among others: their parameters and outer loops.
+    """The workers of one process (all in a simulation, one in a real process): parameters and outer loops.
 
     Args:
-        transports: one for each worker of this process; they say which worker it is.
+        transports: one for each worker of this process, which identifies it.
         start: their parameters, which are copied.
         steps: inner steps of a round, of all workers of the run.
         spans: of the fragments; one of all numbers when None.
@@ -74,7 +74,7 @@ class DriftedWorkers:
         return [loop.state for loop in self.loops]
 
     def train(self, rounds: range, drift: Drift | None = None) -> None:
-        """Trains these rounds; without a drift the workers stand still."""
+        """Trains these rounds; without a drift the parameters do not move locally."""
         for t in rounds:
             for loop in self.loops:
                 loop.begin_round(t)

@@ -1,4 +1,4 @@
-"""What the four functions of a rule promise, whatever it computes: they are pure, and their trees keep their form."""
+"""Promises of the four functions of every rule: they are pure, and their trees keep their structure."""
 
 import pickle
 import random
@@ -129,7 +129,7 @@ def arguments_are_never_written_into(rule: Rule, graphs: Sequence[Topology]) -> 
 
 
 def the_same_call_gives_the_same_bits(rule: Rule, graphs: Sequence[Topology]) -> None:
-    """What a call returns depends on its arguments only: on no other call, and on no generator of random numbers."""
+    """Results depend only on the arguments: not on other calls, nor on random generators."""
     last, r = graphs[0].n - 1, some_round(rule, graphs[0])
     others = (  # another worker, and the same worker in its next round
         some_round(rule, graphs[0], worker=last, seed=1),
@@ -208,7 +208,7 @@ def compiled_code_has_the_same_bits(rule: Rule, graphs: Sequence[Topology]) -> N
 
 
 class _Fused(TorchFunctionMode):
-    """Notes operations that round once where their parts would round twice, and sums whose order is not given."""
+    """Records fused operations, which round once instead of twice, and sums of unspecified order."""
 
     NAMES = frozenset(
         ["lerp", "addcmul", "addcdiv", "addr", "addmv", "addmm", "matmul", "mm", "mv", "dot", "inner", "einsum"]

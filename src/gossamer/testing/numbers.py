@@ -1,4 +1,4 @@
-"""What holds of the numbers of every rule: resumed, in chunks, on few elements, in half precision and through codecs."""
+"""Numerical promises of every rule: resumed, in chunks, on few elements, in half precision and through codecs."""
 
 from collections.abc import Sequence
 
@@ -22,12 +22,12 @@ from gossamer.topologies import Topology
 from gossamer.tree import leaves
 
 SPACING = 2.0**-7  # of bf16 between 1 and 2, where the parameters begin
-HALF = 64  # elements of what is trained in half precision
-CODED = 4096  # elements of what goes through codecs, on which their errors are what they are on average
+HALF = 64  # elements trained in half precision
+CODED = 4096  # elements sent through codecs, enough for average errors
 
 
 def saved_and_resumed_it_goes_on_with_the_same_bits(rule: Rule, graphs: Sequence[Topology]) -> None:
-    """Parameters, state and messages in flight are all that a worker has to keep."""
+    """Parameters, state and messages in flight are the complete state of a worker."""
     topology, drift = graphs[0], random_drift(P, dtype=torch.float32)
     method = Method(rule, topology, exact(), Schedule(), PLAIN)
     start = [random_vectors(1, P, dtype=torch.float32)[0]] * topology.n
@@ -66,7 +66,7 @@ def chunks_and_shards_give_the_same_bits(rule: Rule, graphs: Sequence[Topology])
 
 
 def vectors_of_one_element_work(rule: Rule, graphs: Sequence[Topology]) -> None:
-    """Vectors shorter than the number of workers, of which some then own nothing, are updated to finite numbers."""
+    """Vectors shorter than the number of workers, some of which then own no chunk, are updated to finite numbers."""
     topology = graphs[0]
     for numel in (1, 2, 3):
         start, drift = [random_vectors(1, numel)[0]] * topology.n, random_drift(numel)
@@ -110,7 +110,7 @@ def half_precision_follows_full_precision(rule: Rule, graphs: Sequence[Topology]
     wrong = {y.dtype for y in half.xs} - {torch.bfloat16}
     assert not wrong, f"parameters in bfloat16 became {wrong}; return x in its own dtype"
     middle, wanted = (total(y.float() for y in some) / n for some in (halves, wides))
-    # What is sent is rounded, and outer steps may be larger than the drift: beyond that of plain averaging, in proportion.
+    # Messages are rounded, and outer steps may be larger than the drift: scaled relative to plain averaging.
     gain = max(1.0, float((wanted - x).abs().max()) / (max(rounds, 1) * SPACING / 2))
     off = float((middle - wanted).abs().max()) / SPACING
     assert off <= 0.6 * gain, (  # rounding once is 0.5
@@ -119,7 +119,7 @@ def half_precision_follows_full_precision(rule: Rule, graphs: Sequence[Topology]
     )
     apart = max(float((a - b).abs().max()) for a, b in zip(halves, wides, strict=True)) / SPACING
     unstable = rule.consensus is not None and stability(rule.consensus, topology).radius >= 1.0
-    assert unstable or apart <= 3 * gain, (  # unstable gossip drives apart what rounding left between workers
+    assert unstable or apart <= 3 * gain, (  # unstable gossip amplifies rounding differences between workers
         f"a worker in bf16 is up to {apart:.3g} spacings of bf16 away from its counterpart in fp32 after {rounds} rounds, and "
         f"{3 * gain:.3g} are allowed; send what is as small as what was trained, or mix towards the mean"
     )
@@ -144,7 +144,7 @@ def distance_moved(c: Combination, start: Tensor | list[Tensor]) -> float:
 
 
 def allowed_codecs_change_equal_workers_as_little_as_said(rule: Rule, graphs: Sequence[Topology]) -> None:
-    """To the rounding of fp32 where nothing is warned of, and else within the number of the warning."""
+    """Within fp32 rounding if there is no warning, and else within the warning's number."""
     for codec in every_codec():
         changes_as_little_as_said(Combination(rule=rule, topology=graphs[0], codec=codec))
 

@@ -1,4 +1,4 @@
-"""The same rounds in one process and in several: what is simulated is what runs, to the last bit."""
+"""The same rounds in one process and in several: the simulation equals the real run, bit for bit."""
 
 import contextlib
 import faulthandler
@@ -49,7 +49,7 @@ Trail = list[list[Tensor]]
 
 
 class _Run(NamedTuple):
-    """What every worker needs to know; processes inherit it, since a rule holds functions that nothing can send."""
+    """The parameters of the run; inherited by fork, since a rule's functions cannot be pickled."""
 
     m: Method
     local_steps: int
@@ -70,17 +70,18 @@ def check_parity(
     """Checks that real processes compute what the simulator computes: parameters and outer state, in every round, bit for bit.
 
     Each process is a fork of this one, and they exchange over gloo on the loopback interface, through the outer loop that
-    `gossamer.simulate`, `gossamer train` and `gossamer.Outer` run. The parameters are moved by prescribed drifts, so that no
-    model is needed.
+    `gossamer.simulate`, `gossamer train` and `gossamer.Outer` run. Parameters are moved by prescribed drifts, so that
+    no model is needed.
 
     Args:
         topology: a topology or its name.
         workers: how many processes, for a topology by name.
-        codec: a name from `CODECS`, or a `Codec`; by default nothing is lost.
+        codec: a name from `CODECS`, or a `Codec`; exact by default.
         schedule: several fragments, and overlap with training; by default neither.
-        timeout_s: how long all of it may take.
-    Raises: AssertionError with one sentence that names worker, round and tensor, or what a process raised; PairingError for what
-        cannot work together; ConfigError where processes cannot be forked (Linux can, unless CUDA or a process group is in use).
+        timeout_s: the time limit of the whole check.
+    Raises: AssertionError with one sentence that names worker, round and tensor, or a process's error; PairingError for
+        an impossible combination; ConfigError where processes cannot be forked (Linux can, unless CUDA or a process
+        group is in use).
     Cost: one to two seconds, most of them for four processes to connect.
 
     >>> import gossamer
@@ -135,7 +136,7 @@ def _rounds(run: _Run, workers: DriftedWorkers) -> list[Trail]:
 
 
 def _start(run: _Run) -> tuple[Tensor, list[tuple[int, int]]]:
-    """Where all workers begin, and the spans of the fragments."""
+    """The common starting point, and the spans of the fragments."""
     parts = run.m.schedule.fragments
     cuts = [NUMEL * p // parts for p in range(parts + 1)]
     return random_vectors(1, NUMEL, dtype=torch.float32)[0], [*pairwise(cuts)]
@@ -155,11 +156,11 @@ def _in_processes(run: _Run, folder: Path) -> list[Trail]:
     processes = [context.Process(target=_worker, args=(run, i, port, folder), daemon=True) for i in range(n)]
     try:
         with listener, warnings.catch_warnings():
-            # The child runs what is here and in torch, and waits for no thread of this process.
+            # The child runs only code of this module and torch, and waits for no thread of this process.
             warnings.simplefilter("ignore", DeprecationWarning)
             for process in processes:
                 process.start()
-            _store = served_store(listener, run.timeout_s)  # not before all are forked, and until they have ended
+            _store = served_store(listener, run.timeout_s)  # after all forks, and until they have ended
         _wait(processes, deadline)
         codes = [process.exitcode for process in processes]
         where = _where(processes, folder)
@@ -171,7 +172,7 @@ def _in_processes(run: _Run, folder: Path) -> list[Trail]:
     failed = {i: file for i in range(n) if codes[i] and (file := folder / f"{i}.txt").exists()}
     texts = {i: file.read_text(encoding="utf-8") for i, file in failed.items()}
     mute = {i: code for i, code in enumerate(codes) if i not in failed and not (folder / f"{i}.pt").exists()}
-    ended = any(code is not None for code in mute.values())  # without a word, so that its peers say that it is gone
+    ended = any(code is not None for code in mute.values())  # silently, so that its peers report its loss
     if failed and not (ended and all("PeerError" in text for text in texts.values())):
         first = min(failed, key=lambda i: ("PeerError" in texts[i], failed[i].stat().st_mtime_ns))
         raise AssertionError(
@@ -187,7 +188,7 @@ def _in_processes(run: _Run, folder: Path) -> list[Trail]:
 
 
 def _wait(processes: Sequence[BaseProcess], deadline: float) -> None:
-    """Until all have ended, or the time is over, or little more after the first failure."""
+    """Waits until all have ended, the deadline, or a short time after the first failure."""
     while running := [process for process in processes if process.exitcode is None]:
         if any(process.exitcode for process in processes):
             deadline = min(deadline, time.monotonic() + GRACE_S)
@@ -197,13 +198,13 @@ def _wait(processes: Sequence[BaseProcess], deadline: float) -> None:
 
 
 def _where(processes: Sequence[BaseProcess], folder: Path, patience_s: float = 1.0) -> str:
-    """Where the processes are that still run, by the lines of their code; empty where none does."""
+    """Stack traces of the running processes; empty if none is running."""
     asked = {
         i: process.pid for i, process in enumerate(processes) if process.exitcode is None and process.pid is not None
     }
     files = {i: folder / f"{i}.where" for i in asked}
     for i, pid in asked.items():
-        if files[i].exists():  # else the signal would end it
+        if files[i].exists():  # else the signal's default action would end it
             os.kill(pid, signal.SIGUSR1)
     deadline = time.monotonic() + patience_s
     while any(file.exists() and not file.stat().st_size for file in files.values()) and time.monotonic() < deadline:
@@ -215,17 +216,17 @@ def _where(processes: Sequence[BaseProcess], folder: Path, patience_s: float = 1
 
 
 def _worker(run: _Run, rank: int, port: int, folder: Path) -> None:
-    """What a process does; it leaves its trail, or a traceback, in the folder."""
+    """The work of a process, which writes its trail, or a traceback, into the folder."""
     with open(folder / f"{rank}.begun", "w", encoding="utf-8") as where:
-        faulthandler.register(signal.SIGUSR1, where)  # it writes from the signal itself, wherever this process hangs
+        faulthandler.register(signal.SIGUSR1, where)  # written by the signal handler itself, even in a hanging process
         os.rename(where.name, folder / f"{rank}.where")
         _train(run, rank, port, folder)
 
 
 def _train(run: _Run, rank: int, port: int, folder: Path) -> None:
-    gc.freeze()  # what the parent has made is not collected here
-    torch.set_num_threads(1)  # those of the parent do not exist here
-    torch.manual_seed(rank)  # as processes on different machines have
+    gc.freeze()  # avoids collecting the parent's objects
+    torch.set_num_threads(1)  # the parent's threads do not exist here
+    torch.manual_seed(rank)  # different seeds, as on different machines
     random.seed(rank)
     np.random.seed(rank)
     os.environ["GLOO_SOCKET_IFNAME"] = loopback()
@@ -243,7 +244,7 @@ def _train(run: _Run, rank: int, port: int, folder: Path) -> None:
     except Exception:
         (folder / f"{rank}.txt").write_text(traceback.format_exc(), encoding="utf-8")
         os._exit(1)
-    with contextlib.suppress(RuntimeError):  # of another who failed; nobody leaves while another still receives
+    with contextlib.suppress(RuntimeError):  # another worker's failure; no process leaves while another still receives
         dist.barrier()
     transport.close()
     leave()

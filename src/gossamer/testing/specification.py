@@ -1,4 +1,4 @@
-"""The table of what every rule promises, and `check_rule`, which goes through it."""
+"""The table of every rule's promises, and `check_rule`, which checks them."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ PROMISES: tuple[Promise, ...] = (
     functions.compiled_code_has_the_same_bits,
     numbers.chunks_and_shards_give_the_same_bits,
     numbers.vectors_of_one_element_work,
-    tags.equal_workers_that_stand_still_stay,
+    tags.consensus_is_a_fixed_point,
     tags.replicas_that_receive_from_everyone_stay_bitwise_equal,
     tags.no_codec_moves_the_mean_of_a_rule_that_keeps_it,
     tags.disagreement_follows_the_declared_recursion,
@@ -40,14 +40,14 @@ PROMISES: tuple[Promise, ...] = (
 
 
 def check_rule(rule: Rule, *, topology: str | Topology | None = None, workers: int = 4) -> None:
-    """Checks everything that Gossamer promises of every rule: pure functions, states of a fixed form, and what the tags say.
+    """Checks all promises of every rule: pure functions, states of a fixed structure, and the tags.
 
     Args:
         rule: what a factory returns, such as `my_rule(lr=0.5)`.
         topology: the only one to check on; by default all of `TOPOLOGIES` that the rule may run on with so many workers.
         workers: how many there are, for a topology by name.
-    Raises: AssertionError with one sentence: which property does not hold, the numbers, and what to do. ConfigError for what is
-        no rule, and PairingError for a topology on which the rule cannot run.
+    Raises: AssertionError with one sentence: which property does not hold, the numbers, and what to do. ConfigError for
+        anything but a rule, and PairingError for a topology on which the rule cannot run.
     Cost: half a second of one core.
 
     >>> import gossamer
@@ -91,7 +91,7 @@ def fitting(rule: Rule, topology: str | Topology | None = None, workers: int = 4
     names = [FITTING[rule.needs], *(name for name in TOPOLOGIES if name != FITTING[rule.needs])]
     made: list[Topology] = []
     for name in names:
-        with contextlib.suppress(ConfigError):  # some are for certain numbers of workers only
+        with contextlib.suppress(ConfigError):  # some require certain numbers of workers
             made.append(make_topology(name, workers))
     found = [one for one in made if not _faults(rule, one)]
     if not found:
@@ -102,7 +102,7 @@ def fitting(rule: Rule, topology: str | Topology | None = None, workers: int = 4
 
 
 def must_be_rule(caller: str, given: object) -> Rule:
-    """What was given, if it is a rule. Raises ConfigError."""
+    """The given object, if it is a rule. Raises ConfigError."""
     if isinstance(given, Rule):
         return given
     name = getattr(given, "__name__", None)

@@ -1,4 +1,4 @@
-"""What the tags of a rule promise of its workers, played through the real exchange."""
+"""Promises of a rule's tags, checked through the real exchange."""
 
 import functools
 import math
@@ -21,7 +21,7 @@ from gossamer.topologies import Topology, make_topology
 from gossamer.topologies.mixing import Consensus, mean
 from gossamer.tree import leaves, map_leaves
 
-ROUNDING = 1e-12  # of sums in fp64
+ROUNDING = 1e-12  # tolerance of sums in fp64
 
 
 def played(
@@ -49,7 +49,7 @@ def spread(xs: Sequence[Tensor]) -> float:
 
 
 def total(xs: Iterable[Tensor]) -> Tensor:
-    """The sum of some tensors, one after the other."""
+    """The sum of some tensors, in order."""
     return functools.reduce(torch.add, xs)
 
 
@@ -63,10 +63,10 @@ def torch_outer(start: Tensor, pseudo_gradients: Iterable[Tensor], **options: An
     return x.detach()
 
 
-def equal_workers_that_stand_still_stay(rule: Rule, graphs: Sequence[Topology]) -> None:
+def consensus_is_a_fixed_point(rule: Rule, graphs: Sequence[Topology]) -> None:
     """Consensus is a fixed point to the last bit; within rounding for a mean whose weights are not exact in binary.
 
-    Vectors are short and long, as the forms of messages are found with numbers for some, and without data for others.
+    With short and long vectors, as message shapes are inferred on real data for some, and on meta tensors for others.
     """
     topology = next((one for one in graphs if one.doubly_stochastic and _binary(one)), graphs[0])
     allowed = 1e-5 if rule.combine is mean and not (topology.doubly_stochastic and _binary(topology)) else 0.0
@@ -112,10 +112,10 @@ def replicas_that_receive_from_everyone_stay_bitwise_equal(rule: Rule, graphs: S
 def keeps_the_mean(
     rule: Rule, topology: Topology, codec: Codec, rounds: int, *, steps: int | Sequence[int] = 1
 ) -> None:
-    """Workers that begin apart have the mean that they have with exact messages, in fp64 within 1e-12.
+    """Workers that start apart keep the mean of exact messages, in fp64 within 1e-12.
 
-    Gossip takes in drifts; rules on a mean of all stand still, since what a codec drops of a pseudo-gradient is not in the
-    mean, and is not meant to be.
+    Gossip is tested with drifts; rules on a mean of all without, since the mean excludes, by design, what a codec drops
+    of a pseudo-gradient.
     """
     drift = None if rule.needs == "everyone" else random_drift(P)
     start = random_vectors(topology.n, P)
@@ -131,7 +131,7 @@ def keeps_the_mean(
 
 
 def no_codec_moves_the_mean_of_a_rule_that_keeps_it(rule: Rule, graphs: Sequence[Topology]) -> None:
-    """The tag `mean_preserving`: every codec, and in turn every topology; and the mean of workers that stand still."""
+    """The tag `mean_preserving`: every codec, cycling through topologies; and the mean of workers without drift."""
     if not rule.mean_preserving or rule.site == "gradients":
         return
     graphs = [topology for topology in graphs if topology.doubly_stochastic]
@@ -167,7 +167,7 @@ def disagreement_follows_the_declared_recursion(rule: Rule, graphs: Sequence[Top
 
 
 def _with_momentum_of_parameters(consensus: Consensus, workers: DriftedWorkers, topology: Topology) -> float:
-    """How far workers that begin alike, part in a round and then stand still are from the recursion at "pre" and "post"."""
+    """The deviation from the recursion at "pre" and "post", for workers that start equal, drift in one round and then do not."""
     alpha, gamma, site = consensus
     xs, zs, off = workers.xs, workers.xs, 0.0
     for t in range(6):
@@ -177,13 +177,13 @@ def _with_momentum_of_parameters(consensus: Consensus, workers: DriftedWorkers, 
         workers.train(range(t, t + 1), random_drift(P) if t == 0 else None)
         now, then = (zs, z_before) if site == "post" else (xs, before)
         wanted = [z + gamma * (a - b) for z, a, b in zip(zs, now, then, strict=True)]
-        if t >= 2:  # two rounds before it, all stood still
+        if t >= 2:  # two rounds without drift before it
             off = max(off, _apart(workers.xs, wanted))
     return off
 
 
 def _with_momentum_of_drifts(consensus: Consensus, workers: DriftedWorkers, topology: Topology) -> float:
-    """The same at the other sites, whose momentum nobody sees: what one drift makes of a worker alone says how large it is."""
+    """The same at the other sites, whose momentum is hidden: its size follows from one drift of a single worker."""
     alpha, gamma, site = consensus
     rule, start, drift, off = workers.loops[0].method.rule, workers.xs[0].clone(), random_drift(P), 0.0
     xs, momenta = [start] * topology.n, list[Tensor]()
@@ -234,7 +234,7 @@ def one_worker_is_the_declared_limit(rule: Rule, graphs: Sequence[Topology]) -> 
 
 
 def after_a_reset_the_outer_optimizer_begins_afresh(rule: Rule, graphs: Sequence[Topology]) -> None:
-    """The tag `reset`: what follows is that of a new outer optimizer."""
+    """The tag `reset`: later rounds equal those of a new outer optimizer."""
     if rule.reset is None or rule.delay_rounds or not isinstance(rule.single_worker_limit, OuterSGD):
         return
     drift, alone = random_drift(P), make_topology("complete", 1)
@@ -253,7 +253,7 @@ def after_a_reset_the_outer_optimizer_begins_afresh(rule: Rule, graphs: Sequence
 
 
 def the_declared_start_is_where_the_round_began(rule: Rule, graphs: Sequence[Topology]) -> None:
-    """The tag `start`: a tensor of the state that holds the parameters with which training went on."""
+    """The tag `start`: a tensor of the state with the parameters from which training continued."""
     if rule.start is None:
         return
     workers = played(rule, graphs[0], [random_vectors(1, P)[0]] * graphs[0].n, 4, random_drift(P))

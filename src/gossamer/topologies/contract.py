@@ -50,10 +50,11 @@ class Topology(NamedTuple):
     period: int | None = None
     """Rounds after which a deterministic sequence repeats; None if it is random."""
     exchangeable: bool = False
-    """Random, independent over the rounds, and no worker is special: renaming the workers does not change the law. Every draw
-    has the same own weights and the same peer weights, in some order."""
+    """Random, independent over the rounds, and symmetric: permuting the workers does not change the distribution. Every
+    draw has the same self-weights and the same peer weights, in some order.
+    """
     exact_rounds: int | None = None
-    """Rounds, from round zero on, after which everyone holds the exact mean; None if that takes forever."""
+    """Rounds, from round zero on, after which all workers hold the exact mean; None if never."""
 
     def __repr__(self) -> str:
         return in_short(self)

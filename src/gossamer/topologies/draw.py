@@ -1,4 +1,4 @@
-"""A round of a topology in plain text."""
+"""Drawings of a topology's round in plain text."""
 
 import math
 

@@ -223,7 +223,7 @@ def graph(n: Workers, *, seed: Seed = 0, edges: Sequence[Sequence[float]]) -> To
 def _links(n: int, edges: Sequence[Sequence[float]]) -> dict[tuple[int, int], float | None]:
     """The links with their weights. Raises ConfigError for those that are impossible, or do not connect all workers."""
     links: dict[tuple[int, int], float | None] = {}
-    above = list(range(n))  # of each worker one of its component, which leads to a common one
+    above = list(range(n))  # union-find: a parent of each worker in its component
 
     def found(i: int) -> int:
         while above[i] != i:
@@ -253,7 +253,7 @@ def _links(n: int, edges: Sequence[Sequence[float]]) -> dict[tuple[int, int], fl
 
 
 def edges_of(graph: object) -> tuple[int, list[list[float]]]:
-    """How many nodes a graph of networkx, or a list of edges, has, and its edges with the nodes numbered in their order.
+    """The number of nodes of a networkx graph or a list of edges, and its edges with nodes numbered in order.
 
     Nodes that are the numbers from 0 on keep them.
 

@@ -17,11 +17,12 @@ Size = Annotated[int, Field(ge=2)]
 
 @factory
 def grid(n: Workers, *, seed: Seed = 0, side: Size | None = None, dimension: Count = 2) -> Topology:
-    """Workers stand in the cells of an M^d grid, and in round t those on one line along axis t mod d average exactly.
+    """Workers occupy the cells of an M^d grid, and in round t those on one line along axis t mod d average exactly.
 
-    Worker number p of those alive has the cell of the digits of p in base M: along axis a stand those whose numbers differ only
-    in digit a. Axes along which nobody stands beside another are left out, and a worker alone on its line is idle. With workers
-    missing, those alive take the first cells again, so the graph stays connected over a period, and each W is a projection.
+    Worker number p of those alive has the cell of the digits of p in base M: a line along axis a holds those whose
+    numbers differ only in digit a. Axes along which no two workers share a line are left out, and a worker alone on its
+    line is idle. With workers missing, those alive take the first cells again, so the graph stays connected over a
+    period, and each W is a projection.
 
     Args:
         side: M, the largest group; None for the smallest that holds all workers.
@@ -79,8 +80,8 @@ def grid(n: Workers, *, seed: Seed = 0, side: Size | None = None, dimension: Cou
 def groups(n: Workers, *, seed: Seed = 0, size: Size = 4) -> Topology:
     """Every round draws groups of up to M workers, each of which averages exactly; all draws are independent.
 
-    The m workers alive form r = ⌈m / M⌉ groups whose sizes differ by at most one, and one alone is idle. As W² = W, a round
-    shrinks the squared disagreement to E = (r - 1) / (m - 1) of itself, in the mean over draws, whatever the sizes.
+    The m workers alive form r = ⌈m / M⌉ groups whose sizes differ by at most one, and one alone is idle. As W² = W, a
+    round shrinks the squared disagreement by the factor E = (r - 1) / (m - 1), averaged over draws, whatever the sizes.
 
     Args:
         size: M, the largest group; 2 is `random` pairs.

@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from gossamer.errors import ConfigError
 from gossamer.tree import Tree, map_leaves
 
-if TYPE_CHECKING:  # which topology to take is found without torch
+if TYPE_CHECKING:  # topologies are chosen without torch
     from torch import Tensor
 
 MOST_MESSAGES = 2_000_000
-"""Of a round, which takes some seconds to plan."""
+"""The most messages of a round; planning so many takes some seconds."""
 
 MOST_TOGETHER = 100_000
-"""Workers of a round in which everybody, sooner or later, has to do with everybody: planning it takes some seconds."""
+"""The most workers of topologies in which all pairs meet sooner or later; planning a round takes some seconds."""
 
 Row = tuple[tuple[int, float], ...]
 T = TypeVar("T")
@@ -118,7 +118,7 @@ def from_edges(n: int, edges: Iterable[tuple[int, int, float]], sums: Literal["r
 
 
 def _cut(entries: tuple[T, ...], counts: NDArray[np.int64]) -> tuple[tuple[T, ...], ...]:
-    """The next so many entries, for each of these counts."""
+    """Consecutive slices of `entries`, one of each length in `counts`."""
     return tuple([entries[a:b] for a, b in pairwise([0, *counts.cumsum().tolist()])])
 
 
@@ -132,7 +132,8 @@ def must_be_planned(name: str, n: int) -> None:
 
 
 def in_groups(n: int, groups: Iterable[Sequence[int]]) -> Mixing:
-    """The mixing in which the members of each group take their mean; whoever is in none, or alone in one, keeps its own.
+    """The mixing in which the members of each group take their mean; a worker in no group, or alone in one, keeps its
+    value.
 
     `w_ij = 1 / |group|` within a group, so `W` is a symmetric projection: `W² = W = Wᵀ`. The rows of a group are the same object,
     which `from_edges` cannot give: the own weight 1 - (m-1)/m differs from 1/m in the last bit.
@@ -151,9 +152,9 @@ def in_groups(n: int, groups: Iterable[Sequence[int]]) -> Mixing:
 
 
 def in_pairs(partners: Iterable[int]) -> Mixing:
-    """The mixing in which worker i and its partner take their mean; whoever is its own partner keeps its own.
+    """The mixing in which worker i and its partner take their mean; a worker that is its own partner keeps its value.
 
-    Of a million workers it takes a third of the time of `from_edges`, and has the same weights.
+    For a million workers it takes a third of the time of `from_edges`, with the same weights.
 
     >>> in_pairs([2, 1, 0]).rows == from_edges(3, [(0, 2, 0.5), (2, 0, 0.5)]).rows
     True
@@ -244,7 +245,7 @@ def widen(x: "Tensor") -> "Tensor":
 
 
 def _added(terms: "Iterator[Tensor]", like: "Tensor") -> "Tensor":
-    """The terms added one after the other, into the first, which nobody else holds; zeros where there are none."""
+    """The sum of the terms in order, accumulated in place in the first, which must not be shared; zeros for no terms."""
     total = next(terms, None)
     if total is None:
         return widen(like).new_zeros(like.shape)

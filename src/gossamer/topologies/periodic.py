@@ -1,4 +1,4 @@
-"""Gossip with periodic global averaging over any other topology, and the rows that it may choose from."""
+"""Gossip with periodic global averaging over any other topology, and the topologies it may use."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

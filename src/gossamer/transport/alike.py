@@ -1,4 +1,4 @@
-"""Which settings of two workers differ, when they should be alike: dotted keys with their values as short texts."""
+"""The settings in which two workers differ although they should agree: dotted keys with their values as short texts."""
 
 import hashlib
 import json
@@ -9,7 +9,7 @@ _MOST_KEYS, _LONGEST_KEY, _LONGEST_VALUE, _NAMED = 1000, 120, 80, 3
 
 
 def short_settings(values: Mapping[str, Any]) -> dict[str, str]:
-    """Settings as texts to send: a value too long to show is cut, and ends in a hash of all of it.
+    """Settings as texts to send: a long value is cut, and ends in a hash of the whole.
 
     >>> short_settings({"rule.lr": 0.7, "data.source": "x" * 200})
     {'rule.lr': '0.7', 'data.source': '"xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx... (hash 9d9613fc)'}
@@ -41,7 +41,7 @@ def read_settings(value: Any) -> dict[str, str] | None:
 
 
 def difference(name: str, settings: Mapping[str, str], other: str, others: Mapping[str, str]) -> str:
-    """The keys in which two workers differ, at most three with their values; empty where none does.
+    """The keys in which two workers differ, at most three with their values; empty if none.
 
     >>> difference("worker 2", {"rule.lr": "0.7", "seed": "1"}, "worker 0", {"rule.lr": "0.5", "seed": "1"})
     'worker 2 has rule.lr = 0.7 and worker 0 has 0.5'

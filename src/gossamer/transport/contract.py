@@ -5,23 +5,23 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from gossamer.errors import TransportError
 
-if TYPE_CHECKING:  # who only looks at a run needs no torch, and its import takes seconds
+if TYPE_CHECKING:  # commands that only inspect a run need no torch, whose import takes seconds
     from torch import Tensor
 
-WIRE_VERSION = 3
-"""Of everything that processes of a run send each other; processes of two versions refuse each other."""
+WIRE_VERSION = 4
+"""The version of all messages between processes of a run; processes of different versions refuse each other."""
 
 
 class IncompleteError(TransportError):
-    """Messages that a mean over everyone needs have not come; in an elastic run its round is tried again over fewer workers."""
+    """Messages that a mean over everyone needs are missing; an elastic run retries the round over fewer workers."""
 
 
 Sound = Callable[[Sequence["Tensor"]], bool]
-"""Whether frames that have come may count."""
+"""A predicate that accepts or declines received frames."""
 
 
 class Ticket(NamedTuple):
-    """Names the messages of one exchange between workers, so that those of neighbouring rounds can never be confused."""
+    """The identifier of the messages of one exchange, which keeps those of neighbouring rounds apart."""
 
     round: int
     fragment: int = 0
@@ -31,7 +31,7 @@ class Ticket(NamedTuple):
 
 
 class Delivery(NamedTuple):
-    """How long the transfer of one message took, without the wait before it began."""
+    """The duration of one message's transfer, without the wait before it."""
 
     ticket: Ticket
     peer: int
@@ -39,11 +39,11 @@ class Delivery(NamedTuple):
     seconds: float
     """From the arrival of its header to that of its last byte."""
     began_s: float
-    """When its header came, on the clock of `time.perf_counter`."""
+    """The arrival of its header, on the clock of `time.perf_counter`."""
 
 
 class Wait(NamedTuple):
-    """How long the messages of one ticket blocked a worker, on that clock."""
+    """The time for which the messages of one ticket blocked a worker, on that clock."""
 
     ticket: Ticket
     start_s: float
@@ -51,14 +51,18 @@ class Wait(NamedTuple):
 
 
 class Closes(Protocol):
-    """How the workers of an elastic run agree over whom the mean of a round is taken (`gossamer.transport.elastic.closing`)."""
+    """The agreement of the workers of an elastic run on the participants of a round's mean
+    (`gossamer.transport.elastic.closing`).
+    """
 
     def proposed(self, round: int) -> tuple[int, frozenset[int]]:
-        """The next attempt of the round, and the workers over whom the mean is taken. Blocks until it is known."""
+        """The next attempt of the round, and the participants of its mean. Blocks until it is known."""
         ...
 
     def committed(self, attempt: int, *, whole: bool) -> bool:
-        """Whether all of them have got everything, as this worker has if `whole`; if not, it is tried again. Blocks."""
+        """Whether all participants have received everything, as this worker has if `whole`; if not, the round is
+        retried. Blocks.
+        """
         ...
 
 
@@ -67,7 +71,7 @@ Reduce = Callable[[Sequence["Tensor"], Ticket], None]
 
 
 class Transport(Protocol):
-    """What an exchange needs of a network. Only `wait` and `close` block."""
+    """The interface between an exchange and a network. Only `wait` and `close` block."""
 
     worker: int
     keeps_frames: bool
@@ -76,7 +80,7 @@ class Transport(Protocol):
     def expect(self, ticket: Ticket, peer: int, like: Sequence["Tensor"], sound: Sound | None = None) -> None:
         """Announces that `peer` will send frames of these shapes and dtypes under this ticket; may be called early.
 
-        Args: `sound` is asked before an exchange counts at both ends, by a transport where it may count at neither.
+        Args: `sound` is called before an exchange is committed, by a transport in which it may fail at both ends.
         """
         ...
 
@@ -102,9 +106,13 @@ class Transport(Protocol):
 
 
 @runtime_checkable
-class WaitingTransport(Transport, Protocol):
-    """A transport between processes, which knows how long its caller has waited for messages."""
+class TimedTransport(Transport, Protocol):
+    """A transport between processes that measures how long its caller waits for messages."""
 
     def waits(self) -> list[Wait]:
         """The times that `wait` blocked its caller since the last call."""
+        ...
+
+    def deliveries(self) -> list[Delivery]:
+        """The messages that came since the last call."""
         ...

@@ -1,8 +1,8 @@
-"""Keys of the machines of a run: who has one that the run file lists takes part, and nobody on the path reads or changes a word.
+"""Keys of the machines of a run: only owners of the keys in the run file take part, and all traffic is encrypted.
 
-A key is an Ed25519 key with a certificate that it has signed itself. The certificates of all peers stand in the run file, as
-`[peers]`, and are the only ones that are trusted; the key stays on its machine, in a file that its owner alone may read. Each
-connection is TLS 1.3 in which both ends show their certificates, by Python's ssl. A certificate names no machine.
+A key is an Ed25519 key with a self-signed certificate. The certificates of all peers are in the run file, as `[peers]`,
+and only these are trusted; the key stays on its machine, in a file that only its owner may read. Each connection is
+mutually authenticated TLS 1.3, by Python's ssl. A certificate names no machine.
 
 Needs no torch.
 """
@@ -29,7 +29,7 @@ from gossamer.transport.secret import others_may_read
 KEY = "GOSSAMER_KEY"
 """The environment variable with the file of this machine's key."""
 SECRET_WORD = b"the certificates of this run prove who takes part"
-"""In place of the secret of a run, in the handshake within an encrypted connection."""
+"""Replaces the secret of a run in the handshake within an encrypted connection."""
 _LONGEST_BYTES = 1 << 14
 _YEARS = 10
 _LONGEST_NAME = 64
@@ -40,9 +40,11 @@ class Peer:
     """A machine, or several with one key, that may take part in the run."""
 
     certificate: str = ""
-    """What `gossamer keys show` prints on that machine: its certificate, in base64."""
+    """The output of `gossamer keys show` on that machine: its certificate, in base64."""
     workers: Annotated[int, Field(ge=0)] = 1
-    """How many workers it may fill. Numbers are dealt in the order of the file: the first peer with 2 has workers 0 and 1."""
+    """The number of workers it may run. Numbers are assigned in the order of the file: the first peer with 2 has
+    workers 0 and 1.
+    """
     server: bool = False
     """Whether it may be the server of a run with a [server]."""
 
@@ -86,39 +88,44 @@ class Keys:
         }
         self._whose = {number: listed.name for listed in self._peers.values() for number in listed.numbers}
         self.certificate = certificate_of(path)
-        """That of this machine, as DER."""
+        """This machine's certificate, as DER."""
         if self.certificate not in self._peers:
             raise ConfigError(
                 f"the key '{path}' ({certificate_fingerprint(self.certificate)}) is none of the run's [peers] "
                 f"({', '.join(peers)}); add the lines that gossamer keys show prints to the run file of every machine, or name "
                 "another key with --key"
             )
-        # Made at the start, as they read the private key: one that cannot be used would else fail each connection.
+        # Created at the start, when the private key is read: an unusable one would otherwise fail each connection.
         self._accepting, self._dialling = self._new(ssl.PROTOCOL_TLS_SERVER), self._new(ssl.PROTOCOL_TLS_CLIENT)
-        self._accepting.num_tickets = 0  # each connection proves again who is there
+        self._accepting.num_tickets = 0  # no session resumption: each connection authenticates its peer
+
+    @property
+    def certificates(self) -> tuple[bytes, ...]:
+        """Those of all peers, as DER."""
+        return tuple(self._peers)
 
     def context(self, *, server: bool) -> ssl.SSLContext:
-        """How this machine makes connections."""
+        """The TLS context of this machine's connections."""
         return self._accepting if server else self._dialling
 
     def numbers(self, certificate: bytes | None) -> frozenset[int]:
-        """The numbers of workers, and of the server, that the owner of a certificate may have."""
+        """The numbers of workers, and of the server, allowed to the owner of a certificate."""
         found = self._peers.get(certificate or b"")
         return frozenset() if found is None else found.numbers
 
     def are_one(self, number: int, other: int) -> bool:
-        """Whether two numbers belong to one key, so that one may speak for the other."""
+        """Whether two numbers belong to one key, so that one may report on the other."""
         return number == other or (number in self._whose and self._whose[number] == self._whose.get(other))
 
     def name(self, certificate: bytes | None) -> str:
-        """What the run file calls the owner of a certificate."""
+        """The run file's name for the owner of a certificate."""
         found = self._peers.get(certificate or b"")
         return "a stranger" if found is None else f"peer '{found.name}'"
 
     def must_list(self, certificate: bytes | None) -> None:
         """Raises RefusedError unless the run file lists a certificate.
 
-        OpenSSL alone does not decide that: a listed certificate that is an authority's would vouch for any that it has signed.
+        OpenSSL's check is not enough: a listed CA certificate would also accept any certificate that it has signed.
         """
         if certificate not in self._peers:
             fingerprint = certificate_fingerprint(certificate or b"")
@@ -146,7 +153,9 @@ class Keys:
             )
 
     def must_start(self, here: int) -> None:
-        """Raises ConfigError unless this machine may have the first workers of a run, so many, as who starts it has."""
+        """Raises ConfigError unless this machine may have the first `here` workers of a run, as the machine that starts
+        it does.
+        """
         mine = self.numbers(self.certificate)
         if mine.issuperset(range(here)):
             return
@@ -173,7 +182,7 @@ class Keys:
 
 
 def dealt(peers: Mapping[str, Peer]) -> dict[str, range]:
-    """The numbers of the workers that each peer may fill.
+    """The worker numbers assigned to each peer.
 
     >>> dealt({})
     {}
@@ -196,7 +205,7 @@ def read_peers(path: Path) -> dict[str, Peer]:
 
 
 def duplicate_certificates(peers: Mapping[str, Peer]) -> str | None:
-    """A sentence about two peers with one certificate, in whatever spelling of base64; None where each has another.
+    """A sentence about two peers with the same certificate, in any base64 form; None if all differ.
 
     >>> duplicate_certificates({})
     """
@@ -239,9 +248,9 @@ def own_keys() -> list[Path]:
 
 
 def new_key(name: str, path: Path | None = None) -> Path:
-    """Makes a key with its certificate, in a file that nobody else may read, and returns its path.
+    """Creates a key with its certificate, in a file that only its owner may read, and returns its path.
 
-    Raises: ConfigError for a name that cannot be, a file that exists or cannot be written; MissingPackageError.
+    Raises: ConfigError for an invalid name, a file that exists or cannot be written; MissingPackageError.
     """
     if not name or not name.isprintable() or len(name) > _LONGEST_NAME or set(name) & set('/\\."'):
         raise ConfigError(
@@ -299,7 +308,7 @@ def require_private_key(path: Path) -> None:
 
 def _load_key(context: ssl.SSLContext, path: Path) -> None:
     def password() -> bytes:
-        # Without this OpenSSL would ask the terminal, and a process without one would wait.
+        # Without this OpenSSL would prompt on the terminal, and a process without one would hang.
         raise ConfigError(
             f"the private key in '{path}' has a password, and is read by processes that nobody attends; give a key without one, "
             "such as gossamer keys new NAME makes"
@@ -308,7 +317,7 @@ def _load_key(context: ssl.SSLContext, path: Path) -> None:
     try:
         context.load_cert_chain(path, password=password)
     except OSError as error:  # SSLError is one
-        # OpenSSL names a reason where the private key can be read and is another certificate's, and else none.
+        # OpenSSL gives a reason only where the private key is readable and belongs to another certificate.
         reason = (getattr(error, "reason", None) or "it is missing or damaged").lower().replace("_", " ")
         raise ConfigError(
             f"the key '{path}' has no private key that fits its certificate ({reason}); copy the whole file that gossamer keys "
@@ -332,10 +341,10 @@ def _home() -> Path:
 
 
 def _der(text: str) -> bytes | None:
-    """The one certificate in base64; None for what is none, and where anything follows it."""
+    """A single certificate in base64; None for anything else, including trailing data."""
     try:
         raw = base64.b64decode(text, validate=True)
-        # OpenSSL would trust each of several certificates in a row, of which Keys knows none.
+        # OpenSSL would trust each of several concatenated certificates, unknown to Keys.
         if len(raw) > _LONGEST_BYTES or len(raw) != _der_size(raw):
             return None
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=raw)
@@ -345,20 +354,20 @@ def _der(text: str) -> bytes | None:
 
 
 def _der_size(raw: bytes) -> int:
-    """The bytes of the first value in DER as its header has them, which may be more than there are; 0 where there is no header.
+    """The size of the first DER value by its header, which may exceed the data; 0 without a header.
 
     >>> _der_size(bytes([0x30, 2, 9, 9, 7])), _der_size(bytes([0x30, 0x82, 1, 0])), _der_size(b"")
     (4, 260, 0)
     """
     if len(raw) < 2:
         return 0
-    # A length below 128 is the second byte itself; else that byte has the number of bytes of the length that follow it.
+    # A length below 128 is the second byte itself; else that byte has the number of length bytes that follow.
     more = raw[1] & 0x7F if raw[1] & 0x80 else 0
     return 2 + more + (int.from_bytes(raw[2 : 2 + more]) if more else raw[1])
 
 
 def _made() -> bytes:
-    """A new key and its certificate, as PEM. Its subject is a random number: a stranger learns no name from it."""
+    """A new key and its certificate, as PEM. Its subject is a random number, so that it reveals no name."""
     require("cryptography", "keys", "making a key")
     from cryptography import x509
     from cryptography.hazmat.primitives import serialization

@@ -1,4 +1,4 @@
-"""Workers of one process: frames pass by reference through mailboxes, and a test may decide which of them arrive."""
+"""Workers of one process: frames pass by reference through mailboxes, and a test may control their delivery."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -23,7 +23,7 @@ class MemoryNetwork:
 
     Args:
         n: number of workers.
-        deliver: whether a parcel arrives at once; the others are kept in `held`, in the order they were posted. A test can
+        deliver: whether a parcel arrives at once; other parcels are kept in `held`, in posting order. A test can
             drop a parcel by leaving it there, delay it by releasing it later, or release several in another order.
 
     >>> import torch
@@ -49,19 +49,19 @@ class MemoryNetwork:
         return MemoryTransport(self, worker)
 
     def release(self, parcel: Parcel) -> None:
-        """Lets a held parcel arrive."""
+        """Delivers a held parcel."""
         place = next(k for k, kept in enumerate(self.held) if kept is parcel)
         self._arrive(self.held.pop(place))
 
     def send(self, parcel: Parcel) -> None:
-        """Carries a parcel to its mailbox, or holds it."""
+        """Delivers a parcel to its mailbox, or holds it."""
         if self._deliver(parcel):
             self._arrive(parcel)
         else:
             self.held.append(parcel)
 
     def has(self, ticket: Ticket, sender: int, receiver: int) -> bool:
-        """Whether a parcel lies in the mailbox."""
+        """Whether a parcel is in the mailbox."""
         return (ticket, sender, receiver) in self._arrived
 
     def take(self, ticket: Ticket, sender: int, receiver: int) -> tuple[Tensor, ...]:
@@ -102,7 +102,7 @@ class MemoryTransport:
     def wait(self, ticket: Ticket) -> None:
         """Returns if `ready(ticket)`.
 
-        Raises: TransportError otherwise, as nobody else can post while the only thread waits.
+        Raises: TransportError otherwise, as no one can post while the only thread waits.
         """
         missing = self._missing(ticket)
         if missing:
@@ -113,7 +113,7 @@ class MemoryTransport:
             )
 
     def collect(self, ticket: Ticket) -> dict[int, list[Tensor]]:
-        """The frames that came under a ticket that is ready, by peer; forgets the ticket.
+        """The frames received under a ready ticket, by peer; forgets the ticket.
 
         Raises: TransportError when a peer sent other shapes or dtypes than were announced.
         """

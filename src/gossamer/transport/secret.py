@@ -1,8 +1,8 @@
-"""The secret of a run: who has it may be a worker of the run, and who has it not is a stranger.
+"""The secret of a run, which authenticates its workers.
 
-A launcher makes one for the processes that it starts. Otherwise it is given in the environment variable GOSSAMER_SECRET, or lies
-in the run folder, where a server writes it. The secret itself is never sent. It proves identity (`code`) and hides nothing:
-what workers send each other is not encrypted.
+A launcher creates one for the processes that it starts. Otherwise it comes from the environment variable
+GOSSAMER_SECRET, or from the run folder, where a server writes it. The secret itself is never sent. It authenticates
+(`code`) and does not encrypt: traffic between workers is in the clear.
 """
 
 import hmac
@@ -23,7 +23,7 @@ SECRET_FILE = "secret"
 """The file of a run folder with the secret of the run."""
 CODE_BYTES = 32
 SHORTEST = 32
-"""Fewest characters of a secret; who sees a proof can try short ones."""
+"""Fewest characters of a secret; an observer of a proof could guess short ones."""
 LONGEST_BYTES = 4096
 
 
@@ -33,7 +33,7 @@ def new_secret() -> str:
 
 
 def code(secret: bytes, *parts: bytes) -> bytes:
-    """HMAC-SHA256 of parts that cannot run into each other: only who has the secret can compute or check it.
+    """HMAC-SHA256 of length-delimited parts: only owners of the secret can compute or check it.
 
     >>> len(code(b"s", b"ab", b"c")), code(b"s", b"ab", b"c") == code(b"s", b"a", b"bc")
     (32, False)
@@ -42,7 +42,7 @@ def code(secret: bytes, *parts: bytes) -> bytes:
 
 
 def environment_secret() -> bytes:
-    """The secret in GOSSAMER_SECRET; empty where there is none. Raises ConfigError for one that is too short."""
+    """The secret in GOSSAMER_SECRET; empty if unset. Raises ConfigError for one that is too short."""
     text = os.environ.get(SECRET, "")
     return _checked(text, SECRET) if text else b""
 
@@ -57,7 +57,7 @@ def others_may_read(mode: int) -> bool:
 
 
 def read_secret(path: Path) -> str:
-    """The secret in a file, with a warning where others may read it: a copy often has another mode. Raises ConfigError."""
+    """The secret in a file, with a warning where others may read it, as with a copy that has another mode. Raises ConfigError."""
     try:
         with path.open("rb") as file:
             mode, text = os.fstat(file.fileno()).st_mode, file.read(LONGEST_BYTES).decode("utf-8", "replace")
@@ -76,9 +76,10 @@ def read_secret(path: Path) -> str:
 
 
 def folder_secret(folder: Path, *, make: bool = False) -> bytes:
-    """The secret of a run: of the environment, else of its folder, else a new one that is written there for its owner alone.
+    """The secret of a run: from the environment, else from its folder, else a new one written there, readable by its
+    owner only.
 
-    Args: `make` allows to write one.
+    Args: `make` allows creating one.
     Raises: ConfigError when there is none, or it cannot be read or written.
     """
     if given := environment_secret():
@@ -99,7 +100,7 @@ def folder_secret(folder: Path, *, make: bool = False) -> bytes:
         descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, stat.S_IRUSR | stat.S_IWUSR)
         with os.fdopen(descriptor, "w") as file:
             file.write(text + "\n")
-        os.replace(scratch, path)  # all at once: a worker that looks meanwhile reads the whole secret or none
+        os.replace(scratch, path)  # atomic: a concurrent reader gets the whole secret or none
     except OSError as error:
         raise ConfigError(
             f"the secret of the run could not be written to '{path}' ({error.strerror}); choose another --out, or set {SECRET}"

@@ -1,6 +1,6 @@
 """The wire format: a header of fixed size, and the frames of one message as one flat buffer of bytes.
 
-Both come from another machine and are not trusted: sizes are bounded and compared with what was announced, and nothing is
+Both come from another machine and are untrusted: sizes are bounded and compared with the announced ones, and nothing is
 ever unpickled.
 """
 
@@ -33,12 +33,12 @@ class Header(NamedTuple):
     """The header of a message, sent before its payload."""
 
     run: int
-    """64-bit digest of the run's configuration: messages of another run, or of another model, are refused."""
+    """64-bit digest of the run's configuration: messages of another run or model are refused."""
     ticket: Ticket
     sender: int
     payload_bytes: int
     checksum: int | None = None
-    """Of the payload, where there is one; only a measurement of links goes without."""
+    """Checksum of the payload, if any; only measurements of links omit it."""
 
 
 def encode_header(header: Header) -> bytes:
@@ -55,7 +55,7 @@ def encode_header(header: Header) -> bytes:
 def decode_header(raw: bytes, sender: int) -> Header:
     """Reads a header that came over the connection with `sender`.
 
-    Raises: TransportError when the bytes are no header of this version.
+    Raises: TransportError when the bytes are not a header of this version.
     """
     magic, version, flags, run, first, second, third, said, crc, payload_bytes = _LAYOUT.unpack(raw)
     if magic != MAGIC:
@@ -72,7 +72,7 @@ def decode_header(raw: bytes, sender: int) -> Header:
 
 
 def check_header(header: Header, expected: Header) -> None:
-    """Compares a header with the one that was expected; of `expected.checksum` only whether there is one.
+    """Compares a header with the expected one; for `expected.checksum`, only its presence.
 
     Raises: PeerError when run, sender or use of checksums differ, TransportError when ticket or size do.
     """
@@ -104,9 +104,9 @@ def check_header(header: Header, expected: Header) -> None:
 
 
 def checksum(payload: Tensor) -> int:
-    """64 bits that show whether a flat uint8 buffer arrived as it was sent: XXH3, against faulty memory and networks, not people.
+    """A 64-bit XXH3 checksum of a flat uint8 buffer, against faulty memory and networks, not attackers.
 
-    Cost: one pass at the speed of memory, while other threads of Python go on; a copy of a buffer on another device.
+    Cost: one pass at memory speed, without the interpreter's lock; a copy of a buffer on another device.
 
     >>> a = torch.arange(1 << 18).view(torch.uint8)
     >>> b = a.clone()
@@ -121,8 +121,8 @@ def checksum(payload: Tensor) -> int:
 def tags(run: int, ticket: Ticket, payload_bytes: int, part: int = 0) -> tuple[int, int]:
     """The 31-bit tags under which header and payload travel.
 
-    Two workers in one piece whose peers are in stages exchange the parts of all stages between the same two processes, each
-    under tags of its own.
+    Two workers in one piece whose peers are in stages exchange the parts of all stages between the same two processes,
+    each under separate tags.
 
     The payload's tag depends on its size and the run: gloo ends a process that receives more bytes than it has allocated, so
     a payload must never meet the wrong receive. The header's tag does not, so that a mismatch is found in the header.
@@ -148,7 +148,7 @@ def frames_bytes(frames: Sequence[Tensor]) -> int:
 def pack_frames(frames: Sequence[Tensor], allocate: Callable[[int], Tensor] | None = None) -> Tensor:
     """The frames as one flat uint8 buffer, each starting at a multiple of `ALIGN`.
 
-    Args: `allocate` makes uninitialised uint8 memory of so many bytes; on the device of the frames when None.
+    Args: `allocate` returns uninitialised uint8 memory of a given size; on the device of the frames when None.
     Raises: TransportError beyond `LIMIT_BYTES`.
     Cost: none for a single contiguous frame, which is viewed; one copy of the message otherwise.
     """
@@ -160,7 +160,7 @@ def pack_frames(frames: Sequence[Tensor], allocate: Callable[[int], Tensor] | No
     packed = allocate(size) if allocate else torch.empty(size, dtype=torch.uint8, device=frames[0].device)
     filled = 0
     for frame, (start, stop) in zip(frames, places, strict=True):
-        packed[filled:start].zero_()  # the old content of the memory must not leave this machine
+        packed[filled:start].zero_()  # old memory contents must not leave this machine
         packed[start:stop].copy_(frame.reshape(-1).view(torch.uint8))
         filled = stop
     return packed
@@ -169,7 +169,7 @@ def pack_frames(frames: Sequence[Tensor], allocate: Callable[[int], Tensor] | No
 def host_memory(size: int, device: torch.device) -> Tensor:
     """Uninitialised memory of the host for bytes that go to this device or come from it; torch keeps it for later messages.
 
-    Beside a GPU it is pinned: copies took a quarter of the time there (H100: 54 GB/s each way, instead of 15 and 8).
+    For a GPU it is pinned: copies took a quarter of the time (H100: 54 GB/s each way, instead of 15 and 8).
     """
     return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
 

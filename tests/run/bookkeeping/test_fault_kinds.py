@@ -18,12 +18,12 @@ from gossamer.run.bookkeeping.which_round import (
     Start,
     begin_or_resume,
     choose_round,
-    faults_heard,
-    heard,
+    decode_faults,
+    decode_kept,
+    encode_kept,
     kept_by,
     newest_of_all,
     newest_of_own,
-    said,
 )
 from gossamer.run.config.resolve import resolve, settings_in
 from gossamer.run.config.resolved import RunSettings
@@ -95,7 +95,7 @@ def test_a_fault_of_the_only_checkpoint_is_of_its_kind_here_and_for_the_others_a
         assert found is None and 4 not in kept[owner].faults
     else:
         assert found is not None and found.kind == FAULTS[fault] and f"worker-{owner:03}" in found.why
-    theirs = heard(owner, json.loads(json.dumps(said(kept[owner]))))
+    theirs = decode_kept(owner, json.loads(json.dumps(encode_kept(kept[owner]))))
     assert (theirs.faults, theirs.due) == (kept[owner].faults, kept[owner].due)
     if not theirs.due and FAULTS[fault] in (
         FaultKind.ABSENT,
@@ -137,7 +137,7 @@ def test_a_checkpoint_of_another_method_is_refused_by_the_field_that_differs(
 
 @pytest.mark.parametrize("kind", [*FaultKind])
 def test_what_is_there_of_a_newer_round_is_put_aside_unless_it_is_nothing(kind: FaultKind) -> None:
-    kept = {0: heard(0, [0, [[4, None, None], [8, [kind, "why"], None]]])}
+    kept = {0: decode_kept(0, [0, [[4, None, None], [8, [kind, "why"], None]]])}
     choice = choose_round(kept, newest_of_all, lambda round: {})
     assert (choice.round, choice.damaged) == (4, kind != FaultKind.ABSENT)
 
@@ -145,6 +145,6 @@ def test_what_is_there_of_a_newer_round_is_put_aside_unless_it_is_nothing(kind: 
 @pytest.mark.parametrize("fault", ["damaged", ["odd", "why"], [], 3, {"kind": "damaged"}])
 def test_a_worker_that_tells_no_kind_of_fault_is_refused_in_a_sentence(fault: object) -> None:
     with pytest.raises(PeerError, match="worker 1 does not say which checkpoints it has"):
-        heard(1, [0, [[8, fault, None]]])
+        decode_kept(1, [0, [[8, fault, None]]])
     with pytest.raises(PeerError, match="worker 1 does not say what is wrong with its checkpoint"):
-        faults_heard([None, fault])
+        decode_faults([None, fault])

@@ -29,7 +29,7 @@ from gossamer.run.bookkeeping.which_round import (
     choose_round,
     kept_by,
     newest_of_all,
-    to_resume,
+    round_to_resume,
 )
 from gossamer.run.config.resolve import settings_of
 from gossamer.run.config.run_file import RunConfig, dump
@@ -227,7 +227,7 @@ def test_the_choice_reads_what_is_picked_and_picks_again_without_what_is_spoilt(
 
     assert choose_round(kept, newest_of_all, faults)[::2] == (10, {30: (a,), 20: (b,)})
     assert read == [20, 10]
-    elastic = choose_round(kept, to_resume, lambda round: {})
+    elastic = choose_round(kept, round_to_resume, lambda round: {})
     assert (elastic.round, [*elastic.skipped]) == (20, [30]), "the newest that all have, as they all took part"
 
 
@@ -244,7 +244,7 @@ def test_who_has_only_taken_over_the_state_of_a_round_says_nothing_of_who_took_p
         for round in (2, 6) if slot < 3 else (2,):
             checkpoint.save(store.path, round, slot, {"x": 1}, digest=config.digest)
     kept = kept_by(store, range(4), config.line)
-    assert to_resume({slot: one.whole for slot, one in kept.items()}) == 6
+    assert round_to_resume({slot: one.whole for slot, one in kept.items()}) == 6
 
 
 def test_nothing_newer_goes_before_all_owners_are_restored(tmp_path: Path) -> None:

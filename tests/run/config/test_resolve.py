@@ -319,7 +319,6 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
     "asynchronous with codec.back": (SERVER._replace(codec=both_ways(int8(), int8())), ["codec.back", "asynchronous"]),
     "server and meetings": (SERVER._replace(meetings=2.0), ["'heloco'", "events.meetings = 2.0"]),
     "server and waiting": (SERVER._replace(wait=False), ["'heloco'", "run.wait = false"]),
-    "server and predictions of workers": (SERVER._replace(eval_js=True), ["'heloco'", "run.eval_js = true"]),
     "no waiting and meetings": (GOSSIP._replace(meetings=2.0), ["'gasloc'", "events.meetings = 2.0", "[pair]"]),
     "fragments without a server": (PAIR._replace(fragments=2), ["'a2cid2'", "events.fragments = 2"]),
     "overlap of one fragment": (SERVER._replace(overlap=True), ["events.overlap is True", "events.fragments = 1"]),
@@ -400,11 +399,6 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
     "constant batch and local steps": (
         Combination(constant_batch=True, elastic=True, rule=diloco(), topology=complete(2), local_steps=(4, 2)),
         ["data.constant_batch is true", "run.local_steps is (4, 2)"],
-    ),
-    "ghosts and newcomers": (Combination(ghost_rounds=2), ["run.ghost_rounds is 2", "run.elastic = true"]),
-    "ghosts and inner optimizer": (
-        Combination(ghost_rounds=2, elastic=True, rule=gasloc(), topology=random(4), averaging="gpa"),
-        ["run.ghost_rounds is 2", "inner.averaging = 'gpa'"],
     ),
     "real processes and virtual time": (SERVER._replace(driver="train", absences=2), ["2 events.absences"]),
     "real processes and regions": (

@@ -1,9 +1,11 @@
 """Runs whose whole state lies in a folder: workers die, others come, all die, and the run goes on."""
 
+import base64
+import contextlib
 import json
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,13 +13,21 @@ import torch
 
 from commands import Command, run
 from drifted_rounds import play
+from gossamer.layout import Layout, Leaf
 from gossamer.record import checkpoint
 from gossamer.record.logs.outcomes import read_outcomes
+from gossamer.record.packed import packed, unpacked
 from gossamer.rules import RULES, Rule
+from gossamer.rules.contract import Context
+from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import digest, dump
-from gossamer.run.elastic.store_rounds import is_equal_after_rounds
+from gossamer.run.elastic.store_rounds import StoreWork, is_equal_after_rounds, mixes_by_pull
+from gossamer.run.worker.task import task_of
+from gossamer.stop_signals import Asked
 from gossamer.topologies import complete
+from gossamer.transport.keys import certificate_of, new_key
 from gossamer.tree import leaves
+from s3 import S3, s3
 from tiny import single
 
 MEANS = {"rule__name": "diloco", "topology__name": "complete", "run__elastic": True}
@@ -32,7 +42,15 @@ def until(holds: Callable[[], bool], *commands: Command) -> None:
 
 @pytest.mark.timeout(280)
 def test_a_run_outlives_all_its_workers_and_its_replay_has_their_bits(tmp_path: Path) -> None:
-    config = single(workers=2, run__timeout_s=3, run__steps=300, run__pace_s=0.15, run__eval_every=0, **MEANS)
+    config = single(
+        workers=2,
+        codec__name="int8",
+        run__timeout_s=3,
+        run__steps=200,
+        run__pace_s=0.1,
+        run__eval_every=0,
+        **MEANS,
+    )
     (tmp_path / "run.toml").write_text(dump(config))
     store, out = tmp_path / "store", tmp_path / "out"
     words = ("train", tmp_path / "run.toml", "--store", store, "--out", out)
@@ -82,19 +100,135 @@ def test_a_run_outlives_all_its_workers_and_its_replay_has_their_bits(tmp_path: 
     assert code == 2 and "the store holds another run: key is" in said, said
 
 
+@pytest.mark.timeout(1800)
+def test_gossip_in_a_store_goes_on_without_the_dead_and_its_replay_has_the_bits_of_all_slots(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    kills = 20 if request.config.getoption("--full") else 1
+    config = single(
+        workers=3,
+        rule__name="gasloc",
+        topology__name="random",
+        codec__name="int8",
+        run__elastic=True,
+        run__timeout_s=3,
+        run__steps=60 + 60 * kills,
+        run__pace_s=0.05,
+        run__eval_every=0,
+        run__checkpoint_every=5,
+    )
+    (tmp_path / "run.toml").write_text(dump(config))
+    store = tmp_path / "store"
+
+    def start(name: str) -> Command:
+        return Command("train", tmp_path / "run.toml", "--store", store, "--out", tmp_path / name)
+
+    def closed() -> int:
+        return len([*store.glob("r*-commit")])
+
+    alive = {name: start(name) for name in ("out0", "out1", "out2")}
+    until(lambda: closed() > 8, *alive.values())
+    for kill in range(kills):
+        name = sorted(alive)[kill % 3]
+        alive[name].kill()
+        alive.pop(name).finish()
+        there = closed()
+        until(lambda there=there: closed() > there + 2, *alive.values())
+        again = name if kill % 2 else f"out{kill + 3}"
+        alive[again] = start(again)
+        until(lambda there=there: closed() > there + 8, *alive.values())
+    ends = {name: command.finish() for name, command in alive.items()}
+    assert all(code == 0 for code, _ in ends.values()), ends
+    if kills == 1:
+        assert "with the state of slot" in ends["out3"][1], "of an empty folder, it continues from the store"
+    logged = read_outcomes(tmp_path / sorted(alive)[0])
+    assert logged == read_outcomes(tmp_path / sorted(alive)[-1]) and sorted(logged) == [0, 1, 2]
+    assert any(one.alive is not None for lives in logged.values() for life in lives for one in life.rounds)
+    code, said = run("simulate", "--replay", tmp_path / sorted(alive)[0], "--out", tmp_path / "again")
+    assert code == 0 and "this is not what was computed" not in said, said
+    for worker in range(3):
+        (place,) = tmp_path.glob(f"out*/checkpoints/round-{config.rounds:06}/worker-{worker:03}.json")
+        real, again = (
+            checkpoint.load(where, config.rounds, worker, digest(config))
+            for where in (place.parent.parent, tmp_path / "again" / "checkpoints")
+        )
+        assert torch.equal(real["x"], again["x"]) and all(map(torch.equal, real["outer"], again["outer"])), worker
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
+    with s3(monkeypatch) as store:
+        yield store
+
+
+@pytest.mark.timeout(120)
+def test_with_keys_a_store_shows_nothing_and_only_listed_machines_take_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bucket: S3
+) -> None:
+    """In an object store that fails now and then."""
+    pytest.importorskip("cryptography")
+    keys = {name: new_key(name, tmp_path / f"{name}.pem") for name in ("berlin", "paris", "stranger")}
+    certificates = {name: base64.b64encode(certificate_of(path)).decode() for name, path in keys.items()}
+    peers = {name: {"certificate": certificates[name]} for name in ("berlin", "paris")}
+    config = single(workers=2, run__timeout_s=20, run__steps=12, run__eval_every=0, peers=peers, **MEANS)
+    file, store, bucket.fails_every = tmp_path / "run.toml", "s3://bucket/run", 40
+    file.write_text(dump(config))
+
+    def words(name: str, run_file: Path = file) -> tuple[object, ...]:
+        return ("train", run_file, "--store", store, "--out", tmp_path / name, "--key", keys[name])
+
+    first, second = Command(*words("berlin")), Command(*words("paris"))
+    (code, said), (of_second, by_second) = first.finish(), second.finish()
+    assert (code, of_second) == (0, 0), said + by_second
+    assert "is not encrypted" not in said and "worker 0 takes part" in said and "worker 1 takes part" in by_second
+    logged = read_outcomes(tmp_path / "berlin")
+    assert all(one.alive is None for lives in logged.values() for life in lives for one in life.rounds), "of both"
+    code, said = run("simulate", "--replay", tmp_path / "berlin", "--out", tmp_path / "again")
+    assert code == 0, said
+    for place in (tmp_path / "berlin", tmp_path / "paris"):
+        worker = int(place.name == "paris")
+        real, again = (
+            checkpoint.load(where / "checkpoints", config.rounds, worker, digest(config))
+            for where in (place, tmp_path / "again")
+        )
+        assert torch.equal(real["x"], again["x"]), worker
+    bucket.fails_every, objects = 0, [*bucket.objects.values()]
+    assert not any("-mean-" in name or "-from-" in name for name in bucket.objects if "r00000000-" in name), "collected"
+    assert not any(word in one for one in objects for word in (b"diloco", b"sha256", b"steps", b"leaves"))
+    assert bytes(real["x"].numpy().tobytes()[:64]) not in b"".join(objects)
+    code, said = run("status", store)
+    assert code == 2 and "give its run file with --peers RUN.toml" in said, said
+    monkeypatch.setenv("GOSSAMER_KEY", str(keys["paris"]))
+    code, said = run("status", store, "--peers", file, "--json")
+    assert code == 0 and json.loads(said)["round"] == config.rounds, said
+    own = tmp_path / "own.toml"
+    own.write_text(
+        dump(single(workers=2, peers={"stranger": {"certificate": certificates["stranger"], "workers": 2}}, **MEANS))
+    )
+    code, said = run(*words("stranger", own))
+    assert code == 2 and "nobody in the run's [peers] has signed it" in said, said
+    last = f"r{config.rounds - 1:08d}-commit"
+    bucket.objects[f"bucket/run/{last}"] = bucket.objects[f"bucket/run/{last}"][:-1] + b"x"
+    code, said = run(*words("berlin"))
+    assert code == 2 and "whose signature does not fit: it was altered" in said and last in said, said
+
+
 @pytest.mark.parametrize(
     ("settings", "words", "told"),
     [
         ({"run__elastic": False}, (), "run.elastic is false"),
         (
-            {"rule__name": "gasloc", "topology__name": "random"},
+            {"rule__name": "easgd", "topology__name": "complete"},
             (),
-            "of rule 'gasloc' its workers are not equal in all",
+            "of rule 'easgd' its workers are not equal in all, and it is no plain gossip",
         ),
-        ({"codec__name": "int8"}, (), "loses digits"),
         ({"schedule__fragments": 2}, (), "a round has several exchanges"),
         ({}, ("--local", 2), "--store was given with --local"),
-        ({}, ("--mailbox", "box"), "--store was given with --mailbox"),
+        (
+            {},
+            ("--listen", "127.0.0.1:1", "--join", "auto"),
+            "--store was given with --join auto and --listen 127.0.0.1:1",
+        ),
     ],
 )
 def test_what_a_store_does_not_carry_is_refused_in_a_sentence(
@@ -116,3 +250,36 @@ def test_rules_that_a_store_carries_leave_all_workers_equal_in_vectors_and_outer
     xs, states = play(rule, complete(3), start, 3, lambda worker, step, x: drifts[worker, step % 3])
     for x, state in zip(xs[1:], states[1:], strict=True):
         assert all(map(torch.equal, leaves((xs[0], states[0])), leaves((x, state))))
+
+
+def test_the_mean_of_another_machine_counts_where_it_differs_by_rounding_alone(tmp_path: Path) -> None:
+    config = resolve(single(workers=2, **MEANS), real=True)
+    with contextlib.ExitStack() as open_:
+        work = StoreWork(config, tmp_path, task_of(config), Asked(), open_)
+        work.begin(0, 0)
+        sent = work.train(0)
+        own = work.mean(0, {0: sent, 1: sent})
+        (mean,) = unpacked(own)["leaves"]
+        for other, counts in (
+            (mean * (1 + 1e-6), True),
+            (mean * 1.01, False),
+            (mean + torch.eye(1, len(mean))[0], False),
+            (mean.index_fill(0, torch.tensor([3]), torch.nan), False),
+            (mean[1:], False),
+        ):
+            assert work.is_mean(0, own, memoryview(packed({"leaves": [other]}))) == counts
+        assert not work.is_mean(0, own, memoryview(b"no tensors"))
+
+
+PULLED = [rule for rule in (factory() for factory in RULES.values()) if mixes_by_pull(rule)]
+
+
+@pytest.mark.parametrize("rule", PULLED, ids=lambda rule: rule.name)
+def test_rules_of_gossip_in_a_store_send_the_same_whoever_takes_it(rule: Rule) -> None:
+    x = torch.arange(8.0)
+    layout = Layout((Leaf("w", (8,), 0, 8),), 8)
+    contexts = [
+        Context(0, 4, 1, 2, weight, layout, 2, False, peers) for weight, peers in ((0.5, (1,)), (0.25, (1, 2, 3)))
+    ]
+    sent = [leaves(rule.send(x, rule.init(x, ctx), ctx)) for ctx in contexts]
+    assert all(map(torch.equal, *sent))

@@ -24,7 +24,7 @@ from gossamer.report.results import PointResult, read_results, result_lines
 from gossamer.run.config.experiment_file import Point, folder_name, points
 from gossamer.run.config.run_file import digest
 from gossamer.run.experiments.compare import train_all
-from gossamer.run.experiments.processes import Apart, RunEnd
+from gossamer.run.experiments.processes import RunEnd, RunPool
 from gossamer.run.experiments.shared_start import shared_trunks
 from gossamer.run.worker.replica import Replica
 from tiny import PARAMETERS, document
@@ -92,7 +92,7 @@ def test_two_processes_train_one_run_after_the_other_with_the_losses_of_one_proc
 
     def trained(jobs: int) -> tuple[dict[str, float | None], set[int]]:
         found: dict[str, float | None] = {}
-        with Apart(jobs) as apart:
+        with RunPool(jobs) as apart:
             for run in runs:
                 apart.add(run.label, run.config, tmp_path / f"{jobs}-{run.seed}")
             while apart.busy:
@@ -128,7 +128,7 @@ def test_a_process_of_a_run_that_is_killed_is_told_with_what_to_do(tmp_path: Pat
         for child in children:
             child.kill()
 
-    with Apart(2) as apart:
+    with RunPool(2) as apart:
         apart.add(run.label, run.config, tmp_path / "run")
         threading.Thread(target=kill).start()
         with pytest.raises(TrainingError, match=r"exit code -9; if the machine .* lower --jobs"):
@@ -147,7 +147,7 @@ def test_a_run_under_way_ends_in_python_when_its_comparison_is_left(tmp_path: Pa
         os.kill(os.getpid(), signal.SIGINT)
 
     def compare() -> None:
-        with Apart(2) as apart:
+        with RunPool(2) as apart:
             apart.add(run.label, run.config, tmp_path / "run")
             threading.Thread(target=stop).start()
             apart.ended()
@@ -166,7 +166,7 @@ ENDLESS = """
 import multiprocessing, sys, threading, time
 from pathlib import Path
 from gossamer.run.config.experiment_file import points
-from gossamer.run.experiments.processes import Apart
+from gossamer.run.experiments.processes import RunPool
 from tiny import document
 
 def tell():
@@ -175,7 +175,7 @@ def tell():
     print(*[child.pid for child in multiprocessing.active_children()], flush=True)
 
 (run,) = points(document(workers=2, run__steps=1_000_000, run__eval_every=0, model__layers=1), seeds=[0])
-with Apart(2) as apart:
+with RunPool(2) as apart:
     apart.add("endless", run.config, Path(sys.argv[1]))
     threading.Thread(target=tell).start()
     apart.ended()
@@ -208,7 +208,7 @@ def test_a_run_that_is_trained_again_loses_its_run_file_last_so_that_a_kill_amid
         removed.append(Path(path).name)
         unlink(path, dir_fd=dir_fd)
 
-    with monkeypatch.context() as patched, Apart(1) as apart:
+    with monkeypatch.context() as patched, RunPool(1) as apart:
         patched.setattr(os, "unlink", noted)
         patched.setattr(
             "gossamer.run.experiments.processes.simulate_until_asked",

@@ -74,13 +74,13 @@ def test_a_simulated_run_declines_the_same_messages_as_a_real_one(
     config = single(run__steps=16, run__eval_every=0, run__timeout_s=60.0, rule__clipped={})
     (tmp_path / "run.toml").write_text(dump(config))
     assert run_local(3, train_but_send_nan, ["train", str(tmp_path / "run.toml"), "--out", str(tmp_path / "real")]) == 0
-    crew = Rounds.__init__.__globals__["crew"]
+    make_workers = Rounds.__init__.__globals__["make_workers"]
 
     def with_a_bad_peer(config, task, m, like, transport, together=None):
         bad = lambda i: Attacker(transport(i), "nan", 2) if i == BAD else transport(i)  # noqa: E731
-        return crew(config, task, m, like, bad, together)
+        return make_workers(config, task, m, like, bad, together)
 
-    monkeypatch.setitem(Rounds.__init__.__globals__, "crew", with_a_bad_peer)
+    monkeypatch.setitem(Rounds.__init__.__globals__, "make_workers", with_a_bad_peer)
     assert run("simulate", tmp_path / "run.toml", "--out", tmp_path / "simulated")[0] == 0
     real, simulated = (
         {

@@ -6,7 +6,9 @@ import sys
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import tomli_w
 import torch
@@ -309,7 +311,7 @@ def test_check_plays_a_few_of_many_workers_and_says_what_it_does_not_price(topol
 
 
 def test_a_simulation_that_does_not_fit_into_memory_is_refused_before_it_starts(tmp_path, monkeypatch):
-    monkeypatch.setattr("gossamer.run.simulated.simulate.os.sysconf", lambda name: 1_000)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=1_000_000))
     with pytest.raises(
         ConfigError, match=r"of 3 workers holds at least 0.0017 GB .* this machine has 0.001 GB; take fewer"
     ):

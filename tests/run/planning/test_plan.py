@@ -199,9 +199,9 @@ def test_gossamer_plan_prints_a_table_and_writes_a_run_file(tmp_path: Path, caps
     words += ["--method", "diloco"]
     adaptive = tmp_path / "new" / "adaptive.toml"
     assert main([*words, "--adapt", "--weigh-steps", "--out", str(adaptive)]) == 0
+    assert capsys.readouterr().out.startswith("asked for: DiLoCo")
     followed = parse(tomllib.loads(adaptive.read_text())).run
     assert followed.adapt is True and followed.weigh_steps
-    capsys.readouterr()
     assert main([*words, "--out", str(tmp_path / "run.toml")]) == 2
     assert "already exists" in capsys.readouterr().err
     for wrong in (["--codec", "int9"], ["--local-steps", "a"], ["--model", "900b"]):

@@ -730,7 +730,7 @@ def test_a_server_answers_before_it_has_validated_and_saved_and_records_the_same
                     done = [len(evals(tmp_path / where)), len(checkpoint.rounds(store, 2))]
                     assert done == ([2, 1] if replays else [1, 0])
                     probe.may.set()
-            assert session.core.over
+            assert session.core.is_finished
             session.close(100.0)
         said[where] = evals(tmp_path / where), model(tmp_path / where, config)
     assert said["real"][0] == said["replay"][0] and len(said["real"][0]) == 1 + config.rounds

@@ -2,7 +2,7 @@
 
 import contextlib
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from drifted_rounds import context, drive, serially
 from gossamer.asynchronous import cgad
 from gossamer.clock.phases import LoopOptions
 from gossamer.clock.server_core import ServerCore
-from gossamer.codecs import Codec, exact, fitted, fp16, int8
+from gossamer.codecs import Codec, exact, fitted, fp16, int8, topk
 from gossamer.codecs.message import decode_received, encode
 from gossamer.errors import TrainingError, TransportError
 from gossamer.finite import all_finite, must_be_finite
@@ -29,8 +29,8 @@ from gossamer.run.config.run_file import digest, dump
 from gossamer.run.simulated.simulate import simulate
 from gossamer.topologies import make_topology
 from gossamer.transport import wire
-from gossamer.transport.contract import Ticket
-from gossamer.transport.memory import MemoryNetwork, Parcel
+from gossamer.transport.contract import Sound, Ticket
+from gossamer.transport.memory import MemoryNetwork, MemoryTransport, Parcel
 from gossamer.transport.processes.local import run_local
 from gossamer.tree import leaves, refill
 from poisoned import WORKER, poison, poisoned_main
@@ -162,6 +162,31 @@ def forged(network: MemoryNetwork) -> None:
         frames = (torch.full_like(frame, torch.inf) if frame.is_floating_point() else frame for frame in held.frames)
         network.held[network.held.index(held)] = parcel = Parcel(*held[:3], tuple(frames))
         network.release(parcel)
+
+
+class AsksFirst(MemoryTransport):
+    """A transport that asks whether a message is sound before it counts at either end."""
+
+    def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor], sound: Sound | None = None) -> None:
+        assert sound is not None
+        self.sound = sound
+        super().expect(ticket, peer, like)
+
+
+@pytest.mark.parametrize("codec", [exact(), int8(), topk()], ids=["exact", "int8", "topk"])
+def test_a_payload_that_is_not_finite_is_unsound_before_either_end_counts_it(codec: Codec) -> None:
+    network, mixing, x, rule = (
+        MemoryNetwork(2),
+        make_topology("complete", 2, seed=0).mixing(0),
+        torch.ones(64),
+        gasloc(),
+    )
+    transport, ctx = AsksFirst(network, 0), context(0, 7, mixing, x)
+    setup = Setup(rule, codec, transport, Part(x, initial_state(rule, mixing, x, ctx), ctx.layout), 0)
+    begin(setup, mixing, ctx).post()
+    frames = network.take(Ticket(7), 0, 1)
+    assert transport.sound(frames)
+    assert not transport.sound([torch.full_like(one, torch.inf) if one.is_floating_point() else one for one in frames])
 
 
 @pytest.mark.parametrize("codec", [exact(), int8()], ids=["exact", "int8"])

@@ -277,7 +277,7 @@ def compare_but_stop(argv: Sequence[str]) -> int:
 def test_a_comparison_that_gets_ctrl_c_saves_the_runs_in_progress_and_continues_them_to_the_same_bits(
     tmp_path: Path, jobs: int
 ) -> None:
-    steps = 40 if jobs == 1 else 400
+    steps = 40 if jobs == 1 else 200
     config = {**document(run__steps=steps, run__checkpoint_every=steps // 2, run__eval_every=0)}
     variants = [{"label": name, "rule": {"name": name}} for name in ("gossip", "gasloc")]
     file, out = tmp_path / "two.toml", tmp_path / "runs"

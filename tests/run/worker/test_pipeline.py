@@ -385,7 +385,7 @@ BAD = {
     ),
     "cuts that change": (
         {**CUT, "pipeline__resplit_every": 4},
-        "pipeline.resplit_every is 4, and a run keeps its cuts",
+        "pipeline.resplit_every is 4, and this version has no such key: a run keeps its cuts",
     ),
     "a lost stage of two": ({**lost(), "pipeline__stages": 2}, "cut the model into 3 stages or more"),
     "a lost first stage": (
@@ -476,6 +476,20 @@ def test_an_empty_list_of_cuts_is_none_so_that_a_run_that_has_some_can_be_given_
         parse(with_settings(made, {"pipeline.stages": 3}))
     again = parse(with_settings(made, {"pipeline.stages": 3, "pipeline.cuts": []}))
     assert again == tiny(**CUT | {"pipeline__stages": 3}) and cuts_of(again.pipeline, again.model, again.data) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("table", "key", "value"), [("run", "ghost_rounds", 2), ("run", "eval_js", True), ("record", "alignment", True)]
+)
+def test_a_removed_key_is_read_at_its_default_and_refused_by_name_at_any_other_value(table, key, value):
+    plain = parse({})
+    assert parse({table: {key: type(value)()}}) == plain and digest(plain) == digest(
+        parse({table: {key: type(value)()}})
+    )
+    with pytest.raises(
+        ConfigError, match=rf"{table}\.{key} is {value}, and this version has no such key: .*; remove the key"
+    ):
+        parse({table: {key: value}})
 
 
 def test_a_run_folder_that_still_has_a_key_that_is_gone_keeps_its_checkpoints():

@@ -41,7 +41,7 @@ from gossamer.run.simulated.simulate import simulate
 from gossamer.run.synchronous.train import train_member
 from gossamer.run.worker.stages.checkpoints import WHOLE, Store, joined_state, partition_of, state_of_part
 from gossamer.run.worker.stages.in_one_process import StagedModel
-from gossamer.run.worker.stages.torch_stage import CarriedStage
+from gossamer.run.worker.stages.torch_stage import BoundaryStage
 from gossamer.run.worker.task import task_of
 from gossamer.transport.processes.launch import join, leave
 from gossamer.transport.processes.local import run_local
@@ -561,10 +561,10 @@ def test_stages_as_a_word_of_a_command_cut_the_workers_of_a_file(tmp_path):
 
 def test_what_is_private_in_the_pipelines_of_torch_is_as_it_was():
     must_have_stages_in_processes()
-    ours = {name for name, one in vars(CarriedStage).items() if inspect.isfunction(one)} - {"__init__"}
+    ours = {name for name, one in vars(BoundaryStage).items() if inspect.isfunction(one)} - {"__init__"}
     assert len(ours) == 8
     for name in ours:
-        assert [*inspect.signature(getattr(CarriedStage, name)).parameters] == [
+        assert [*inspect.signature(getattr(BoundaryStage, name)).parameters] == [
             *inspect.signature(getattr(PipelineStage, name)).parameters
         ], f"torch has changed {name}, which gossamer.run.worker.stages.torch_stage replaces"
     stage = inspect.getsource(inspect.getmodule(PipelineStage))

@@ -1,8 +1,8 @@
 """Goodput of a run whose chips fail: the share of all chip time whose training steps count, for four ways to train.
 
 * all-reduce: one learner; each interruption of a chip restarts the whole run from its last checkpoint.
-* elastic: one learner, which stands still for a short time and then goes on with the chips that are left.
-* decoupled: M elastic learners; while one of them stands still the others train on.
+* elastic: one learner, which pauses for a short time and then continues with the remaining chips.
+* decoupled: M elastic learners; while one of them is down the others keep training.
 * gossip: every worker of a few chips is its own learner, which restarts from the parameters of its peers.
 
 A closed form and a simulation of the same model check each other.
@@ -25,7 +25,7 @@ Settings = TypeVar("Settings")
 
 
 def ensure(what: str, value: object, holds: bool, allowed: str) -> None:
-    """Raises ConfigError unless the condition holds; `allowed` says in words which values are accepted."""
+    """Raises ConfigError unless the condition holds; `allowed` describes the accepted values."""
     if not holds:
         raise ConfigError(f"{what} is {value!r} but must be {allowed}")
 
@@ -35,7 +35,7 @@ def build_settings(
 ) -> Settings:
     """A settings dataclass from options that a user named.
 
-    Args: `what` is what the message calls an option; `without` names fields that a user cannot write.
+    Args: `what` is the word for an option in messages; `without` names fields that a user cannot write.
     Raises: ConfigError for a name that the dataclass does not have, or for a value that it refuses.
     """
     names = [field.name for field in fields(kind) if field.name not in without]  # pyright: ignore[reportArgumentType]
@@ -53,15 +53,16 @@ _REPEATS = 8
 
 
 _Between = Annotated[float, Field(gt=0, allow_inf_nan=True)]
-"""Mean seconds between two interruptions, infinite where there is none."""
+"""Mean seconds between two interruptions, infinite if there are none."""
 _Interval = Annotated[float, Field(ge=0, allow_inf_nan=True)]
 
 
 def goodput(mtbf_s: float, down_s: float, *, interval_s: float = 0.0, checkpoint_s: float = 0.0) -> float:
-    """The share of the time that a learner trains for good: `τ / ((F + T) (exp((τ + c)/F) - 1))`, with τ = c = 0 `F / (F + T)`.
+    """The share of time whose training is kept: `τ / ((F + T) (exp((τ + c)/F) - 1))`, with τ = c = 0 `F / (F + T)`.
 
-    The learner is interrupted after a time of mean F, exponentially distributed, and then stands still for T. Every τ
-    seconds of training it writes a checkpoint in c seconds. An interruption loses what came after the last checkpoint.
+    The learner is interrupted after a time of mean F, exponentially distributed, and is then down for T. Every τ
+    seconds of training it writes a checkpoint in c seconds. An interruption loses the training since the last
+    checkpoint.
 
     Args:
         mtbf_s: F, the mean time to the next interruption of a learner that trains; inf for one that never fails.
@@ -70,7 +71,7 @@ def goodput(mtbf_s: float, down_s: float, *, interval_s: float = 0.0, checkpoint
         checkpoint_s: c.
     Raises: ConfigError for a number out of bounds.
     Source: renewal theory; with T = 0 it is the expected time of J. T. Daly, Future Generation Computer Systems 22 (2006).
-    Differs: in Daly's form interruptions during a restart begin it anew, so that F + T is F exp(T/F).
+    Differs: in Daly's form interruptions during a restart begin it again, so that F + T is F exp(T/F).
     Fails when: interruptions come in groups, as those of a rack or a network do.
 
     >>> goodput(100.0, 25.0), goodput(math.inf, 25.0), round(goodput(3600.0, 300.0, interval_s=600.0, checkpoint_s=20.0), 3)
@@ -134,25 +135,25 @@ class GoodputOptions:
     """
 
     chips: int = 1_200_000
-    """Of the whole run (N)."""
+    """Chips of the whole run (N)."""
     mtbi_s: float = YEAR_S
     """Mean time between two interruptions of one chip; inf for chips that never fail."""
     learners: int = 8
-    """Of decoupled training (M), all of N/M chips."""
+    """Learners of decoupled training (M), each of N/M chips."""
     worker_chips: int = 8
     """Chips of a gossip worker."""
     restart_s: float = 72.0
-    """From an interruption until a run of all-reduce, or a gossip worker, trains again."""
+    """Seconds from an interruption until an all-reduce run, or a gossip worker, trains again."""
     downtime_s: float = 22.6
-    """From an interruption until an elastic learner trains again."""
+    """Seconds from an interruption until an elastic learner trains again."""
     catch_up_s: float = 0.0
-    """How long an elastic learner, or a gossip worker, then waits for the state that it fetches from others."""
+    """Seconds that an elastic learner, or a gossip worker, then needs to fetch state from others."""
     checkpoint_s: float = 0.0
-    """For which all-reduce stops to write a checkpoint."""
+    """Seconds of a checkpoint, for which all-reduce stops."""
     interval_s: float | None = None
-    """Training between two checkpoints of all-reduce; None for `best_interval_s`."""
+    """Seconds of training between two checkpoints of all-reduce; None for `best_interval_s`."""
     interruptions: int = 100_000
-    """Of chips, in the simulation."""
+    """Interruptions of chips in the simulation."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -171,7 +172,7 @@ class GoodputOptions:
 
 
 class Group(NamedTuple):
-    """Equal learners that share all chips, and what an interruption costs one of them."""
+    """Equal learners that share all chips, and the cost of an interruption of one."""
 
     method: str
     learners: float
@@ -183,11 +184,11 @@ class Group(NamedTuple):
 
     @property
     def goodput(self) -> float:
-        """As the function `goodput` has it."""
+        """The result of the function `goodput`."""
         return goodput(self.mtbf_s, self.down_s, interval_s=self.interval_s, checkpoint_s=self.checkpoint_s)
 
     def kept_s(self, trained_s: float) -> float:
-        """What counts of a time from the end of a standstill to an interruption."""
+        """The training that is kept from the end of a downtime to an interruption."""
         cycle_s = self.interval_s + self.checkpoint_s
         return math.floor(trained_s / cycle_s) * self.interval_s if cycle_s else trained_s
 
@@ -214,18 +215,18 @@ class Failures(NamedTuple):
 
     @property
     def end_s(self) -> float:
-        """When the last of them comes, with which the simulation ends."""
+        """The time of the last interruption, which ends the simulation."""
         return float(self.at_s[-1])
 
 
 def draw_failures(chips: int, mtbi_s: float, count: int, seed: int, repeat: int = 0) -> Failures:
-    """The first interruptions of chips that fail independently, each as a Poisson process; a function of its arguments alone."""
+    """The first interruptions of chips that fail independently, each as a Poisson process; a pure function of its arguments."""
     drawn = numpy_rng(seed, "goodput", repeat)
     return Failures(np.cumsum(drawn.exponential(mtbi_s / chips, count)), drawn.integers(chips, size=count), chips)
 
 
 class Simulated(NamedTuple):
-    """What a simulation measured."""
+    """The results of a simulation."""
 
     goodput: float
     error: float
@@ -243,7 +244,7 @@ def simulated_goodput(group: Group, failures: Failures) -> tuple[float, float]:
     kept_s, stops = 0.0, []
     for at_s, learner in zip(failures.at_s.tolist(), (failures.chip // size).tolist(), strict=True):
         since_s = back_s.get(learner, 0.0)
-        if at_s >= since_s:  # else it stands still already
+        if at_s >= since_s:  # else it is already down
             kept_s += group.kept_s(at_s - since_s)
             stops.append(at_s)
             back_s[learner] = at_s + group.down_s
@@ -254,7 +255,7 @@ def simulated_goodput(group: Group, failures: Failures) -> tuple[float, float]:
 
 
 def _all_down_s(stops: Floats, down_s: float, end_s: float, learners: int) -> float:
-    """Seconds in which all learners stand still."""
+    """Seconds in which all learners are down."""
     edges_s = np.concatenate([stops, np.minimum(stops + down_s, end_s)])
     order = np.argsort(edges_s, kind="stable")
     standing = np.cumsum(np.where(order < len(stops), 1, -1))
@@ -269,7 +270,7 @@ class Goodput(NamedTuple):
     mtbf_s: float
     """Mean time to the next interruption of one learner."""
     down_s: float
-    """How long it then stands still."""
+    """Seconds of its downtime."""
     interval_s: float
     """Training between two checkpoints; 0 where no work is lost."""
     goodput: float
@@ -284,7 +285,7 @@ class GoodputTable(NamedTuple):
 
     rows: tuple[Goodput, ...]
     assumptions: tuple[str, ...]
-    """What was assumed, a sentence each, to be printed with the numbers."""
+    """Assumptions, a sentence each, printed with the numbers."""
 
 
 def goodput_table(options: GoodputOptions = GoodputOptions()) -> GoodputTable:
@@ -354,7 +355,7 @@ GOODPUT_HEADINGS = (
     "simulated",
     "at least one trains",
 )
-"""Of the columns of `goodput_rows`."""
+"""Headings of the columns of `goodput_rows`."""
 
 
 def goodput_rows(table: GoodputTable) -> list[tuple[str, ...]]:

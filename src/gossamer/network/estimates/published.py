@@ -1,4 +1,4 @@
-"""Published bandwidths and goodputs, and how far ours are from them."""
+"""Published bandwidths and goodputs, compared with ours."""
 
 import math
 from typing import Any, NamedTuple
@@ -84,7 +84,7 @@ class PublishedGoodput(NamedTuple):
 
 
 def published_goodput(restart_s: float = 72.0, downtime_s: float = 22.6) -> list[PublishedGoodput]:
-    """Each published goodput beside that of our closed form, without lost work.
+    """Each published goodput next to that of our closed form, without lost work.
 
     Args: the effective seconds that an interruption costs, as in `GoodputOptions`; with the defaults, 72 s for the 3 cells of
     all-reduce and 22.6 s for the 15 others, the largest differences are the least, to a second.

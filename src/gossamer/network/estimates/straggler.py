@@ -1,4 +1,4 @@
-"""How much of a run is computing when one worker has a slow uplink."""
+"""Utilisation of a run in which one worker has a slow uplink."""
 
 import math
 from collections.abc import Iterable
@@ -51,7 +51,7 @@ class StragglerUtilisation(NamedTuple):
 
     method: str
     bandwidth_bps: float
-    """Of every worker but the straggler."""
+    """Bandwidth of every worker but the straggler."""
     cycle_s: float
     """Seconds from one round to the next; the same for all workers in the long run."""
     local_steps: int
@@ -63,7 +63,7 @@ class StragglerUtilisation(NamedTuple):
     mean: float
     """Over all workers."""
     assumptions: tuple[str, ...]
-    """What was assumed, a sentence each, to be printed with the numbers."""
+    """Assumptions, a sentence each, printed with the numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +77,7 @@ class StragglerRun:
     """The straggler's uplink bandwidth over that of the others, in (0, 1]."""
     workers: int = 8
     local_steps: int = 30
-    """Of a healthy worker in a round."""
+    """Inner steps of a healthy worker in a round."""
     model: Model = MODELS["70b"]
     bits_per_parameter: float = 16.0
 

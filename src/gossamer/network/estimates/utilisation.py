@@ -1,6 +1,6 @@
 """Compute utilisation of data parallelism, DiLoCo and Streaming DiLoCo between sites, layer by layer.
 
-Three models say how much of a training run is computing rather than waiting for the network; none of them trains:
+Three models estimate the share of a training run spent computing rather than waiting for the network, without training:
 
 * `utilisation`, here, follows every layer through the link between sites that compute at the same speed, overlapped or
   not (Streaming DiLoCo, arXiv 2501.18512, section 3.1).
@@ -26,7 +26,7 @@ from gossamer.network.links import Floats
 from gossamer.settings.options import Count, Number, Portion, Positive, Share, bounded
 
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
-"""The utilisations for which bandwidths are usually asked."""
+"""The usual target utilisations."""
 
 BANDWIDTHS_BPS: Floats = np.logspace(-1, 3, 50) * 1e9
 """The published grid, 0.1 Gbit/s to 1 Tbit/s in steps of 21 %; every bandwidth of the published table lies on it."""
@@ -48,7 +48,7 @@ def step_seconds(parameters: float, tokens: float, peak_flops: float, mfu: float
 
 
 class Model(NamedTuple):
-    """A model that is trained, as far as its utilisation depends on it."""
+    """The properties of a trained model on which utilisation depends."""
 
     layers: int
     step_s: float
@@ -183,7 +183,7 @@ def utilisation(setting: Setting, bandwidth_bps: ArrayLike) -> Floats:
     bits = s.payload_factor * s.bits_per_parameter * s.parameters
     takes = bits / (s.layers * bandwidth * s.step_s)
 
-    # Times are counted in steps, not seconds: whole steps are exact floats, so an infinite bandwidth gives exactly 1.
+    # Times are in steps, not seconds: whole steps are exact floats, so an infinite bandwidth gives exactly 1.
     sends = _sends(s)
     clock = begin = link_free = np.zeros_like(bandwidth)
     due: dict[int, list[tuple[int, Floats]]] = {}
@@ -261,7 +261,7 @@ def utilisation_curve(setting: Setting, bandwidths_bps: ArrayLike = BANDWIDTHS_B
 
 
 def assumed(model: str, method: str, setting: Setting) -> str:
-    """What a table of bandwidths assumes, in one line."""
+    """The assumptions of a table of bandwidths, in one line."""
     fragments, overlap = len(setting.fragments), setting.overlap_steps
     return (
         f"{model} ({setting.parameters / 1e9:g}e9 parameters in {setting.layers} layers), {method}: {setting.step_s:g} s a step, "
@@ -285,7 +285,7 @@ def plot_curves(
     An SVG carries no date, so equal curves give equal files.
 
     Args:
-        unit: what the first numbers are divided by.
+        unit: the divisor of bandwidths.
         marks: further points of some of the curves, drawn as dots in their colours.
     Raises: ConfigError for another kind of file, or one that cannot be written; MissingPackageError without matplotlib.
     """

@@ -42,13 +42,13 @@ def all_reduce_s(payload_bits: float, nodes: int, link: Link) -> float:
 
 
 class WallClock(NamedTuple):
-    """Where the seconds of a training run go."""
+    """The breakdown of the seconds of a training run."""
 
     compute_s: float
     inner_s: float
-    """Reducing gradients in each step, within a replica (or over all nodes)."""
+    """Seconds of reducing gradients in each step, within a replica (or over all nodes)."""
     outer_s: float
-    """Reducing across replicas once per round, as far as nothing hides it."""
+    """Exposed seconds of reducing across replicas once per round."""
 
     @property
     def total_s(self) -> float:
@@ -214,9 +214,9 @@ FITTED_PARAMETERS = (35e6, 2.4e9)
 def diloco_gap(parameters: float, replicas: int) -> float:
     """The share by which DiLoCo's loss with H = 30 is above data parallelism's, by the fit of each number of replicas.
 
-    Between these the logarithms are interpolated in that of the replicas. One replica has none: its fit is a little below data
-    parallelism. With more than 8 it rises as from 4 to 8. Of fewer parameters than were fitted it is that of the fewest, and of
-    more that of the most, where the fits of all replicas meet and cross.
+    Between these it is interpolated in log-log space. One replica has none: its fit is a little below data parallelism.
+    With more than 8 it rises as from 4 to 8. Parameter counts outside the fitted range are clamped to it, as beyond it
+    the fits of all replicas meet and cross.
 
     Source: arXiv 2503.09799, 35M to 2.4B parameters and 2, 4 and 8 replicas.
 
@@ -271,11 +271,11 @@ class Hours(NamedTuple):
 
 
 class WallClockTable(NamedTuple):
-    """Where the seconds of a run go, by method."""
+    """The breakdown of the seconds of a run, by method."""
 
     rows: tuple[Hours, ...]
     assumptions: tuple[str, ...]
-    """What was assumed, a sentence each, to be printed with the numbers."""
+    """Assumptions, a sentence each, printed with the numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -374,7 +374,7 @@ def _assumptions(run: MultiSiteRun) -> tuple[str, ...]:
 
 
 HOURS_HEADINGS = ("method", "hours", "computing", "reducing each step", "each round", "Gbit at once")
-"""Of the columns of `hours_rows`."""
+"""Headings of the columns of `hours_rows`."""
 
 
 def hours_rows(table: WallClockTable) -> list[tuple[str, ...]]:

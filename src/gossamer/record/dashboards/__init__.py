@@ -1,3 +1,3 @@
-"""What other programs show of a run: curves for TensorBoard, Weights & Biases, trackio and Prometheus."""
+"""Curves of a run for other programs: TensorBoard, Weights & Biases, trackio and Prometheus."""
 
 __all__: list[str] = []

@@ -1,6 +1,6 @@
 """TensorBoard, Weights & Biases and trackio: all get the same curves, over inner steps.
 
-They only watch: each has a thread, so that one that fails, hangs or cannot be reached neither ends training nor holds it up.
+They are passive: each has a thread, so that one that fails, hangs or is unreachable neither ends nor delays training.
 
 The curves by name, of each worker and their mean:
 
@@ -10,7 +10,6 @@ The curves by name, of each worker and their mean:
 | `eval/loss`, `eval/disagreement`, `eval/tokens`, … | the mean model, or the server's |
 | `eval/own_loss` | each worker's own model, mean |
 | `validation/loss`, `validation/tokens` | a real worker's own model |
-| `alignment/alignment`, `alignment/persistence` | all workers |
 | `sent_bytes` | each worker in a round, mean |
 | `seconds/compute`, `…/transfer`, `…/waiting`, `…/other` | each worker in a round, mean |
 
@@ -45,7 +44,7 @@ class CurvePoint(NamedTuple):
 
 
 def of_metrics(kind: str, fields: Mapping[str, Any]) -> dict[str, float]:
-    """What one line of metrics adds to the curves.
+    """The points of one line of metrics.
 
     >>> of_metrics("train", {"round": 0, "worker": 3, "step": 15, "loss": 2.5})
     {'train/loss/worker-003': 2.5}
@@ -65,12 +64,12 @@ def of_metrics(kind: str, fields: Mapping[str, Any]) -> dict[str, float]:
 
 
 def of_bytes(worker: int, sent_bytes: int) -> dict[str, float]:
-    """What the bytes that a worker sent in a round add to the curves."""
+    """The point of the bytes that a worker sent in a round."""
     return {f"sent_bytes/worker{worker_suffix(worker)}": sent_bytes}
 
 
 def of_seconds(seconds: RoundSeconds) -> dict[str, float]:
-    """What the seconds of a worker's round add to the curves.
+    """The points of the seconds of a worker's round.
 
     >>> list(of_seconds(RoundSeconds(0, 1, "home", 3.0, 0.5, {2: 1.5}, 0.0, 5.0)).items())[2]
     ('seconds/waiting/home/worker-001', 1.5)
@@ -83,7 +82,7 @@ def of_seconds(seconds: RoundSeconds) -> dict[str, float]:
 
 
 class Means:
-    """The means over the workers of one process, each when the next round begins.
+    """The means over the workers of one process, emitted when the next round begins.
 
     >>> means = Means()
     >>> means.add(CurvePoint(0, 15, {"train/loss/worker-000": 2.0})), means.add(CurvePoint(0, 15, {"train/loss/worker-001": 3.0}))
@@ -96,8 +95,8 @@ class Means:
         self._open: dict[str, tuple[int, int, list[float]]] = {}
 
     def add(self, point: CurvePoint) -> list[CurvePoint]:
-        """Takes over what belongs to workers; returns the means of rounds that are over."""
-        # All at once, so that what belongs to one inner step comes together: a dashboard may take steps in their order only.
+        """Adds the values of workers; returns the means of completed rounds."""
+        # All at once, to keep the values of one inner step together: a dashboard may accept steps only in order.
         over = [self._end(curve) for curve, (round, _, _) in [*self._open.items()] if round != point.round]
         for name, value in point.values.items():
             curve, found, _ = name.partition(_WORKER)
@@ -107,7 +106,7 @@ class Means:
         return over
 
     def end(self) -> list[CurvePoint]:
-        """The means of the rounds under way."""
+        """The means of unfinished rounds."""
         return [self._end(curve) for curve in [*self._open]]
 
     def _end(self, curve: str) -> CurvePoint:
@@ -116,13 +115,13 @@ class Means:
 
 
 OPEN_S = 10.0
-"""How long training waits for a dashboard before it begins."""
+"""How long training waits for a dashboard at its start."""
 END_S, END_FAILED_S = 20.0, 3.0
-"""How long a dashboard may take for its last rows, and one that has failed or not answered before."""
+"""How long a dashboard may take for its last rows, in general and after an earlier failure."""
 PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
 """Between a failure and the next attempt: at first, doubled after each, and at most."""
 MOST_POINTS = 20_000
-"""How many points wait for a dashboard that does not take them; then the oldest are dropped."""
+"""The most points queued for a slow dashboard; beyond it the oldest are dropped."""
 _THREAD = "gossamer-dashboard"
 
 
@@ -134,7 +133,7 @@ class _Sink(NamedTuple):
 
 
 class _Observer:
-    """Feeds one dashboard from a thread; what fails is warned of once, and tried again after pauses that grow.
+    """Feeds one dashboard from a thread; a failure is warned of once, and retried after growing pauses.
 
     Args:
         name: of the dashboard.
@@ -153,7 +152,7 @@ class _Observer:
             self._warn(f"has not answered for {OPEN_S:g} s")
 
     def show(self, point: CurvePoint) -> None:
-        """Takes over a point; never waits for the dashboard."""
+        """Queues a point; never waits for the dashboard."""
         with self._changed:
             self._points.append(point)
             self._changed.notify()
@@ -203,7 +202,7 @@ class _Observer:
             return self._points.popleft() if self._points else None
 
     def _end(self, sink: _Sink) -> None:
-        """Ends what has failed, so that it can be opened again."""
+        """Closes a failed sink, so that it can be reopened."""
         try:
             sink.finish()
         except Exception:  # it was warned of already
@@ -221,7 +220,7 @@ class _Observer:
 
 
 class _Stdout:
-    """Standard output, which is for results; the threads of dashboards, which print where they log, have standard error."""
+    """Standard output, reserved for results; threads of dashboards that print get standard error."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -231,7 +230,7 @@ class _Stdout:
 
 
 class Dashboards:
-    """The dashboards that one process writes to, as many as it was asked for.
+    """The dashboards enabled for one process.
 
     Args:
         path: the run folder.
@@ -260,7 +259,7 @@ class Dashboards:
         self._step, self._steps = 0, dict[int, int]()
         self._sent: dict[int, int] = {}
         self._priced = -1
-        # All packages are imported before the first thread starts, so that nothing is open where one of them is missing.
+        # All packages are imported before the first thread starts, so that no sink is open if one is missing.
         ways = dict[str, Callable[[bool], _Sink]]()
         if wandb_project is not None:
             ways["Weights & Biases"] = _wandb(wandb_project, path, worker, run_toml)
@@ -280,7 +279,7 @@ class Dashboards:
             self._add(fields["round"], self._step, of_metrics(kind, fields))
 
     def sent(self, entry: int, worker: int, sent_bytes: int) -> None:
-        """Adds what a worker has sent in an entry of its trace, and shows it when its round is over."""
+        """Adds the bytes of an entry of a worker's trace, and shows them at the end of its round."""
         if self._observers:
             round, part = divmod(entry, self._traced_per_round)
             self._sent[worker] = self._sent.get(worker, 0) + sent_bytes
@@ -288,12 +287,12 @@ class Dashboards:
                 self._add(round, self._step, of_bytes(worker, self._sent.pop(worker)))
 
     def seconds(self, seconds: RoundSeconds) -> None:
-        """Shows where the seconds of a worker's round went."""
+        """Shows the seconds of a worker's round."""
         if self._observers:
             self._add(seconds.round, self._step, of_seconds(seconds))
 
     def priced(self, seconds: list[RoundSeconds]) -> None:
-        """Shows the seconds that were found at the end, of those rounds that this process has trained and not shown."""
+        """Shows the seconds computed at the end, for rounds trained by this process and not shown yet."""
         if self._observers:
             new = sorted((one for one in seconds if one.round in self._steps), key=lambda one: one.round)
             for one in new:
@@ -324,7 +323,7 @@ class Dashboards:
 
 
 def _tensorboard(folder: Path, worker: int | None, next_step: int | None) -> Callable[[bool], _Sink]:
-    """Writes events that make viewers forget what an interrupted run wrote from `next_step` on."""
+    """Writes events that make viewers drop an interrupted run's points from `next_step` on."""
     board = require("torch.utils.tensorboard", "tensorboard", "record.tensorboard = true", "set it to false")
     # Viewers read one event file per folder, so each process needs its own.
     place = str(folder if worker is None else folder / f"worker{worker_suffix(worker)}")
@@ -348,7 +347,7 @@ def _wandb(project: str, path: Path, worker: int | None, run_toml: str) -> Calla
 
     def open(again: bool) -> _Sink:
         known, _, owner = id_path.read_text().partition("\n") if id_path.exists() else ("", "", "")
-        # Who copies a folder to go on from it in two ways copies this file too, and both would write into one run.
+        # A copy of a run folder includes this file, and both would write into one run.
         kept = known if owner in ("", path.resolve().name) else None
         run = service.init(
             **_described(project, path, worker, run_toml), id=kept or None, resume="allow", dir=str(path)
@@ -360,9 +359,9 @@ def _wandb(project: str, path: Path, worker: int | None, run_toml: str) -> Calla
         def show(point: CurvePoint) -> None:
             """Logs into the row of this inner step, or a new one.
 
-            W&B numbers rows by itself, offline from 0 in every process, so that a resumed one would overwrite the first rows; and
-            it drops what comes for a row before its last. So a row has the number of its inner step, or the next one behind the
-            last.
+            W&B numbers rows by itself, offline from 0 in every process, so that a resumed one would overwrite the first
+            rows; and it drops points for a row before its last. So a row has the number of its inner step, or the one
+            after the last row.
             """
             nonlocal row, at
             if point.step != at:
@@ -392,7 +391,7 @@ def _trackio(project: str, path: Path, worker: int | None, run_toml: str, *, res
 
 
 def _described(project: str, path: Path, worker: int | None, run_toml: str) -> dict[str, Any]:
-    """What Weights & Biases and trackio know of a run; the workers of a real run form a group."""
+    """The description of a run for Weights & Biases and trackio; the workers of a real run form a group."""
     group = path.resolve().name
     return {
         "project": project,

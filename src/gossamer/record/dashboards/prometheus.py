@@ -1,7 +1,7 @@
-"""What a Prometheus server reads of a running process: `http://127.0.0.1:PORT/metrics`, with the extra `prometheus`.
+"""The Prometheus endpoint of a running process: `http://127.0.0.1:PORT/metrics`, with the extra `prometheus`.
 
-Worker i serves `record.prometheus_port` + i; a process that writes for all workers serves the port itself. Whoever reaches the
-port can read it, so it is opened on the loopback interface unless `record.prometheus_host` names another.
+Worker i serves `record.prometheus_port` + i; a process that writes for all workers serves the port itself. Anyone who
+reaches the port can read it, so it is opened on the loopback interface unless `record.prometheus_host` names another.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from gossamer.record.logs.seconds import RoundSeconds
 
 
 class Exporter:
-    """The figures of one process, which it serves from its own thread until it is closed.
+    """The figures of one process, served from a thread until it is closed.
 
     Args: `worker` is added to the port.
     Raises: MissingPackageError without the client library, ConfigError when the port cannot be opened.
@@ -45,7 +45,7 @@ class Exporter:
             ) from None
 
     def metrics(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """Takes over a line of metrics."""
+        """Updates the figures from a line of metrics."""
         if isinstance(fields.get("loss"), int | float):
             self._loss.labels(kind).set(fields["loss"])
         self._round.set(fields["round"] + 1)
@@ -60,7 +60,7 @@ class Exporter:
         self._sent.inc(sent_bytes)
 
     def exchanges(self, alive: int, made: int, missed: int, unsure: int) -> None:
-        """Takes over who took part in a round, and adds what became of its exchanges."""
+        """Sets the participants of a round, and counts the outcomes of its exchanges."""
         self._alive.set(alive)
         for outcome, count in (("made", made), ("missed", missed), ("unsure", unsure)):
             self._exchanges.labels(outcome).inc(count)

@@ -1,3 +1,3 @@
-"""Lines in the files of a run folder: what was done, when, and what decided it."""
+"""Logs of a run folder: actions, their times, and the events that decided results."""
 
 __all__: list[str] = []

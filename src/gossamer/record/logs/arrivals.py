@@ -1,11 +1,12 @@
-"""The inputs of a real server, in order: `arrivals.jsonl` in its run folder. Its run can be computed again from them.
+"""The inputs of a real server, in order: `arrivals.jsonl` in its run folder. Its run can be replayed from them.
 
 A server's decisions are a function of these lines, their times included (`gossamer.run.replay.served`). Lines are only appended:
 a server that resumes adds a line "serve", after which the state of its checkpoint counts.
 
 * `{"event":"serve","time_s":t,"workers":n,"round":r,"digest":"..."}`: a process of the server begins after r rounds of the run
   with this digest.
-* `{"event":"join","time_s":t,"worker":i,"checkpoint":r}`: a worker joined and restored its own checkpoint of round r; 0 is none.
+* `{"event":"join","time_s":t,"worker":i,"checkpoint":r}`: a worker joined and restored its own checkpoint of round r; 0
+for none.
 * `{"event":"push","time_s":t,"worker":i,"phase":k,"fragment":p}`: the push after its phase number k has arrived.
 * `{"event":"leave","time_s":t,"worker":i}`
 * `{"event":"tick","time_s":t}`: enough time had passed for the server to act, such as closing a quorum.
@@ -25,11 +26,11 @@ _Whole = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
 class ServerInput(NamedTuple):
-    """One line of the file; what its event does not have is 0."""
+    """One line of the file; fields that its event does not have are 0."""
 
     event: str
     time_s: Annotated[float, Field(ge=0, lt=1e12)]
-    """Since the run began."""
+    """Seconds since the run began."""
     worker: _Whole = 0
     phase: _Whole = 0
     fragment: _Whole = 0
@@ -54,7 +55,7 @@ _LOG = EventLog[ServerInput](
 
 
 class ArrivalWriter(LogWriter[ServerInput]):
-    """Writes the inputs of one server process; every line is handed to the system at once.
+    """Writes the inputs of one server process; every line is flushed at once.
 
     Args: `resume` keeps the lines of the earlier processes of the server.
 
@@ -71,7 +72,7 @@ class ArrivalWriter(LogWriter[ServerInput]):
 
 
 def arrivals_file(run_folder: Path) -> Path:
-    """Where a real server writes its inputs."""
+    """The file of a real server's inputs."""
     return Path(run_folder) / "arrivals.jsonl"
 
 
@@ -81,7 +82,7 @@ def read_arrivals(run_folder: Path) -> list[ServerInput]:
     Raises: DataError when there is no such file, or a line is invalid.
     """
     path = arrivals_file(run_folder)
-    if not os.path.lexists(path):  # a link that leads nowhere is a file that cannot be read
+    if not os.path.lexists(path):  # a dangling link is an unreadable file
         raise DataError(
             f"'{run_folder}' has no {path.name}, which the server of gossamer train writes; give the run folder of a server"
         )

@@ -1,7 +1,7 @@
-"""A log of events: files with a line of JSON for each, which is written, checked, read and cut in one way.
+"""Event logs: JSON lines with one implementation of writing, validation, reading and truncation.
 
-An event is a NamedTuple; a line has its fields, the word for it as "event", and what each line of the log has besides. A line is
-handed to the system before its writer goes on, and what a killed writer has left of a last one does not count.
+An event is a NamedTuple; a line has its fields, its name as "event", and the further keys of all lines of the log. A
+line is flushed before its writer continues, and a killed writer's partial last line does not count.
 """
 
 import functools
@@ -26,16 +26,16 @@ class Recorded(NamedTuple, Generic[T]):
 
     event: T
     line: Mapping[str, Any]
-    """All that it has, by key."""
+    """All keys of the line."""
 
 
 class EventLog(Generic[T]):
-    """A kind of log, of which each worker of a run has a file.
+    """A kind of log, with one file per worker of a run.
 
     Args:
-        name: with which the names of the files begin, as "order" in order-003.jsonl.
+        name: the prefix of the file names, as "order" in order-003.jsonl.
         kinds: the NamedTuple of each event, whose annotations bound its fields.
-        fields: of each event, those that it has of a NamedTuple that several events share; it names its event itself.
+        fields: for events that share a NamedTuple, which has the event's name as a field, the fields of each.
         before, after: further keys of each line, before "event" and after the fields, with their types.
     """
 
@@ -56,7 +56,7 @@ class EventLog(Generic[T]):
         self.lines = Records[dict[str, Any]](
             Annotated[functools.reduce(operator.or_, lines), Field(discriminator="event")]
         )
-        """Its lines as they are, without their events."""
+        """The parser of its lines as plain dicts."""
 
     def _line_of(self, word: str) -> Any:
         """The description of the lines of one event, for pydantic."""
@@ -83,25 +83,25 @@ class EventLog(Generic[T]):
         return json_line({key: sorted(v) if isinstance(v, frozenset) else v for key, v in found.items()})
 
     def parse(self, line: bytes | str, where: str) -> Recorded[T]:
-        """The event of a line. Raises: DataError, which names `where`, for a line that has none."""
+        """The event of a line. Raises: DataError, which names `where`, for an invalid line."""
         found = self.lines.parse(line, where)
         word = found["event"]
         return Recorded(self._kinds[word](**{key: found[key] for key in self._fields[word]}), found)
 
     def known(self, line: bytes | str, where: str) -> dict[str, Any]:
-        """A line that a newer version may have written, with lists in place of sets. Raises: as `parse`."""
+        """A line of a possibly newer version, with lists in place of sets. Raises: as `parse`."""
         return {key: sorted(v) if isinstance(v, frozenset) else v for key, v in self.lines.known(line, where).items()}
 
     def read(self, path: Path) -> Iterator[tuple[str, Recorded[T]]]:
-        """The events of a file, each with the "file:line" it stands at. Raises: DataError."""
+        """The events of a file, each with its "file:line". Raises: DataError."""
         return records(path, self)
 
 
 class LogWriter(LineWriter, Generic[T]):
     """Appends to one file of a log.
 
-    Args: `keeps` says which events of the file stay; True keeps them all, False begins a new file.
-    Raises: DataError for a line that is none where some are dropped; DiskError.
+    Args: `keeps` selects the events of the file to keep; True keeps them all, False begins a new file.
+    Raises: DataError for an invalid line where some are dropped; DiskError.
     """
 
     def __init__(self, log: EventLog[T], path: Path, keeps: bool | Callable[[T], bool]) -> None:
@@ -120,7 +120,7 @@ class LogWriter(LineWriter, Generic[T]):
 
 
 def row_lines(kind: Any) -> Records[dict[str, Any]]:
-    """The lines of a log with the fields of one NamedTuple, whose annotations bound them; one with a default may be missing."""
+    """The lines of a log with the fields of one NamedTuple, whose annotations bound them; fields with a default are optional."""
     hints, optional = get_type_hints(kind, include_extras=True), kind._field_defaults
     keys = {key: NotRequired[hint] if key in optional else hint for key, hint in hints.items()}
     return Records[dict[str, Any]](_described(kind.__name__, keys))
@@ -131,7 +131,7 @@ def _described(name: str, keys: Mapping[str, Any]) -> Any:
 
 
 def impossible(where: str, why: str) -> NoReturn:
-    """Raises DataError: a line is none that can stand where it does."""
+    """Raises DataError for a line that is impossible at its position."""
     raise DataError(f"{where}: {why}; restore the file as the run wrote it")
 
 

@@ -1,8 +1,8 @@
-"""What an event-driven run did and when: a line for each local phase, message, update and absence.
+"""The event log of an event-driven run: a line for each local phase, message, update and absence.
 
 Such a run leaves `events.jsonl` in place of a trace, a real one a file for each process. Its seconds, virtual or measured,
-decided what was computed, so it cannot be priced on another network (`gossamer.record.logs.trace` can). A line of round r was
-written while the r-th part of the run was under way; a round is as many inner steps of all workers together as a synchronous
+decided what was computed, so it cannot be priced on another network (`gossamer.record.logs.trace` can). A line of round
+r was written during the r-th part of the run; a round is as many inner steps of all workers together as a synchronous
 round has.
 
 * `{"event":"start","network":"uneven","workers":4}`: whose seconds these are.
@@ -94,24 +94,24 @@ EVENTS = EventLog[NamedTuple](
 
 
 class EventTotals(NamedTuple):
-    """The seconds, bytes and ages of an event-driven run."""
+    """Totals of the seconds, bytes and ages of an event-driven run."""
 
     network: str
     """Whose seconds these are."""
     compute_s: NDArray[np.float64]
     """Seconds that each worker trained, `[rounds, workers]`."""
     end_s: NDArray[np.float64]
-    """When the last event of each round was over, `[rounds]`."""
+    """The time of the last event of each round, `[rounds]`."""
     sent_bytes: NDArray[np.int64]
     """Bytes that each worker sent, `[workers]`."""
     ages: tuple[int, ...]
-    """Of all messages that a server absorbed, in the order of its updates."""
+    """Ages of all messages that a server absorbed, in the order of its updates."""
     absorbed: NDArray[np.int64]
     """Messages of each worker that a server absorbed, `[workers]`."""
 
 
 class EventWriter(LineWriter):
-    """Writes the events of one process; every line is handed to the system at once.
+    """Writes the events of one process; every line is flushed at once.
 
     Args:
         suffix: of the file's name, such as "-003" for a worker of a real run.
@@ -156,12 +156,12 @@ class EventWriter(LineWriter):
 
 
 def has_events(run_folder: Path) -> bool:
-    """Whether a run left events, and so did not go in rounds."""
+    """Whether a run left events, and so had no rounds."""
     return any(Path(run_folder).glob("events*.jsonl"))
 
 
 def writer_of(line: Mapping[str, Any], workers: int) -> int | None:
-    """The process of a real run that writes such a line, the server being number `workers`; None where it may be any."""
+    """The process of a real run that writes this line, the server being number `workers`; None where it may be any."""
     match line["event"]:
         case "phase":
             return line["worker"]
@@ -173,7 +173,7 @@ def writer_of(line: Mapping[str, Any], workers: int) -> int | None:
 
 
 def read_events(run_folder: Path, *, seen: Seen | None = None) -> EventTotals | None:
-    """The events of a run from all the files its processes wrote; None when it went in rounds.
+    """The events of a run from all the files its processes wrote; None for a run in rounds.
 
     Args: `seen` as in `folder_lines`.
     Raises: DataError for a malformed line.

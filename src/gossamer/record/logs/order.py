@@ -1,20 +1,20 @@
-"""The order of events: what decided the numbers of a real run that waits for nobody. `order-003.jsonl` is that of worker 3.
+"""The order of events, which decided the results of a real asynchronous run. `order-003.jsonl` is that of worker 3.
 
-Which message of a peer was the newest, and when two workers met, follows from seconds that no seed repeats. With these files a
-run can be computed again, bit for bit (`gossamer.run.replay.asynchronous`). Several processes may fill a slot one after the
-other. Each has a random number, its life, with which all of its lines begin (`{"life":l,`, left out below).
+Which message of a peer was the newest, and when two workers met, follows from seconds that no seed repeats. From these
+files a run can be replayed, bit for bit (`gossamer.run.replay.asynchronous`). Several processes may fill a slot one
+after the other. Each has a random number, its life, with which all of its lines begin (`{"life":l,`, left out below).
 
 * `"event":"begin","number":k,"round":r,"source":[j,m,p],"time_s":t}`: a process begins, with its local phase k. Its state is that
-  of worker j in life m after p events, or that of the start of the run (null). What the slot has recorded of round r and of later
-  ones, and of phase k and later ones, is void.
+  of worker j in life m after p events, or that of the start of the run (null). Earlier lines of the slot from round r
+  or phase k on are void.
 
 Gossip without waiting writes
 
 * `"event":"publish","number":k,"round":r,"start_s":a,"time_s":t}`: local phase k has ended, for whose learning rate r rounds of
   the run were over; the message of this worker is its version k + 1 now.
-* `"event":"mix","number":k,"alive":[...],"heard":[[j,v,m],...],"time_s":t}`: the outer update that follows. Its topology was
-  drawn over the workers that are `alive`, null for all; `heard` has the version of each peer's message that was mixed, and the
-  life that published it. The weight of a peer that is missing stayed at home.
+* `"event":"mix","number":k,"alive":[...],"heard":[[j,v,m],...],"time_s":t}`: the outer update that follows. Its
+topology was drawn over the workers that are `alive`, null for all; `heard` has the version of each peer's message that
+was mixed, and the life that published it. The weight of a missing peer went to the worker's own.
 
 and workers that meet in pairs
 
@@ -24,8 +24,8 @@ and workers that meet in pairs
 * `"event":"meet","peer":j,"starter":i,"of":m,"number":k,"dt":d,"time_s":t}`: that meeting, at this end.
 
 `dt` is the time that passes for the method before an event since the one above it, exact to the last bit. Unless a worker is
-killed, its life ends with `"event":"end","why":"finished" | "left","round":r,"dt":d,"time_s":t}`. `time_s` counts from the begin
-of the first process of the slot on that machine.
+killed, its life ends with `"event":"end","why":"finished" | "left","round":r,"dt":d,"time_s":t}`. `time_s` counts from
+the start of the first process of the slot on that machine.
 """
 
 from collections.abc import Sequence
@@ -46,11 +46,11 @@ class Entered(NamedTuple):
     """A process begins in a slot."""
 
     number: _Whole
-    """Of its first local phase. What the slot has recorded of this one and of later ones before is void."""
+    """Number of its first local phase. Earlier lines of the slot about this and later phases are void."""
     round: _Whole
-    """Of this round and of later ones too."""
+    """Earlier lines about this and later rounds are void too."""
     source: _Three | None
-    """Whose state it begins with: worker, life, and events of that life so far. None for the start of the run."""
+    """The source of its state: worker, life, and number of events of that life. None for the start of the run."""
     time_s: _Seconds
 
 
@@ -64,13 +64,13 @@ class Published(NamedTuple):
 
 
 class Mixed(NamedTuple):
-    """The outer update after it."""
+    """The outer update after a local phase."""
 
     number: _Whole
     alive: frozenset[_Slot] | None
     """None for everyone."""
     heard: tuple[_Three, ...]
-    """Each peer with the version of its message, and the life that has published it."""
+    """Each peer with the version of its mixed message, and the life that published it."""
     time_s: _Seconds
 
 
@@ -112,7 +112,7 @@ class Finished(NamedTuple):
 
     why: Literal["finished", "left"]
     round: _Whole
-    """Rounds of the run that are over, as far as the worker knows."""
+    """Completed rounds of the run, as far as the worker knows."""
     dt: _Seconds
     time_s: _Seconds
 
@@ -142,18 +142,18 @@ class OrderLife(NamedTuple):
 
     @property
     def phases(self) -> int:
-        """Local phases that the slot has behind it."""
+        """Local phases completed by the slot."""
         return self.begun.number + sum(isinstance(event, Published | Learned) for event in self.events)
 
     @property
     def ended(self) -> Finished | None:
-        """How it has ended; None if it was killed, or runs."""
+        """Its end; None if it was killed, or is running."""
         last = self.events[-1] if self.events else None
         return last if isinstance(last, Finished) else None
 
 
 class OrderWriter(LogWriter[Entered | OrderEvent]):
-    """Writes the order of events of one process; every line is handed to the system before this goes on.
+    """Writes the order of events of one process; every line is flushed before the process continues.
 
     Args:
         life: the random number of the process.
@@ -173,7 +173,7 @@ class OrderWriter(LogWriter[Entered | OrderEvent]):
         super().__init__(_LOG, _LOG.path(folder, worker), goes_on)
         self._life = life
         self.place = 0
-        """Events of this life so far, without its begin."""
+        """Events of this life so far, without its first line."""
 
     def write(self, event: Entered | OrderEvent) -> None:
         """Appends an event."""
@@ -182,9 +182,9 @@ class OrderWriter(LogWriter[Entered | OrderEvent]):
 
 
 def read_order(run_folder: Path) -> dict[int, list[OrderLife]]:
-    """The lives of each worker of a run that waits for nobody, in their order; empty for a run without such files.
+    """The lives of each worker of an asynchronous run, in order; empty for a run without such files.
 
-    Raises: DataError for a line that is none, or that cannot follow those before it.
+    Raises: DataError for an invalid line, or one that cannot follow those before it.
     """
     found = {slot: _lives(path) for slot, path in _LOG.paths(run_folder).items()}
     whose: dict[int, int] = {}
@@ -198,7 +198,7 @@ def read_order(run_folder: Path) -> dict[int, list[OrderLife]]:
 
 
 def phases_in(lives: Sequence[OrderLife]) -> int:
-    """Local phases that a slot has behind it."""
+    """Local phases completed by a slot."""
     return lives[-1].phases if lives else 0
 
 

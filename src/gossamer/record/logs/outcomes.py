@@ -1,20 +1,20 @@
-"""The log of outcomes: what decided the numbers of an elastic run besides its run file. `outcomes-003.jsonl` is that of slot 3.
+"""The log of outcomes, which decided the results of an elastic run in addition to its run file. `outcomes-003.jsonl` is
+that of slot 3.
 
 Which exchanges were made, who was alive in whose view, and where a newcomer got its state from follow from deaths and seconds,
-which no seed repeats. With these files a run can be computed again, bit for bit (`gossamer.run.replay.elastic`).
+which no seed repeats. From these files a run can be replayed, bit for bit (`gossamer.run.replay.elastic`).
 
-* `{"event":"begin","round":r,"after":q,"donor":j,"steps":s,"incarnation":k,"sha256":h,"followed":[...],"time_s":t}`: a process
-  begins to train at round r. Its state is that of the start of the run (q = 0), that of this slot's own checkpoint after q rounds
-  (donor j is the slot itself), or that of worker j after q rounds, with the inner steps s of its own slot behind it. `sha256` is
-  that of the state, empty at the start. A ghost has trained before: one local phase with each of the states `followed`, which are
-  `[donor, after, steps, sha256]`, and has kept of them its inner optimizer alone.
+* `{"event":"begin","round":r,"after":q,"donor":j,"steps":s,"incarnation":k,"sha256":h,"followed":[],"time_s":t}`: a process
+  begins to train at round r. Its state is that of the start of the run (q = 0), that of this slot's own checkpoint after q
+  rounds (donor j is the slot itself), or that of worker j after q rounds, with s inner steps of its own slot completed.
+  `sha256` is that of the state, empty at the start.
 * `{"event":"exchange","round":r,"of":q,"fragment":p,"alive":[...],"missed":[...],"unsure":[...],"time_s":t}`: an exchange that
   ended in round r. It is that of fragment p (numbered as in `gossamer.rounds.loop`), with the peers that the topology of round q
   gives over the slots `alive`, null for all; of these, `missed` and `unsure` have not been counted at this end, and the other end
-  may have counted those that are unsure. Written before anything else is sent, so that it is known of a worker that is
-  killed how far it came. There are none where a round has one exchange, at its end: the next line says the same of it.
-* `{"event":"round","round":r,"alive":[...],"missed":[...],"unsure":[...],"steps":s,"time_s":t}`: a round that ended with s steps
-  behind it; `missed` and `unsure` are those of all exchanges that ended in it.
+  may have counted those that are unsure. Written before any further send, so that the progress of a killed worker is
+  known. Omitted where a round has one exchange, at its end: the next line has the same content.
+* `{"event":"round","round":r,"alive":[...],"missed":[...],"unsure":[...],"steps":s,"time_s":t}`: a round that ended
+after s steps; `missed` and `unsure` are those of all exchanges that ended in it.
 * `{"event":"end","round":r,"why":"finished" | "left","time_s":t}`: the process ended before round r.
 
 Lines are appended when their round is over; `time_s` is Unix time, for people only.
@@ -27,6 +27,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import Field
 
 from gossamer.record.logs.event_log import EventLog, LogWriter, impossible
+from gossamer.settings.fields import Words
 from gossamer.settings.options import Number
 
 _Whole = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -34,17 +35,8 @@ _Hash = Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")]
 _Slots = frozenset[_Whole]
 
 
-class Followed(NamedTuple):
-    """A local phase of a ghost: with whose state it began, and how many steps of its slot it took to be behind it."""
-
-    donor: _Whole
-    after: _Whole
-    steps: Number
-    sha256: _Hash = ""
-
-
 class Begun(NamedTuple):
-    """How a process began."""
+    """The start of a process."""
 
     round: _Whole
     after: _Whole
@@ -52,20 +44,20 @@ class Begun(NamedTuple):
     steps: Number
     incarnation: Number
     sha256: _Hash = ""
-    followed: tuple[Followed, ...] = ()
-    """If any, the inner optimizer is the process's own."""
+    followed: Annotated[tuple[()], Words("an empty list")] = ()
+    """Empty. Earlier versions logged here with whose states a newcomer had warmed its inner optimizer."""
 
 
 class ExchangeOutcome(NamedTuple):
-    """What became of one exchange of one worker."""
+    """The outcome of one exchange of one worker."""
 
     round: _Whole
-    """In which it ended."""
+    """The round in which it ended."""
     of: _Whole
     """The round whose topology it followed."""
     fragment: _Whole
     alive: _Slots | None
-    """Those over which that was drawn; None for everyone."""
+    """The workers over which the topology was drawn; None for all."""
     missed: _Slots = frozenset()
     unsure: _Slots = frozenset()
 
@@ -76,7 +68,7 @@ class ExchangeOutcome(NamedTuple):
 
 
 class RoundOutcome(NamedTuple):
-    """What became of one round of one worker."""
+    """The outcome of one round of one worker."""
 
     round: _Whole
     alive: _Slots | None
@@ -92,7 +84,7 @@ class RoundOutcome(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """How a process ended that was not killed."""
+    """The regular end of a process."""
 
     round: _Whole
     why: Literal["finished", "left"]
@@ -107,20 +99,20 @@ OUTCOMES = EventLog[_Event](
 
 
 class Life(NamedTuple):
-    """One process in a slot, or one that went on with another's state."""
+    """One process in a slot, or its continuation with another worker's state."""
 
     begun: Begun
     rounds: tuple[RoundOutcome, ...]
     ended: Ended | None
     exchanges: tuple[ExchangeOutcome, ...] = ()
-    """Where a round has more than one, or one that does not end with it."""
+    """Exchanges, where a round has several, or one that ends later."""
 
 
 class OutcomeWriter(LogWriter[_Event]):
     """Appends to the log of one slot.
 
-    Args: `first_round` is the first round that will be written: what is there of it and of later ones is void, as all workers
-        went back behind them. None begins a new log.
+    Args: `first_round` is the first round that will be written: existing lines of it and of later ones are void, as all
+        workers were rewound. None begins a new log.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
@@ -136,14 +128,14 @@ class OutcomeWriter(LogWriter[_Event]):
         super().__init__(OUTCOMES, OUTCOMES.path(folder, slot), keeps)
 
     def write(self, event: _Event) -> None:
-        """Appends what has begun or ended."""
+        """Appends an event."""
         self.append(event, time_s=round(time.time(), 3))
 
 
 def read_outcomes(run_folder: Path) -> dict[int, list[Life]]:
     """The lives in each slot of an elastic run, in their order; empty for a run without such a log.
 
-    Raises: DataError for a line that is none, or that cannot follow the one before it.
+    Raises: DataError for an invalid line, or one that cannot follow the one before it.
     """
     return {slot: _lives(path, slot) for slot, path in OUTCOMES.paths(run_folder).items()}
 
@@ -152,9 +144,7 @@ def _lives(path: Path, slot: int) -> list[Life]:
     lives: list[Life] = []
     for where, (event, _) in OUTCOMES.read(path):
         if isinstance(event, Begun):
-            if (
-                not event.after and not event.sha256 and event.donor != slot
-            ):  # who has a state from elsewhere says its hash
+            if not event.after and not event.sha256 and event.donor != slot:  # a state from elsewhere needs its hash
                 impossible(
                     where,
                     f"worker {event.donor} begins with the run in the log of slot {slot}, which belongs to another",

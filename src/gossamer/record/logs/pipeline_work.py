@@ -1,6 +1,6 @@
-"""What the inner steps of a run in stages have to do, in `pipeline.json` of its folder; with a network it gives their seconds.
+"""The work of the inner steps of a run in stages, in `pipeline.json` of its folder; a network turns it into seconds.
 
-Whoever prices the run again, on any network, needs no model and no codec for it. A run of whole replicas has no such file.
+With it, the run can be priced on any network without the model and codec. A run of whole replicas has no such file.
 """
 
 import json
@@ -17,7 +17,7 @@ from gossamer.settings.schema import RECORD, Records, parse_toml
 
 PIPELINE_FILE = "pipeline.json"
 _MOST_PASSES = 1_000_000
-"""Of micro-batches through pieces in an inner step, whose seconds are found pass by pass."""
+"""The most passes (micro-batches times pieces) of an inner step, which are simulated one by one."""
 _Sizes = Annotated[list[Annotated[int, Field(ge=0, lt=2**53)]], Field(max_length=4095)]
 
 
@@ -30,14 +30,14 @@ class PipelineWork(TypedDict):
     schedule: Literal["gpipe", "1f1b", "interleaved"]
     micro_batches: Count
     shares: Annotated[list[Portion], Field(max_length=4096)]
-    """Of each piece in the work."""
+    """Each piece's share of the work."""
     forward_bytes: _Sizes
-    """Of one micro-batch over each boundary, at most."""
+    """The most bytes of one micro-batch over each boundary."""
     backward_bytes: _Sizes
     again_bytes: _Sizes
-    """As `forward_bytes`, of samples that the boundary remembers."""
+    """As `forward_bytes`, for samples that the boundary remembers."""
     first: Portion
-    """Of all inner steps of the run, those whose samples no boundary remembers."""
+    """The number of inner steps of the run whose samples no boundary remembers."""
     cut: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=2**20)] | None
     """The workers in stages; null for all."""
 
@@ -46,7 +46,7 @@ _WORK = Records[PipelineWork](PipelineWork)
 
 
 def read_pipeline(run_folder: Path) -> PipelineWork | None:
-    """The work of an inner step of a run in stages; None where nothing says that it is. Raises DataError for a spoilt record."""
+    """The work of an inner step of a run in stages; None for a run without stages. Raises DataError for a spoilt record."""
     path = run_folder / PIPELINE_FILE
     if not path.exists():
         return None
@@ -67,7 +67,7 @@ def read_pipeline(run_folder: Path) -> PipelineWork | None:
 
 
 def write_pipeline(run_folder: Path, work: PipelineWork | None) -> None:
-    """Puts the work of an inner step into the folder of a run, all at once; None, of whole replicas, removes it."""
+    """Writes the work of an inner step into the folder of a run atomically; None, for whole replicas, removes it."""
     if work is None:
         (run_folder / PIPELINE_FILE).unlink(missing_ok=True)
     else:

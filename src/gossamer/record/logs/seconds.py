@@ -4,15 +4,16 @@
 
 * `{"round":r,"worker":i,"network":"home","compute_s":a,"transfer_s":b,"waiting_for":{"2":c},"other_s":d,"end_s":t}`
 
-The seconds of a worker's rounds follow each other without a gap: a round lasts `compute_s + transfer_s + waiting_s + other_s`
-and ends `end_s` after the first of all rounds began. Only what holds up training is transfer or waiting; messages in flight
-while a worker trains cost no seconds here. A worker waits for a peer until that peer begins to send the last message that it
-needs; the rest is transfer. On a declared network, what the slower link of that peer takes longer than the worker's own would
-have is waiting for it too; a real worker cannot tell. `network` names the declared network whose seconds these are; null stands
-for measured seconds.
+The rounds of a worker are contiguous in time: a round lasts `compute_s + transfer_s + waiting_s + other_s` and ends
+`end_s` after the first of all rounds began. Only time that delays training is transfer or waiting; messages in flight
+while a worker trains cost no seconds here. A worker waits for a peer until that peer begins to send the last message
+that it needs; the rest is transfer. On a declared network, the time by which the peer's slower link exceeds the worker's own is
+waiting for that peer too; a real worker cannot tell the two apart. `network` names the declared network whose seconds these are;
+null stands for measured seconds.
 
 A real worker measures its seconds and writes a line when a round ends. A simulation in rounds prices its trace on each network
-of the run file when it ends; without a network it has compute seconds alone. A simulation over virtual time knows all seconds.
+of the run file when it ends; without a network it has compute seconds only. A simulation over virtual time knows all
+seconds.
 """
 
 from collections.abc import Iterable
@@ -28,6 +29,10 @@ _Whole = Annotated[int, Field(ge=0, lt=2**31)]
 _Seconds = Annotated[float, Field(ge=0, lt=1e12)]
 
 
+SERVER = -1
+"""Stands for the server among the peers that are waited for."""
+
+
 class RoundSeconds(NamedTuple):
     """The seconds of one worker in one round."""
 
@@ -36,18 +41,20 @@ class RoundSeconds(NamedTuple):
     network: str | None
     """The declared network whose seconds these are; None for measured seconds."""
     compute_s: _Seconds
-    """Of the local phase; of a worker in stages without their waits for each other, of a real one as its first stage measures it,
-    of a priced one in the mean over its stages."""
+    """Seconds of the local phase; in stages, without waits between stages: as measured by the first stage of a real
+    worker, averaged over the stages of a priced one.
+    """
     transfer_s: _Seconds
     """Seconds during which messages were in flight and the worker did not train."""
     waiting_for: dict[Annotated[int, Field(ge=-1, lt=2**31)], _Seconds]
-    """Seconds by peer until it had sent what was needed; -1 is a server."""
+    """Seconds of waiting until each peer had sent; -1 is a server."""
     other_s: _Seconds
-    """All else: outer steps, codecs, validation and checkpoints of a real worker; between the stages of one, their waits for each
-    other and for messages; in virtual time absence, a local phase that an absence ended, and the end of the run when no steps
-    are left to take."""
+    """All other seconds: outer steps, codecs, validation and checkpoints of a real worker; between the stages of one,
+    their waits for each other and for messages; in virtual time absence, a local phase that an absence ended, and the
+    end of the run when no steps are left to take.
+    """
     end_s: _Seconds
-    """When the round ended, since the first of all rounds began."""
+    """The end of the round, in seconds since the start of the first round of all."""
 
     @property
     def waiting_s(self) -> float:
@@ -56,7 +63,7 @@ class RoundSeconds(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        """How long the round took."""
+        """The seconds of the round."""
         return self.compute_s + self.transfer_s + self.waiting_s + self.other_s
 
 
@@ -78,9 +85,15 @@ def seconds_lines(seconds: Iterable[RoundSeconds]) -> str:
 
 
 def read_seconds(run_folder: Path) -> list[RoundSeconds]:
-    """The seconds of a run from all its `seconds*.jsonl`, by network, round and worker; empty when it recorded none.
+    """The seconds of a run from all its `seconds*.jsonl`, by network, round and worker; empty if none were recorded.
 
     Raises: DataError for a malformed line.
     """
     found = [RoundSeconds(**line) for _, _, line in folder_lines(run_folder, "seconds", SECONDS_LINES)]
     return sorted(found, key=lambda one: (one.network or "", one.round, one.worker))
+
+
+def recorded_s(folder: Path, worker: int, newest: int | None) -> float:
+    """When the last round of this worker ended that is not run again."""
+    kept = [one.end_s for one in read_seconds(folder) if one.worker == worker and one.round < (newest or 0)]
+    return max(kept, default=0.0)

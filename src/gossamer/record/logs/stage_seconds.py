@@ -1,14 +1,14 @@
-"""What each stage of a worker did: one line for each process and round of a run whose workers have several.
+"""The time and traffic of each stage: one line for each process and round of a run whose workers have several.
 
 `stages-003-1.jsonl` has those of stage 1 of worker 3:
 
 * `{"round":r,"worker":i,"stage":s,"compute_s":a,"wait_s":b,"forward_bytes":c,"backward_bytes":d,"outer_bytes":e}`
 
-A stage computes, codecs included, or waits for another stage; activations, and gradients of them, that it has sent are counted
-with the lengths before them; the outer bytes are what it has sent to its peers.
+A stage computes, codecs included, or waits for another stage; bytes of activations and their gradients include length
+prefixes; outer bytes are those sent to peers.
 
-A simulation that has networks writes `stages.jsonl` when it ends: such lines of all stages, with the key `network`, on which
-their seconds are priced, and without the outer bytes, which its trace has of whole workers.
+A simulation that has networks writes `stages.jsonl` when it ends: such lines for all stages, with the key `network` on
+which they are priced, and without outer bytes, which its trace has for whole workers.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,7 +24,7 @@ from gossamer.record.logs.event_log import row_lines
 from gossamer.record.whole_files import LineWriter, make_folder, worker_suffix
 
 STAGES_FILE = "stages.jsonl"
-"""That of a simulation."""
+"""The file of a simulation."""
 
 
 _Whole = Annotated[int, Field(ge=0, lt=2**31)]
@@ -43,7 +43,7 @@ class StageSeconds(NamedTuple):
     forward_bytes: _Bytes
     backward_bytes: _Bytes
     outer_bytes: _Bytes | None = None
-    """None where they are not known stage by stage."""
+    """None where they are not known per stage."""
     network: str | None = None
     """The declared network whose seconds these are; None for measured seconds."""
 
@@ -52,7 +52,7 @@ _LINES = row_lines(StageSeconds)
 
 
 def stage_lines(seconds: Iterable[StageSeconds]) -> str:
-    """The text of a file; what is None has no key."""
+    """The text of a file; None values are left out."""
     return "".join(json_line({k: v for k, v in one._asdict().items() if v is not None}) for one in seconds)
 
 
@@ -65,7 +65,7 @@ class StageLog(LineWriter):
 
 
 def stage_log(folder: Path, worker: int, part: int, parts: int, resume_round: int | None) -> StageLog:
-    """The log of one process; a run that goes on drops the lines of this round and later ones.
+    """The log of one process; a resumed run drops the lines of this round and later ones.
 
     Raises: ConfigError when a new run would mix with an old one.
     """
@@ -90,7 +90,7 @@ def end_logs_of_others(folder: Path, worker: int, parts: int, resume_round: int)
 
 
 def read_stages(folder: Path) -> Iterator[StageSeconds]:
-    """The lines of all stages of a run. Raises: DataError for one that is none."""
-    # The file of a stage ends in the number of the stage, so its name says nothing of who owns a line.
+    """The lines of all stages of a run. Raises: DataError for an invalid one."""
+    # The file of a stage ends in the number of the stage, so its name does not give the owner of a line.
     for _, _, line in folder_lines(folder, "stages", _LINES, owner=lambda line: None):
         yield StageSeconds(**line)

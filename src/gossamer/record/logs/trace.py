@@ -1,4 +1,4 @@
-"""What a run did, apart from how long its network took: local steps, compute seconds and every message with its bytes.
+"""The trace of a run, independent of its network: local steps, compute seconds and every message with its bytes.
 
 Both drivers write the same lines, so a run is trained once and priced on any number of networks (`gossamer.network.links`).
 A simulated run leaves one `trace.jsonl` in its folder, a real one a `trace-003.jsonl` for each worker.
@@ -25,37 +25,39 @@ Integers = NDArray[np.signedinteger[Any]]
 """An array of integers of any width."""
 
 Kind = Literal["exchange", "mean"]
-"""How the messages of an operation depend on each other.
+"""The dependencies between the messages of an operation.
 
 "exchange": each is sent as soon as its sender is ready, and only its two ends wait for it.
-"mean": a sum by chunk owners; everybody sends each owner its chunk and gets the sum back, so all wait for all.
+"mean": a sum by chunk owners; all send each owner its chunk and get the sum back, so all wait for all.
 """
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
-"""Every kind; its place is its code in the columns of a trace, and kinds of one round happen in this order."""
+"""Every kind; its index is its code in the columns of a trace, and kinds of one round happen in this order."""
 
 _TYPES = (np.int32, np.int8, np.int32, np.int32, np.int32, np.int64, np.int32)
-"""Of the columns of messages."""
+"""Dtypes of the columns of messages."""
 _MAX_CELLS = 2**28
-"""Rounds times workers that a trace may span: a foreign line that names round 2^30 must not claim all memory."""
+"""The most rounds times workers of a trace: an untrusted line with round 2^30 must not allocate all memory."""
 
 
 class Operation(NamedTuple):
-    """One communication of one worker, as the messages it became: `(peer, bytes)` each way."""
+    """One communication of one worker, as its messages: `(peer, bytes)` each way."""
 
     kind: Kind
     fragment: int
     sends: tuple[tuple[int, int], ...]
     receives: tuple[tuple[int, int], ...]
     overlap_steps: int = 0
-    """Inner steps between sending and waiting for the result, of the worker that takes most of them in this round; one that
-    takes a share of those waits after that share, rounded down. 0 waits at once; sender and receiver record the same number."""
+    """Inner steps between sending and waiting for the result, for the worker with the most steps in this round; others
+    wait after a proportional number, rounded down. 0 waits at once; sender and receiver record the same number.
+    """
 
 
 class Entry(NamedTuple):
-    """What one worker did in one round: its local phase (measured) and the operations after it.
+    """One worker's round: its local phase (measured) and the operations after it.
 
-    A run that communicates within its rounds writes an entry for each part: the steps since the last, then what was sent.
+    A run that communicates within its rounds writes an entry for each part: the steps since the last part, then its
+    operations.
     """
 
     round: int
@@ -84,7 +86,7 @@ class _Part(TypedDict):
 
 @with_config({**RECORD, "extra": "ignore"})
 class _Phase(TypedDict):
-    """What a line of a trace file says of the local phase."""
+    """The local phase in a line of a trace file."""
 
     round: _Index
     worker: _Index
@@ -120,7 +122,7 @@ class Messages(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """A run as arrays; a worker that was absent in a round took 0 steps in 0 seconds."""
+    """A run as arrays; a worker absent in a round has 0 steps and 0 seconds."""
 
     steps: Integers
     """Inner steps, `[rounds, workers]`."""
@@ -140,7 +142,7 @@ class Trace(NamedTuple):
 
     @property
     def bounds(self) -> Integers:
-        """Where the messages of each round begin, `[rounds + 1]`; those of round r end where those of r + 1 begin."""
+        """The first message of each round, `[rounds + 1]`; those of round r end where those of r + 1 begin."""
         return np.searchsorted(self.messages.round, np.arange(self.rounds + 1))
 
     @property
@@ -162,7 +164,7 @@ def line_of(entry: Entry) -> str:
 
 
 def entry_of(line: bytes | str, where: str) -> Entry:
-    """The entry that a line of a trace file stands for; `where` is named when it is none.
+    """The entry of a line of a trace file; errors name `where`.
 
     Raises: DataError for a missing or unknown key, a wrong type, or a number out of bounds.
     """
@@ -188,8 +190,8 @@ def has_trace(run_folder: Path) -> bool:
 
 
 def read_trace(run_folder: Path, *, messages: bool = True, seen: Seen | None = None) -> Trace:
-    """The trace of a run, from all the files its workers wrote; or its local phases alone, without a look at the messages, of
-    which a mean among a thousand workers has a million in each round.
+    """The trace of a run, from all the files its workers wrote; or its local phases only, without parsing messages: a
+    mean among a thousand workers has a million per round.
 
     Args: `seen` as in `folder_lines`.
     Raises: DataError when there is none, a line is malformed, or the lines contradict each other.
@@ -260,7 +262,7 @@ def from_targets(
     compute_s: ArrayLike = 0.0,
     kind: Kind = "exchange",
 ) -> Trace:
-    """The trace of a run that was only planned: in round r worker i sends one payload to each of `targets[r, i]`.
+    """The trace of a planned run: in round r worker i sends one payload to each of `targets[r, i]`.
 
     Args:
         targets: `[rounds, workers]` or `[rounds, workers, k]` worker numbers; a worker's own number is no message.
@@ -300,19 +302,19 @@ def from_targets(
 
 
 class _Ends:
-    """Messages as one of their ends has recorded them, while they are read."""
+    """Messages as recorded by one of their ends, during reading."""
 
     def __init__(self) -> None:
         self._of, self._counts, self._pairs = array("q"), array("q"), array("q")
 
     def add(self, of: tuple[int, int, int, int, int], pairs: tuple[tuple[int, int], ...]) -> None:
-        """More messages of one round, kind, worker, fragment and overlap, as `(peer, bytes)`."""
+        """Adds messages of one round, kind, worker, fragment and overlap, as `(peer, bytes)`."""
         self._of.extend(of)
         self._counts.append(len(pairs))
         self._pairs.extend(chain.from_iterable(pairs))
 
     def messages(self, sent: bool) -> Messages:
-        """What was added, in that order; `sent` by these workers, or received."""
+        """The messages added, in order; `sent` by these workers, or received."""
         counts = _rows(self._counts, 1)[:, 0]
         round, kind, worker, fragment, overlap = (
             np.repeat(column.astype(dtype), counts)
@@ -344,7 +346,7 @@ def _agreed(as_sent: Messages, as_received: Messages) -> Messages:
 
 
 def _alike(as_sent: Messages, as_received: Messages) -> Messages | None:
-    """The sorted messages, if both ends have recorded the same ones, and no two that differ in bytes or overlap alone."""
+    """The sorted messages, if both ends recorded the same ones, and no two differ only in bytes or overlap."""
     sizes = [
         1 + int(max(column.max(initial=0) for column in both))
         for both in zip(as_sent[:5], as_received[:5], strict=True)
@@ -363,7 +365,7 @@ def _alike(as_sent: Messages, as_received: Messages) -> Messages | None:
     if (keys[0][1:] == keys[0][:-1]).any() or not np.array_equal(*keys):
         return None
     as_sent, as_received = (
-        # Of what was received, only what the keys do not have is looked at.
+        # For received messages, only columns outside the key are compared.
         ends
         if order is None
         else Messages(*(column[order] if place in places else column for place, column in enumerate(ends)))
@@ -378,7 +380,9 @@ def _alike(as_sent: Messages, as_received: Messages) -> Messages | None:
 
 
 def _text_of(operation: Operation) -> str:
-    """An operation in a line. In a mean among many, what a worker sends and receives is long and alike, so it is encoded once."""
+    """An operation in a line. In a mean among many, a worker's sends and receives are long and equal, so they are
+    encoded once.
+    """
     sends = json_text(operation.sends)
     receives = sends if operation.receives == operation.sends else json_text(operation.receives)
     overlap = f',"overlap_steps":{operation.overlap_steps}' if operation.overlap_steps else ""

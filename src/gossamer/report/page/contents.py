@@ -1,4 +1,4 @@
-"""What a page of runs shows, as plain values: the same for a page that is live and for a report that is frozen."""
+"""The contents of a page of runs as plain values, for live pages and frozen reports."""
 
 import itertools
 import math
@@ -36,7 +36,7 @@ def page_contents(
     Args:
         views: of `gossamer.report.page.view.run_view`, in the order to show.
         rows: of `gossamer.report.table.summary_rows`.
-        command, date: how and when what is shown was made.
+        command, date: how and when the data were produced.
         notes: what to know before these runs are compared.
     """
     axes = _axes(views)
@@ -62,9 +62,9 @@ def page_contents(
 
 def row_of_view(view: Mapping[str, Any]) -> dict[str, Any]:
     """A row of the table for a run that is followed, with the keys of `gossamer.report.table.summary_rows`."""
-    # Where the mean model has no validation, `evals` are the workers' own.
+    # Without validation of the mean model, `evals` are the workers' own.
     evals, own = (view.get(key, {"x": {}, "y": {}}) for key in ("evals", "own"))
-    trained = max(evals["x"].get("round", []), default=0)  # 0: there are initial values alone
+    trained = max(evals["x"].get("round", []), default=0)  # 0: only initial values
     last = {key: values[-1] for key, values in evals["y"].items() if values and trained}
     of_workers = dict(zip(own["x"].get("round", []), own["y"].get("own", []), strict=True))
     wall_s = {name or "its own clock": end_s for name, end_s in view.get("ends_s", {}).items()}
@@ -132,7 +132,7 @@ def _spread(views: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _each(curves: Sequence[Sequence[float | None] | None], of: Any) -> list[float | None]:
-    """A figure of several curves, point by point; None where one of them has none."""
+    """A pointwise figure of several curves; None where any of them has none."""
     if any(curve is None for curve in curves):
         return []
     return [
@@ -142,7 +142,7 @@ def _each(curves: Sequence[Sequence[float | None] | None], of: Any) -> list[floa
 
 
 def _axes(views: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """What all runs that have a curve can be drawn over."""
+    """The axes available for all runs with a curve."""
     having = [
         set(curve["x"]) for view in views for key in ("evals", "training") if (curve := view.get(key)) and curve["y"]
     ]
@@ -156,7 +156,7 @@ def _axes(views: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
 
 
 def _default_axis(axes: Sequence[Mapping[str, str]], rows: Sequence[Mapping[str, Any]]) -> str:
-    """The clock on which the runs differ most, as that is what communication decides; inner steps without a clock."""
+    """The clock on which the runs differ most, as an effect of communication; inner steps without a clock."""
     keys, spread = [axis["key"] for axis in axes], dict[str, float]()
     for key in keys:
         seconds = [row["wall_s"][name] for row in rows if (name := key.removeprefix("time:")) in row["wall_s"]]
@@ -179,7 +179,7 @@ def _figures(views: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _best(rows: Sequence[Mapping[str, Any]]) -> int | None:
-    """Which row of several has the lowest loss."""
+    """The index of the row with the lowest loss."""
     losses = [
         (row["loss"], place) for place, row in enumerate(rows) if row["loss"] is not None and math.isfinite(row["loss"])
     ]

@@ -1,4 +1,4 @@
-"""The runs of a live page: found in the folders that were given, followed, and shown as far as they have been read."""
+"""The runs of a live page: discovered in the given folders, followed, and shown as far as read."""
 
 import json
 import threading
@@ -22,29 +22,29 @@ from gossamer.report.reading.moment import moment_of
 from gossamer.report.reading.runs import ends_of, prices_of
 
 _LOOK_S, _LONG_LOOK_S = 0.5, 2.0
-"""How long the first look reads before it shows what it has, and how long each further one, which would show little more."""
+"""Time limits of the first read before data are shown, and of each further one."""
 _MOST_RUNS = 64
 _MOST_REPLAYED = 3000
-"""Messages of a run under way that are replayed one by one in order to price it; `price` needs up to 1 ms for each."""
+"""The most messages of a running run to price by replay; `price` needs up to 1 ms for each."""
 _MOST_PRICED = 1_000_000
-"""Messages of a run under way that are priced at all."""
+"""The most messages of a running run to price at all."""
 
 
 class LiveRuns:
-    """Follows runs; any thread may ask.
+    """Follows runs; thread-safe.
 
     Args:
         roots: run folders, or folders that hold run folders, also ones that appear later.
-        command: what shows this page again.
-        awaited: whether a root may be missing so far.
-    Raises: ConfigError for a root that is no folder.
+        command: the command that shows this page.
+        awaited: whether a root may not exist yet.
+    Raises: ConfigError for a root that is not a folder.
     """
 
     def __init__(self, roots: Sequence[Path], *, command: str = "", awaited: bool = False) -> None:
         for root in roots:
             if not root.is_dir() and (root.exists() or not awaited):
                 raise ConfigError(f"'{root}' is no folder; give run folders, or a folder that holds them")
-        # A link is resolved once, when it is given; where it leads later is another folder.
+        # A link is resolved once, when given; a later target would be another folder.
         self._roots = [root.resolve() for root in roots]
         self._command = command
         self._lock = threading.Lock()
@@ -54,7 +54,7 @@ class LiveRuns:
         self._empty: list[str] = []
 
     def data(self, have: str) -> bytes:
-        """The page's contents as JSON; only what time has changed where the page has this revision already."""
+        """The page's contents as JSON; only time-dependent values if the page has this revision already."""
         with self._lock:
             self._look()
             now_s, runs = time.time(), list(self._runs.values())
@@ -67,7 +67,7 @@ class LiveRuns:
             return self._answer[1]
 
     def moment(self, run: int, round: int) -> bytes:
-        """One round of the run at this place as JSON; empty where there is no such run or round."""
+        """One round of the run at this index as JSON; empty if there is no such run or round."""
         with self._lock:
             runs = list(self._runs.values())
             if not 0 <= run < len(runs) or (one := runs[run]).file is None or not 0 <= round < 2**31:
@@ -78,10 +78,10 @@ class LiveRuns:
         self._find()
         until_s = time.monotonic() + (_LONG_LOOK_S if self._answer[0] else _LOOK_S)
         for run in self._runs.values():
-            run.look(max(until_s, time.monotonic() + 0.02))  # the last of many gets a little too
+            run.look(max(until_s, time.monotonic() + 0.02))  # so that the last of many gets some time too
 
     def _find(self) -> None:
-        """New run folders; what has gone stays as it was last seen."""
+        """Adds new run folders; removed ones keep their last data."""
         self._empty = []
         for root in self._roots:
             inside = sorted(path.parent for path in root.glob("*/run.toml") if not path.parent.is_symlink())
@@ -100,7 +100,7 @@ class LiveRuns:
         views = [run_view(run, now_s, self._priced(run)) for run in runs]
         names = [run.label if run.file is None else run.file.name for run in runs]
         for view, name in zip(views, names, strict=True):
-            if names.count(name) == 1:  # else the name of its folder tells it from the others
+            if names.count(name) == 1:  # else its folder's name distinguishes it
                 view["label"] = name
         title = views[0]["name"] if len(views) == 1 else f"{len(views)} runs" if views else "no run yet"
         contents = page_contents(
@@ -114,11 +114,11 @@ class LiveRuns:
         answer = {**contents, "revision": revision, "notes": self._empty}
         try:
             return json.dumps(answer, allow_nan=False).encode()
-        except ValueError:  # a figure is not finite, which is rare: to look for one takes longer than all else
+        except ValueError:  # a rare non-finite figure: checking for it in advance would dominate the cost
             return json.dumps(finite(answer), allow_nan=False).encode()
 
     def _priced(self, run: FollowedRun) -> dict[str, NDArray[np.float64]]:
-        """When each round of a simulation under way ends on its networks; priced again when it is half as long again."""
+        """The end of each round of a running simulation on its networks; priced again whenever it is half as long again."""
         if run.file is None or run.file.kind != "rounds" or run.clock or not run.traced_lines or not run.file.networks:
             return {}
         rounds, found = self._prices.get(run.folder, (0, {}))
@@ -129,7 +129,7 @@ class LiveRuns:
 
 
 def _pulse(run: FollowedRun, now_s: float) -> dict[str, Any]:
-    """What time alone changes."""
+    """The time-dependent values."""
     if run.file is None:
         return {"age_s": None, "standings": []}
     return {"age_s": max(0.0, round(now_s - run.modified_s, 1)), "standings": standings(run, now_s)}
@@ -150,6 +150,6 @@ def _prices(run: FollowedRun) -> dict[str, NDArray[np.float64]]:
         }
         timelines = prices_of(run.folder, run.file.text, trace, few)
     except (ConfigError, DataError, OSError):
-        # A worker has not written its first line, or the file is just being replaced.
+        # A worker may not have written its first line, or the file is being replaced.
         return {}
     return ends_of(timelines, run.parts)

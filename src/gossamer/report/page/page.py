@@ -21,11 +21,11 @@ from gossamer.report.table import MANY, html_table, loss_rank, markdown_table
 _FIRST, _LAST = 24, 4
 """Rounds of each run whose pairs and seconds are on the page."""
 _PATIENCE_S = 600
-"""For what is read of a run besides its table."""
+"""Time limit for reading a run beyond its table."""
 _FEW = 4
-"""Up to so many configurations stand side by side; more are folded into one."""
+"""The most configurations shown side by side; more are folded into one."""
 _MOST_NUMBERS = 30_000
-"""About so many numbers of all rounds of all runs together are on the page; of many or large runs it has fewer rounds."""
+"""The approximate limit of numbers from all rounds of all runs; many or large runs get fewer rounds."""
 
 
 def write_report(
@@ -36,15 +36,15 @@ def write_report(
     command: str = "",
     notes: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """Writes a page with what the runs show, their table, curves, pairs and seconds, settings and samples; it loads nothing.
+    """Writes a self-contained page with conclusions, table, curves, pairs and seconds, settings and samples.
 
     Returns: the rows of its table (`gossamer.report.table.summary_rows`), in the order of `runs`.
 
     Equal folders give equal pages. The date is that of the newest record.
 
     Args:
-        networks: that price all runs; None prices each on those of its own run file.
-        command: the one that wrote it, to be shown.
+        networks: those that price all runs; None prices each on those of its own run file.
+        command: the command to show.
         notes: what to know before these runs are compared.
     Raises: DataError and ConfigError as `summary_rows` does.
     """
@@ -58,7 +58,7 @@ def write_report(
         one.look(time.monotonic() + _PATIENCE_S)
     title = next(iter(runs)) if len(runs) == 1 else f"{len(runs)} runs compared"
     newest_s = max((one.modified_s for one in followed), default=0.0)
-    # A report tells of a run that is over, or as if it were: nobody in it is silent.
+    # A report treats a run as over: no worker is silent.
     views = [run_view(one, one.modified_s, run.ends_s) for one, run in zip(followed, loaded, strict=True)]
     contents = page_contents(
         views,
@@ -91,7 +91,7 @@ def write_pages(
 
 
 def table_of(page: Path) -> Path:
-    """Where the table of a page is.
+    """The path of a page's table.
 
     >>> table_of(Path("runs/report.html")).name
     'report-table.md'
@@ -100,7 +100,7 @@ def table_of(page: Path) -> Path:
 
 
 def _moments(runs: Sequence[FollowedRun]) -> list[dict[int, Any]]:
-    """By run the rounds that can be drawn: its first and its last ones, as many as there is room for."""
+    """By run the rounds that can be drawn: its first and its last ones, within the limit."""
     room = _MOST_NUMBERS // max(1, len(runs))
     found: list[dict[int, Any]] = []
     for run in runs:

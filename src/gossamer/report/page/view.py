@@ -1,4 +1,4 @@
-"""A followed run as plain values for a page: thinned curves, standings, seconds and what happened."""
+"""A followed run as plain values for a page: thinned curves, standings, seconds and events."""
 
 import heapq
 import math
@@ -24,18 +24,18 @@ _MOST_CELLS = 12_000
 """Losses by worker and round of one run."""
 _MOST_WAITS = 12
 _STRAGGLES = 1.3
-"""A worker whose computing takes so many times the median's is named."""
+"""A worker whose computing takes this many times the median's is reported."""
 _SILENT_S = 10.0
 """A worker is called silent after this long without a line, or after five of its rounds if that is longer."""
 _NOT_FIGURES = ("round", "step", "tokens", "time_s")
 
 
 def run_view(run: FollowedRun, now_s: float, priced: Mapping[str, NDArray[np.float64]] | None = None) -> dict[str, Any]:
-    """What a page shows of a run.
+    """The view of a run for a page.
 
     Args:
-        now_s: Unix time, from which the age of what the files say is counted.
-        priced: when each round ends by name of network, of a run that has not recorded its seconds; `[rounds]`.
+        now_s: Unix time, from which ages are counted.
+        priced: the end of each round by name of network, `[rounds]`, for a run without recorded seconds.
     """
     file = run.file
     found: dict[str, Any] = {"label": run.label, "complaints": [*run.complaints], "progress": round(run.progress, 3)}
@@ -76,7 +76,7 @@ def run_view(run: FollowedRun, now_s: float, priced: Mapping[str, NDArray[np.flo
 
 
 class _Axes:
-    """What a run had spent after each of its rounds."""
+    """The cumulative costs of a run after each of its rounds."""
 
     def __init__(self, run: FollowedRun, priced: Mapping[str, NDArray[np.float64]]) -> None:
         assert run.file is not None
@@ -92,7 +92,7 @@ class _Axes:
                 self.clocks[name] = np.arange(len(end_s)), end_s
 
     def at(self, rounds: Sequence[int], lines: Sequence[Mapping[str, Any]] = ()) -> dict[str, list[Any]]:
-        """Where on each axis these rounds end; lines of an evaluation tell steps, tokens and seconds themselves."""
+        """The positions of these rounds on each axis; lines of an evaluation contain steps, tokens and seconds."""
         known: dict[str, list[Any]] = {"round": [r + 1 for r in rounds]}
         for key, curve, many in (("step", self._steps, 1), ("tokens", self._tokens, self._workers)):
             if lines and all(isinstance(line.get(key), int | float) for line in lines):
@@ -118,14 +118,14 @@ class _Axes:
 
 
 def _most(rounds: NDArray[np.int64], values: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Of each round the largest value of any worker; rounds without any are left out."""
+    """The largest value of any worker in each round; rounds without any are left out."""
     known = np.isfinite(values).any(axis=1)
     most = np.where(np.isfinite(values), values, -np.inf)[known].max(axis=1) if known.any() else np.zeros(0)
     return rounds[known], most
 
 
 def _along(rounds: Sequence[int], at: NDArray[np.int64], values: NDArray[np.float64]) -> list[float]:
-    """A growing figure after these rounds: nothing before the first, and unknown after the last that is recorded."""
+    """A cumulative figure after these rounds: zero before the first, and unknown after the last recorded one."""
     if not len(at):
         return [math.nan] * len(rounds)
     found = np.interp(np.array(rounds, float), np.concatenate([[-1], at]), np.concatenate([[0.0], values]))
@@ -145,7 +145,7 @@ def _evals(run: FollowedRun, axes: _Axes) -> dict[str, Any]:
 
 
 def _own(run: FollowedRun, axes: _Axes) -> dict[str, Any]:
-    """The mean of what the workers of a real run validate, each its own parameters."""
+    """The mean of the validations of a real run's workers, each on its own parameters."""
     losses = dict(run.own_losses())
     return _curves({"own": [*losses.values()]} if losses else {}, [*losses], axes)
 
@@ -191,7 +191,7 @@ def _spent(run: FollowedRun) -> dict[str, Any]:
 
 
 def _happenings(run: FollowedRun) -> list[tuple[int, str]]:
-    """What happened, and who computes much longer than the others."""
+    """Events, and workers that compute much longer than the others."""
     found = list(run.happenings)
     found += [(one["round"], f"settings changed {described(one)}") for one in run.branches]
     for name, seconds in run.spent_s.items():
@@ -206,11 +206,11 @@ def _happenings(run: FollowedRun) -> list[tuple[int, str]]:
 
 
 def standings(run: FollowedRun, now_s: float) -> list[str]:
-    """What the files tell of each worker, in one word.
+    """The standing of each worker from its files, in one word.
 
-    training: its files grow. silent: they have not for 10 s, or five of its rounds if that is longer. gone: the others have gone
-    on without it. left: it was asked to leave. finished: it has all its rounds behind it, or the run has. empty: it has left no
-    line.
+    training: its files grow. silent: they have not for 10 s, or five of its rounds if that is longer. gone: the others
+    continue without it. left: it was stopped on request. finished: it, or the run, has completed all rounds. empty: it
+    has no line.
     """
     assert run.file is not None
     everyone, over, words = run.is_simulated, _is_scored(run), list[str]()
@@ -227,7 +227,7 @@ def standings(run: FollowedRun, now_s: float) -> list[str]:
             words.append("empty")
         elif alive is not None and worker not in alive and rounds <= alive_round:
             words.append("gone")
-        elif over:  # where nobody waits, the slow have fewer rounds
+        elif over:  # in asynchronous runs, slow workers have fewer rounds
             words.append("finished")
         else:
             words.append("silent" if age_s > max(_SILENT_S, 5 * _round_s(run)) else "training")
@@ -235,7 +235,7 @@ def standings(run: FollowedRun, now_s: float) -> list[str]:
 
 
 def _round_s(run: FollowedRun) -> float:
-    """How long a round takes, by the measured clock; 0 where it is not known."""
+    """The seconds of a round, by the measured clock; 0 if unknown."""
     grid = run.clock.get(None)
     if grid is None or not grid.rows:
         return 0.0
@@ -255,7 +255,7 @@ def _is_scored(run: FollowedRun) -> bool:
 
 
 def _placed(network: Network, workers: int) -> dict[str, Any] | None:
-    """Where workers are and how fast their links; None for a network of other workers."""
+    """The sites and link speeds of workers; None for a network of another number of workers."""
     try:
         links = links_of(network, workers)
     except ConfigError:

@@ -1,8 +1,8 @@
-"""The server of a live page: on loopback unless asked otherwise, and nothing but the page, its figures and what it may ask for.
+"""The server of a live page: on loopback by default, serving only the page, its figures and its requests.
 
-Beyond loopback, and wherever a page may ask for something to be done, the address of everything begins with a token that only the
-printed address tells. A request that names a foreign host is refused, so that no page of another site can read this one through
-a name that it makes point here. The token also refuses what such a page can send without reading the answer.
+Beyond loopback, and wherever a page may trigger actions, every path begins with a token that only the printed address
+contains. A request with a foreign Host header is refused, against DNS rebinding. The token also prevents cross-site
+requests that do not need to read the answer.
 """
 
 import contextlib
@@ -30,12 +30,12 @@ from gossamer.report.page.live import LiveRuns
 Answers = Mapping[str, Callable[[Mapping[str, str]], bytes]]
 Deeds = Mapping[str, Callable[[bytes], bytes]]
 _MOST_ASKED = 1 << 16
-"""Bytes of a request to do something."""
+"""The most bytes of an action's request."""
 _MOST_DIGITS = 18
-"""Of a number in a request; Python refuses to convert more than 4,300."""
+"""The most digits of a number in a request; Python refuses to convert more than 4,300."""
 _NONE: Deeds = {}
 _LINGER_S = 60.0
-"""How long the page of a run that has ended is served after somebody last looked."""
+"""How long the page of an ended run is served after the last request."""
 _POLICY = (
     "default-src 'none'; style-src 'self' 'unsafe-inline'; script-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'"
@@ -46,12 +46,13 @@ class Page(http.server.ThreadingHTTPServer):
     """Serves one page of some runs, each request in its own thread.
 
     Args:
-        answers: what it answers with JSON, by the name that is asked for, from the query; empty for what there is not, and a
-            GossamerError for a query that cannot be read.
-        host, port: where it listens; port 0 takes one that is free. On any host but loopback all addresses begin with a token.
+        answers: functions from a query to JSON, by name; empty for unknown items, and a GossamerError for an invalid
+            query.
+        host, port: where it listens; port 0 takes one that is free. On any host but loopback all addresses begin with a
+            token.
         main: the script that puts the page together.
-        deeds: what it does when it is sent something, by name, with the bytes that came; a GossamerError is told to the page.
-    Raises: ConfigError for a port that is taken, or an address that is none of this machine.
+        deeds: actions on posted bytes, by name; a GossamerError is returned to the page.
+    Raises: ConfigError for a port that is taken, or an address of another machine.
     """
 
     daemon_threads = True
@@ -60,13 +61,13 @@ class Page(http.server.ThreadingHTTPServer):
     def __init__(self, answers: Answers, host: str, port: int, *, main: str = "page", deeds: Deeds = _NONE) -> None:
         self.answers, self.host, self.main, self.deeds = answers, host, main, deeds
         self.beyond = not _is_loopback(host)
-        """Whether other machines may ask."""
-        # A page of another site cannot read answers of loopback, but could send what changes something: it knows no token.
+        """Whether other machines may connect."""
+        # A page of another site cannot read answers from loopback, but could send actions: it does not know the token.
         self.token = secrets.token_urlsafe(16) if self.beyond or deeds else ""
         self.names = {socket.gethostname().lower(), socket.getfqdn().lower()} if self.beyond else set[str]()
-        """Of this machine; on loopback it has no other than localhost."""
+        """Host names of this machine; only localhost on loopback."""
         self.asked_s = time.monotonic()
-        """When somebody last looked."""
+        """The time of the last request."""
         if ":" in host:
             self.address_family = socket.AF_INET6
         try:
@@ -89,9 +90,9 @@ class Page(http.server.ThreadingHTTPServer):
         return f"http://{host}:{self.port}/" + (f"{self.token}/" if self.token else "")
 
     def knows(self, host: str) -> bool:
-        """Whether a Host header names this machine: loopback, the address that was given, and beyond loopback any address.
+        """Whether a Host header names this machine: loopback, the given address, and beyond loopback any address.
 
-        Raises: ValueError for what can be no host, such as an open bracket.
+        Raises: ValueError for an invalid host, such as an open bracket.
 
         >>> page = Page.__new__(Page)
         >>> page.host, page.beyond = "127.0.0.1", False
@@ -104,7 +105,7 @@ class Page(http.server.ThreadingHTTPServer):
         return self.beyond and (_is_address(name) or name in self.names)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that goes away in the middle of an answer is no error."""
+        """Ignores a browser that disconnects in the middle of an answer."""
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
@@ -144,7 +145,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         try:
             length = number_of(self.headers.get("Content-Length", ""), "Content-Length")
             if length > _MOST_ASKED:
-                self.close_connection = True  # what follows is not read
+                self.close_connection = True  # the rest is not read
                 return self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"send at most {_MOST_ASKED} bytes")
             body = page.deeds[last](self.rfile.read(length))
         except GossamerError as error:
@@ -152,7 +153,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._answer("application/json", body)
 
     def _asked(self) -> "tuple[Page, str, dict[str, str]] | None":
-        """What is asked for of the page; None where that was refused."""
+        """The requested name; None if it was refused."""
         page = self.server
         assert isinstance(page, Page)
         try:
@@ -187,11 +188,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _refuse(self, status: HTTPStatus, why: str) -> None:
-        # A sentence may quote what came, and JSON has characters that UTF-8 has not.
+        # A sentence may quote input, and JSON strings may not be valid UTF-8.
         self._answer("text/plain; charset=utf-8", f"{why}\n".encode(errors="backslashreplace"), status)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing is logged: a page asks once a second."""
+        """No log: a page polls once a second."""
 
 
 def _answers(runs: LiveRuns) -> Answers:
@@ -202,7 +203,7 @@ def _answers(runs: LiveRuns) -> Answers:
 
 
 def _moment(runs: LiveRuns, query: Mapping[str, str]) -> bytes:
-    """A round that was asked for; empty where there is no such run or round."""
+    """A requested round; empty if there is no such run or round."""
     try:
         run, round = int(query["run"]), int(query["round"])
     except (KeyError, ValueError):
@@ -211,7 +212,7 @@ def _moment(runs: LiveRuns, query: Mapping[str, str]) -> bytes:
 
 
 def number_of(text: str, name: str) -> int:
-    """A whole number of a request, which may come from anybody. Raises: ConfigError for anything else.
+    """A whole number of an untrusted request. Raises: ConfigError for anything else.
 
     >>> number_of("12", "have")
     12
@@ -227,9 +228,9 @@ def page_server(folders: Sequence[Path], host: str, port: int, command: str = ""
 
 
 def show_page(address: str) -> bool:
-    """Opens an address in the browser of whoever sits here; returns whether there is one.
+    """Opens an address in a graphical browser; returns whether there is one.
 
-    Nobody may sit here: then no browser is looked for, nor is one in a terminal, which would take that away from what runs in it.
+    Not without a display, nor in a text-mode browser, which would take over the terminal.
     """
     import webbrowser
 
@@ -243,18 +244,18 @@ def show_page(address: str) -> bool:
 
 
 def serve_beside(folder: Path, *, show: bool = False) -> None:
-    """Serves the page of a run that another process trains, at low priority, on any free port of loopback.
+    """Serves the page of another process's run, at low priority, on any free loopback port.
 
-    With `show` it opens the page in a browser, where one is. It ends when that process has gone, which closes our standard input,
-    and nobody has looked for a minute.
+    With `show` it opens the page in a browser, if any. It ends when that process has ended, which closes our standard
+    input, and the page was not requested for a minute.
     """
-    if hasattr(os, "nice"):  # which Windows has not
+    if hasattr(os, "nice"):  # not on Windows
         os.nice(10)
     page = Page(
         _answers(LiveRuns([folder], command=f"gossamer watch {quote(str(folder))}", awaited=True)), "127.0.0.1", 0
     )
     echo(f"watch: {page.address}", file=sys.stderr, flush=True)
-    if show:  # the browser may be slow to start, or be the one that is waited for
+    if show:  # the browser may be slow to start, or block
         threading.Thread(target=show_page, args=(page.address,), daemon=True).start()
 
     def end() -> None:
@@ -264,7 +265,7 @@ def serve_beside(folder: Path, *, show: bool = False) -> None:
             time.sleep(1)
         page.shutdown()
 
-    # To read from who has started it lasts until that one has gone; requests are answered meanwhile, here.
+    # Reading the parent's pipe blocks until the parent has ended; requests are answered in this thread.
     threading.Thread(target=end, daemon=True).start()
     page.serve_forever()
 

@@ -1,3 +1,3 @@
-"""Run folders as they are read, whole or while they grow, for pages, tables, the terminal and status."""
+"""Reading of run folders, complete or growing, for pages, tables, the terminal and status."""
 
 __all__: list[str] = []

@@ -1,11 +1,11 @@
-"""A run folder, followed while it grows: what a page needs of it, in bounded memory.
+"""A growing run folder, followed in bounded memory for pages.
 
-`FollowedRun.look` reads what was appended since the last look, and nothing twice. What was cut or replaced (a run that was
-resumed goes back to a checkpoint) is read again from the start. A spoilt line costs itself and is named; the rest is shown.
-It only reads, and follows no link out of the folder.
+`FollowedRun.look` reads lines appended since the last call, each once. Truncated or replaced files (a resumed run is
+rewound to a checkpoint) are read again from the start. A spoilt line is reported and skipped; the rest is shown. It
+never writes, and follows no link out of the folder.
 
-A report needs a run in two forms: what the strict readers of `gossamer.record` return, and this one. They hand each line to
-`FollowedRun.take`, so that each file is read once; `look` then reads the files that the strict readers had no need of.
+A report needs a run in two forms: from the strict readers of `gossamer.record`, and this one. The readers pass each
+line to `FollowedRun.take`, so that each file is read once; `look` then reads the remaining files.
 """
 
 import math
@@ -28,24 +28,24 @@ from gossamer.report.reading.tail import Marks, Tail
 from gossamer.report.reading.thinning import Grid, KeptLines
 
 MOST_WORKERS = 4096
-"""Of a run that is followed."""
+"""The most workers of a followed run."""
 _NAME = re.compile(rf"({'|'.join(KINDS_OF_FILES)})(-[\w-]+)?\.jsonl")
 _MOST_COMPLAINTS = 5
 _MOST_HAPPENINGS = 400
 
 
 class FollowedRun:
-    """What is known of one run.
+    """The data of one followed run.
 
     Args:
         label: its name on the page.
-        folder: its run folder; with links resolved where it is looked at more than once.
+        folder: its run folder; with links resolved if it is read more than once.
     """
 
     def __init__(self, label: str, folder: Path) -> None:
         self.label, self.folder = label, folder
         self.revision = 0
-        """Grows with everything that is new."""
+        """Incremented by every new line."""
         self._restart()
 
     def _restart(self) -> None:
@@ -53,7 +53,7 @@ class FollowedRun:
         self._run_toml: tuple[float, int] | None = None
         self.tails: dict[str, Tail] = {}
         self.marks = defaultdict[tuple[str, str | None], Marks](Marks)
-        """Where rounds begin, by file and, in a file of seconds, by network."""
+        """Offsets of rounds, by file and, in a file of seconds, by network."""
         self.complaints: dict[str, None] = {}
         self.branches: list[Branch] = []
         """Its changes of settings."""
@@ -66,33 +66,33 @@ class FollowedRun:
         self.untrained: dict[int, float] = {}
         """The validation loss of workers' initial values."""
         self.sent = Grid(workers, summed=True)
-        """Bytes, by entry of the trace; for a run without one, by round."""
+        """Sent bytes by trace entry, or by round for a run without a trace."""
         self.trained_lines = self.traced_lines = 0
         self.evaluations = KeptLines()
         self.averaged = {one.name: Grid(workers if one.kind == "train" else 1) for one in MEANS}
-        """Metrics of which a table has means."""
+        """Metrics averaged in a table."""
         self.clock: dict[str | None, Grid] = {}
-        """When each round ended on each network; None stands for measured seconds."""
+        """The end of each round on each network; None for measured seconds."""
         self.spent_s: dict[str | None, np.ndarray] = {}
         """Seconds of compute, waiting, transfer and other things, `[workers, 4]`."""
         self._paces = Paces()
         self.waits_s: dict[str | None, dict[tuple[int, int], float]] = {}
         """Seconds that a worker waited for a peer."""
         self.rounds_of: list[int] = [0] * workers
-        """Rounds that each worker is known to have behind it."""
+        """The known completed rounds of each worker."""
         self.alive: tuple[int, list[int] | None] = (-1, None)
-        """The newest list of those alive, with its round; None for everyone."""
+        """The newest list of live workers, with its round; None for all."""
         self.ended: dict[int, str] = {}
         """Why workers of an elastic run ended."""
         self.events: dict[str, int] = {}
-        """How often each kind of event of an asynchronous run was."""
+        """The number of events of each kind in an asynchronous run."""
         self.happenings: list[tuple[int, str]] = []
-        """What happened that is worth a line, by round."""
+        """Notable events, by round."""
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def look(self, until_s: float = math.inf) -> bool:
-        """Reads what is new until this time of `time.monotonic`; returns whether everything was read."""
+        """Reads new lines until a time of `time.monotonic`; returns whether all were read."""
         if not self.begin():
             return True
         try:
@@ -124,12 +124,12 @@ class FollowedRun:
 
     @property
     def modified_s(self) -> float:
-        """When any of its files was last written, Unix time."""
+        """The newest modification time of its files, Unix time."""
         return max((tail.modified_s for tail in self.tails.values()), default=0.0)
 
     @property
     def done(self) -> int:
-        """Rounds that the worker which is farthest has behind it."""
+        """Completed rounds of the most advanced worker."""
         return max(self.rounds_of, default=0)
 
     @property
@@ -152,13 +152,13 @@ class FollowedRun:
         ]
 
     def complain(self, sentence: str) -> None:
-        """Keeps a sentence about something that cannot be shown."""
+        """Records a sentence about data that cannot be shown."""
         if sentence not in self.complaints and len(self.complaints) < _MOST_COMPLAINTS:
             self.complaints[sentence] = None
             self.revision += 1
 
     def begin(self) -> bool:
-        """Reads run.toml where it is new, and the changes of settings; returns whether there is a run that can be followed."""
+        """Reads run.toml if new, and the changes of settings; returns whether the run can be followed."""
         if not self._look_at_run_file():
             return False
         try:
@@ -193,7 +193,7 @@ class FollowedRun:
         return self.file is not None
 
     def take(self, path: Path, begin: int, end: int, line: dict[str, Any]) -> None:
-        """Enters a line that a strict reader has read between these places of a file (`gossamer.record.jsonl.Seen`)."""
+        """Processes a line read by a strict reader between these offsets of a file (`gossamer.record.jsonl.Seen`)."""
         if path.name not in self.tails:
             if self.file is None or not _NAME.fullmatch(path.name):
                 return
@@ -206,7 +206,7 @@ class FollowedRun:
             if path.name not in self.tails and _NAME.fullmatch(path.name):
                 self.tails[path.name] = Tail(path)
         for name in [name for name, tail in self.tails.items() if not tail.path.exists()]:
-            del self.tails[name]  # removed: what it held counts no more
+            del self.tails[name]  # removed, with its data
             self._read_again()
 
     def _read_again(self) -> None:
@@ -237,7 +237,7 @@ class FollowedRun:
     # --- what lines mean ----------------------------------------------------------------------------------------------
 
     def _enter(self, name: str, begin: int, line: dict[str, Any]) -> None:
-        """Enters a line of the file of this name, which begins at this byte of it."""
+        """Processes a line at this offset of a file."""
         kind, workers = kind_of(name), len(self.rounds_of)
         try:
             if line.get("worker", 0) >= workers:
@@ -280,7 +280,7 @@ class FollowedRun:
         elif line["kind"] == "validation" and worker is not None:
             self.validations.put(round, worker, figure_of(line.get("loss")))
         elif line["kind"] == "eval" and worker is None and is_of_its_branch(line, self.branches):
-            # Of the workers only the worst is shown, and a run of many workers has many numbers.
+            # Only the worst worker is shown, as a run of many workers has many numbers.
             own, shown = line.get("worker_losses"), {k: v for k, v in line.items() if k != "worker_losses"}
             if isinstance(own, list) and own:
                 shown["worst worker"] = max((x for x in map(figure_of, own) if not math.isnan(x)), default=None)
@@ -346,7 +346,7 @@ class FollowedRun:
 
 
 def figure_of(value: Any) -> float:
-    """A figure of a line, which may hold anything; NaN for what is none."""
+    """A figure of an untrusted line; NaN for an invalid one."""
     known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
     return float(value) if known else math.nan
 

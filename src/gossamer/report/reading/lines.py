@@ -1,8 +1,8 @@
-"""The lines and the run file of a run folder as a page, the terminal and status show them.
+"""The lines and the run file of a run folder for pages, the terminal and status.
 
-A line is what the strict readers of `gossamer.record` take it for. Who shows a run that goes on differs from them in two ways: a
-run that is watched may be of a newer version, so further keys are let pass; and what is damaged is shown with the rest, by
-whoever calls this (`gossamer.report.reading.follow`), and does not end the reading.
+Lines are parsed as by the strict readers of `gossamer.record`, with two differences: a watched run may be of a newer
+version, so unknown keys are ignored; and damage is reported by the caller (`gossamer.report.reading.follow`) without
+ending the reading.
 """
 
 import os
@@ -39,7 +39,7 @@ _KNOWN: dict[str, Callable[[bytes, str], Any]] = {
     "events": EVENTS.known,
 }
 KINDS_OF_FILES = tuple(_KNOWN)
-"""What the names of the files begin with that are followed."""
+"""The name prefixes of followed files."""
 
 
 def kind_of(name: str) -> str:
@@ -52,9 +52,10 @@ def kind_of(name: str) -> str:
 
 
 def line_of_kind(kind: str, line: bytes, where: str, name: str, workers: int) -> dict[str, Any]:
-    """A line of a file of this kind and name, of a run of so many workers, as the strict readers of `gossamer.record` have it.
+    """A line of a file of this kind and name, of a run of `workers` workers, as parsed by the strict readers of
+    `gossamer.record`.
 
-    Raises: DataError, which names `where`, for a line that is none, or is of the worker of another file.
+    Raises: DataError, which names `where`, for an invalid line, or one of another file's worker.
     """
     found = _KNOWN[kind](line, where)
     must_be_own(where, name, writer_of(found, workers) if kind == "events" else found.get("worker"))
@@ -103,14 +104,14 @@ _RUN = Records[_Run](_Run)
 
 
 class RunFile(NamedTuple):
-    """What pages, the terminal and status show of a run file."""
+    """The parts of a run file shown by pages, the terminal and status."""
 
     name: str
     workers: int
     steps: int
     """Inner steps of a worker."""
     timetable: Timetable
-    """How many local steps each round has."""
+    """The local steps of each round."""
     method: str
     """The rule, server or pair rule."""
     topology: str | None
@@ -140,9 +141,9 @@ class RunFile(NamedTuple):
 
 
 def run_file_of(path: Path) -> RunFile:
-    """A run file as far as it is shown; unknown keys pass.
+    """The shown parts of a run file; unknown keys are ignored.
 
-    Raises: DataError for a file without what is needed, with the version that looked for it; OSError and ValueError where it
+    Raises: DataError for a file without the needed keys, with this version; OSError and ValueError where it
         cannot be read.
     """
     descriptor = open_record(path)
@@ -185,7 +186,7 @@ def run_file_of(path: Path) -> RunFile:
 
 
 def networks_in(document: Mapping[str, Any]) -> dict[str, Network]:
-    """The networks that a run file declares, by name. Raises ConfigError and DataError for what is none."""
+    """The networks that a run file declares, by name. Raises ConfigError and DataError for invalid ones."""
     return {name: from_options(table, f"network.{name}") for name, table in _table(document, "network").items()}
 
 

@@ -1,6 +1,6 @@
-"""One round of a followed run: who sent to whom, what failed, and where everybody's seconds went.
+"""One round of a followed run: messages, failures, and the breakdown of all workers' seconds.
 
-It is read from the files when it is asked for, at the places where the run's reader saw the round begin.
+It is read from the files on request, at the recorded offsets of the round.
 """
 
 import os
@@ -13,13 +13,13 @@ from gossamer.report.reading.lines import kind_of, line_of_kind
 from gossamer.report.reading.tail import Marks, open_record
 
 _MOST_BYTES = 1 << 25
-"""That are read of one file for one round."""
+"""The most bytes read of one file for one round."""
 _MOST_PAIRS = 4096
-"""That are told of one round; a mean over everyone is told in one word."""
+"""The most pairs reported for one round; a mean over everyone is a flag."""
 
 
 def moment_of(run: FollowedRun, round: int) -> dict[str, Any]:
-    """A round as a page draws it.
+    """A round in the form that a page draws.
 
     Keys: `round`; `pairs`, lists of source, target and bytes, in which -1 is the server; `everyone`, whether it had a mean over
     all, with `mean_bytes` that a worker sent for it; `failed`, pairs of workers whose exchange one of them did not count;
@@ -57,7 +57,7 @@ def moment_of(run: FollowedRun, round: int) -> dict[str, Any]:
 
 
 def _outcomes(run: FollowedRun, round: int) -> tuple[list[tuple[int, int]], list[int] | None]:
-    """The exchanges of a round that one end or both did not count, and who was alive."""
+    """The exchanges of a round that one end or both did not count, and the live workers."""
     failed: set[tuple[int, int]] = set()
     alive: list[int] | None = None
     for name in sorted(name for name in run.tails if name.startswith("outcomes-")):
@@ -100,7 +100,7 @@ def _lines(run: FollowedRun, kind: str, first: int, last: int, network: str | No
                 if line["round"] >= first and line.get("worker", 0) < len(run.rounds_of):
                     yield line
         except (OSError, ValueError):
-            continue  # it has been removed meanwhile
+            continue  # removed concurrently
 
 
 def _records(path: Any, marks: Marks, end: int, first: int, kind: str, workers: int) -> Iterator[dict[str, Any]]:
@@ -115,4 +115,4 @@ def _records(path: Any, marks: Marks, end: int, first: int, kind: str, workers: 
             try:
                 yield line_of_kind(kind, raw, path.name, path.name, workers)
             except DataError:
-                continue  # the reader of the run has named it
+                continue  # reported by the run's reader already

@@ -1,12 +1,12 @@
-"""Which workers have slowed down beside themselves: machines fail so more often than they stop."""
+"""Detection of workers that have become slower than before, a more common failure of machines than stopping."""
 
 import statistics
 from collections import defaultdict, deque
 
 _TIMES, _ROUNDS, _BEFORE = 2.0, 3, 5
-"""A worker has slowed down that took so many times its usual seconds in so many last rounds, after so many before them."""
+"""A worker counts as slow if it took `_TIMES` its usual seconds in `_ROUNDS` rounds, after `_BEFORE` earlier ones."""
 _REMEMBERED = 64
-"""Rounds of which the median is taken."""
+"""Rounds in the median."""
 
 
 class Paces:
@@ -24,7 +24,7 @@ class Paces:
     def slowed(self, worker: int, step_s: float) -> float | None:
         """Adds the seconds of a worker's step in its next round.
 
-        Returns: in the round in which a worker counts as slow, how many times its usual seconds it takes at least; else None.
+        Returns: in the round in which a worker begins to count as slow, the smallest slowdown factor; else None.
         """
         usual, slow = self._usual[worker], self._slow[worker]
         if len(usual) < _BEFORE or step_s < _TIMES * statistics.median(usual):
@@ -35,6 +35,6 @@ class Paces:
         return min(slow) / statistics.median(usual) if len(slow) == _ROUNDS else None
 
     def now(self, worker: int) -> float | None:
-        """How many times its usual seconds a worker that is slow takes at least; None for one that is not."""
+        """The smallest slowdown factor of a slow worker; None for one that is not."""
         slow = self._slow[worker]
         return min(slow[-_ROUNDS:]) / statistics.median(self._usual[worker]) if len(slow) >= _ROUNDS else None

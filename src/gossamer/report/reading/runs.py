@@ -1,4 +1,4 @@
-"""Runs as a report needs them: what each left in its folder, priced on any number of networks."""
+"""Runs for a report: the data in each folder, priced on any number of networks."""
 
 import json
 import logging
@@ -30,7 +30,7 @@ log = logging.getLogger("gossamer")
 
 
 def prices_of(run_folder: Path, run_toml: str, trace: Trace, networks: Mapping[str, Network]) -> dict[str, Timeline]:
-    """The timelines of a run in rounds, by name of network; none of a run in stages that does not say what they have to do.
+    """The timelines of a run in rounds, by name of network; empty for a run in stages without a record of their work.
 
     Args: `run_toml` is the text of its run file.
     Raises: DataError for a spoilt record, ConfigError for a network of other workers or stages.
@@ -48,7 +48,7 @@ def prices_of(run_folder: Path, run_toml: str, trace: Trace, networks: Mapping[s
 
 
 def ends_of(timelines: Mapping[str, Timeline], parts: int) -> dict[str, NDArray[np.float64]]:
-    """When each round ended on each network, of a run with so many entries of its trace in a round."""
+    """The end of each round on each network, for a run with `parts` trace entries per round."""
     return {name: one.end_s.max(axis=1)[parts - 1 :: parts] for name, one in timelines.items()}
 
 
@@ -56,13 +56,13 @@ class RunData(NamedTuple):
     """The contents of one run folder."""
 
     followed: FollowedRun
-    """The same as a page draws it, as far as these files are read; its `look` reads the others."""
+    """The same in the form for pages, as far as read; its `look` reads the remaining files."""
     evals: list[dict[str, Any]]
     """Evaluations of the mean model, one a round, by round; that of the initial values has round -1."""
     newest: Mapping[str, Any] | None
-    """The one that says how good the run is: the newest, if the settings have not changed since."""
+    """The evaluation that represents the run: the newest, if the settings have not changed since."""
     rounds: int
-    """Rounds that its record has."""
+    """Recorded rounds."""
     sent_bytes: float | None
     """Mean over the workers; None where nothing was recorded."""
     timelines: dict[str, Timeline]
@@ -70,7 +70,7 @@ class RunData(NamedTuple):
     config: str | None
     sample: str | None
     networks: Mapping[str, Network]
-    """Those that it is priced on."""
+    """The networks on which it is priced."""
     branches: tuple[str, ...] = ()
     """Its changes of settings, and its stages that were lost, in words."""
     sent_until: tuple[float, ...] = ()
@@ -78,11 +78,11 @@ class RunData(NamedTuple):
     ends_s: Mapping[str, NDArray[np.float64]] = {}
     """When each round ended on each network that the run was priced on."""
     averaged: tuple[dict[str, Any], ...] = ()
-    """The lines of metrics of which a row has means."""
+    """The lines of metrics averaged in a row."""
     passes: float | None = None
-    """How often its text was trained on; None for a stream, and where the run has not recorded how much text it had."""
+    """Passes over its text; None for a stream, and where the amount of text was not recorded."""
     own: Mapping[int, tuple[float, ...]] = {}
-    """By round the validation losses of a real run's workers, each of its own model, since the settings changed last."""
+    """By round the validation losses of a real run's workers, each of its own model, since the last change of settings."""
 
 
 def read_runs(runs: Mapping[str, Path], networks: Mapping[str, Network] | None) -> list[RunData]:
@@ -115,12 +115,12 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network] | None) 
     if (events := read_events(folder, seen=followed.take)) is not None:
         sent_bytes = float(events.sent_bytes.mean())
         timelines = {events.network: _as_it_went(events)} if len(events.end_s) else {}
-    elif has_trace(folder) and (trace := read_trace(folder, seen=followed.take)).rounds:  # none where it has just begun
+    elif has_trace(folder) and (trace := read_trace(folder, seen=followed.take)).rounds:  # empty if it has just begun
         sent_bytes = float(trace.sent_bytes.mean())
         by_round = np.bincount(trace.messages.round, trace.messages.bytes, minlength=trace.rounds)
         sent_until = tuple((by_round.cumsum() / trace.workers).tolist())
         per_round = max(1, round(trace.rounds / (1 + max(trained, default=trace.rounds - 1))))
-        if trace.workers > 1:  # a single worker sends nothing
+        if trace.workers > 1:  # a single worker does not send
             timelines = prices_of(folder, config or "", trace, networks)
     return RunData(
         followed,
@@ -142,7 +142,7 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network] | None) 
 
 
 def _passes(folder: Path, config: str, metrics: Iterable[Mapping[str, Any]]) -> float | None:
-    """How often the text was trained on up to now, by what `text.json` says of it."""
+    """The passes over the text so far, by `text.json`."""
     path = folder / "text.json"
     if not path.is_file():
         return None
@@ -213,7 +213,7 @@ def summary_row(run: RunData) -> dict[str, Any]:
         "round": last["round"] + 1 if last["round"] >= 0 else None,
         "rounds": run.rounds,
         "passes": run.passes,
-        # max() would lose a NaN among finite losses.
+        # max() would drop a NaN among finite losses.
         "worst_loss": math.nan if any(map(math.isnan, worst)) else max(worst, default=None),
         **{one.name: _number(last, one.name) for one in METRICS if one.reduction == "newest"},
         **{one.name: _mean([line for line in run.averaged if line["kind"] == one.kind], one.name) for one in MEANS},
@@ -227,7 +227,7 @@ def summary_row(run: RunData) -> dict[str, Any]:
 
 
 def _losses_after(run: RunData, spent: Sequence[float]) -> list[tuple[float, float]]:
-    """Validation loss against what was spent up to the end of each round."""
+    """Validation loss against the cost up to the end of each round."""
     until = [0.0, *spent]
     return _known((until[e["round"] + 1], _number(e, "loss")) for e in run.evals if -1 <= e["round"] < len(until) - 1)
 

@@ -1,8 +1,8 @@
-"""How a run is doing: what its folder tells, and what those workers say that answer.
+"""The status of a run, from its folder and from workers that answer.
 
-The files tell what each worker has done, and its lock whether it is still there on this machine. A worker that listens (of an
-elastic run, of one that waits for nobody, or of any with [peers]) is asked for its view of all others; views are merged as the
-workers themselves merge them. Needs no torch.
+The files show the progress of each worker, and its lock whether it runs on this machine. A listening worker (of an
+elastic or asynchronous run, or any with [peers]) is queried for its membership view; views are merged as by the workers
+themselves. Needs no torch.
 """
 
 import time
@@ -22,46 +22,48 @@ from gossamer.record.logs.seconds import RoundSeconds, read_seconds
 from gossamer.record.whole_files import worker_suffix
 from gossamer.report.reading.lines import RunFile, run_file_of
 from gossamer.report.reading.paces import Paces
-from gossamer.transport.bucket.bucket import MOST_HEAD_BYTES, bucket_at, opened_item
+from gossamer.transport.bucket.bucket import MOST_HEAD_BYTES, SecretSeal, bucket_at
 from gossamer.transport.bucket.protocol import Sightings, commit_in, commit_name
+from gossamer.transport.bucket.signed import KEY_OBJECT, opened_key
 from gossamer.transport.elastic.ask import View, look
 from gossamer.transport.elastic.members import MemberStatus, SlotEntry, merged
-from gossamer.transport.keys import Peer, keys_for
+from gossamer.transport.keys import Peer, keys_for, read_peers
 from gossamer.transport.secret import environment_secret, folder_secret
 from gossamer.transport.sockets.header import Limits
 
 PATIENCE_S = 2.0
-"""How long a worker may take to answer."""
+"""Timeout for a worker's answer."""
 SILENT_S = 10.0
 """A worker is called silent after this long without a line, or after five of its rounds if that is longer."""
 
 
 class WorkerStatus(NamedTuple):
-    """One worker, or the slot of one."""
+    """The status of one worker or slot."""
 
     worker: int
     standing: str
-    """One of the words of `standing_of`; or silent, of one that is there and has written nothing for 10 s, or for five of its
-    rounds if that is longer."""
+    """One of the words of `standing_of`; or silent, for a running worker that has not written for 10 s, or for five of
+    its rounds if that is longer.
+    """
     round: int
-    """Rounds that it is known to have behind it."""
+    """Its known completed rounds."""
     steps: int | None
-    """Inner steps, as its files say."""
+    """Inner steps, from its files."""
     loss: float | None
     """Training loss of its last recorded round, nats per token."""
     age_s: float | None
-    """How old the newest news of it is; None where there is none."""
+    """The age of the newest information about it; None without any."""
     address: str | None
     missed: int
     """Exchanges that it has recorded and that neither end counted."""
     unsure: int
     """Exchanges that it has not counted and the other end may have."""
     declined: int
-    """Messages of it that others have recorded not to have counted: not sound, or too far away for a rule that clips."""
+    """Its messages that others have declined: invalid, or too far away for a rule that clips."""
     seconds: RoundSeconds | None
-    """Where those of its last recorded round went."""
+    """The seconds of its last recorded round."""
     slowed: float | None
-    """How many times its own median seconds a step it has taken in each of its last three rounds, where that is twice or more."""
+    """Its smallest slowdown in the last three rounds, relative to its own median step time, if at least two."""
 
 
 class RunStatus(NamedTuple):
@@ -72,35 +74,35 @@ class RunStatus(NamedTuple):
     kind: str
     """elastic, server, pair, no waiting, rounds or simulation."""
     rounds: int
-    """Of the whole run."""
+    """Rounds of the whole run."""
     round: int
-    """Rounds that the worker which is farthest has behind it."""
+    """Completed rounds of the most advanced worker."""
     answered: list[int]
-    """Workers that were asked and have answered."""
+    """Workers that have answered a query."""
     note: str | None
-    """Why nobody was asked, or nobody has answered."""
+    """The reason why no worker was queried, or none has answered."""
     refused: dict[str, int]
-    """How often those that answered have refused what came, by peer and kind, such as `worker 3: bounds`."""
+    """Refused messages at the workers that answered, by peer and kind, such as `worker 3: bounds`."""
     workers: list[WorkerStatus]
 
 
 class Sighting(NamedTuple):
-    """What decides on the standing of a slot."""
+    """The facts that decide the standing of a slot."""
 
     entry: SlotEntry | None = None
-    """What the workers that answered say of it together."""
+    """Its entry in the merged views of the workers that answered."""
     life: Life | None = None
     """Its last one in the log of outcomes."""
     answered: bool = False
     refused: bool = False
-    """Whether nobody of the run listens at its address."""
+    """Whether no process of the run listens at its address."""
     here: bool | None = None
-    """Whether a process trains as it on this machine, as its lock says; None where that does not tell."""
+    """Whether its process runs on this machine, by its lock; None if unknown."""
     finished: bool = False
-    """Whether it has all rounds of the run behind it."""
+    """Whether it has completed all rounds of the run."""
     elastic: bool = True
     traces: bool = True
-    """Whether any file here tells of it."""
+    """Whether any file here mentions it."""
 
 
 class SlotStatus(NamedTuple):
@@ -108,42 +110,52 @@ class SlotStatus(NamedTuple):
 
     worker: int
     standing: str
-    """empty: nobody has had it. held: a process has it that has not given it back, and may have died. left: it was given back."""
+    """empty: never held. held: a process has it that has not released it, and may have died. left: released."""
     lives: int
     """Processes that have had it."""
     steps: int
-    """Inner steps of it that are in the state of the run."""
+    """Its inner steps included in the state of the run."""
     counted: bool
-    """Whether it had a part in the last round that was closed."""
+    """Whether it took part in the last closed round."""
 
 
 class StoreStatus(NamedTuple):
-    """A run whose state lies in a store, which is read without asking anybody."""
+    """The status of a run in a store, read without contacting its workers."""
 
     store: str
     rounds: int
-    """Of the whole run."""
+    """Rounds of the whole run."""
     round: int
-    """Those that are closed."""
+    """Closed rounds."""
     closed_by: int | None
-    """Who has closed the last one."""
+    """The slot that closed the last round."""
     age_s: float | None
-    """How long ago, by the clock of that machine."""
+    """Its age, by the clock of that machine."""
     states: list[int]
-    """The rounds after which there is a state of a worker."""
+    """The rounds with a stored state."""
     workers: list[SlotStatus]
 
 
-def store_status(url: str, *, now_s: float | None = None) -> StoreStatus:
-    """How the run in a store is doing, whoever is alive.
+def store_status(url: str, *, peers: Path | None = None, now_s: float | None = None) -> StoreStatus:
+    """The status of the run in a store.
 
-    Raises: ConfigError where no run lies there; TransportError for one that is damaged.
-    Cost: four requests.
+    Args: `peers` is the run file of a run with [peers], which this machine's key opens.
+    Raises: ConfigError if there is no run; TransportError for a damaged one; PeerError.
+    Cost: four requests, five with keys.
     """
-    bucket, secret = bucket_at(url), environment_secret()
+    bucket, listed = bucket_at(url), {} if peers is None else read_peers(peers)
+    keys = keys_for(listed, sum(peer.workers for peer in listed.values()))
     try:
+        seal = SecretSeal(environment_secret())
+        if (key := bucket.get(KEY_OBJECT, MOST_HEAD_BYTES)) is not None:
+            if keys is None:
+                raise ConfigError(
+                    f"the run in the store '{url}' has [peers], and is encrypted; give its run file with --peers RUN.toml, on a "
+                    "machine whose key it lists"
+                )
+            seal = opened_key(keys, key)
         raw = bucket.get("run", MOST_HEAD_BYTES)
-        match None if raw is None else opened_item(secret, "run", raw).head:
+        match None if raw is None else seal.opened("run", raw).head:
             case {"workers": int(n), "rounds": int(rounds)} if 0 < n < 1 << 20 and 0 < rounds < 1 << 31:
                 seen = Sightings(n)
             case _:
@@ -155,7 +167,7 @@ def store_status(url: str, *, now_s: float | None = None) -> StoreStatus:
         seen.look(bucket.names(f"r{max(0, max(seen.states, default=0) - 1):08d}"), 0.0)
         name = commit_name(seen.newest)
         raw = None if seen.newest < 0 else bucket.get(name, MOST_HEAD_BYTES)
-        last = None if raw is None else commit_in(seen.newest, opened_item(secret, name, raw).head, n)
+        last = None if raw is None else commit_in(seen.newest, seal.opened(name, raw).head, n)
     except TransportError:
         raise
     except OSError as error:
@@ -174,12 +186,12 @@ def store_status(url: str, *, now_s: float | None = None) -> StoreStatus:
 
 
 def standing_of(seen: Sighting) -> str:
-    """What is known of a slot, in one word.
+    """The standing of a slot, in one word.
 
-    alive: it trains. joining: it has a slot and fetches its state. ghost: it warms its inner optimizer, unheard of by others.
-    suspect: others have lost the connection with it, or it has been silent. gone: it has not said goodbye, and its process on
-    this machine has ended, or nobody listens at its address any more. left: it was asked to leave, and has saved its state.
-    finished: it has trained all rounds. empty: nobody has filled the slot. unknown: its files do not tell.
+    alive: it trains. joining: it has a slot and fetches its state. suspect: others have lost the connection with it, or it
+    has been silent. gone: it ended without a goodbye: its process on this machine has ended, or no process listens at its
+    address. left: it was stopped on request, and has saved its state. finished: it has trained all rounds. empty: the slot
+    was never filled. unknown: not determined by its files.
 
     >>> standing_of(Sighting(SlotEntry(1, 0, 5, MemberStatus.SUSPECT, 0, "127.0.0.1:4000"), refused=True))
     'gone'
@@ -199,21 +211,21 @@ def standing_of(seen: Sighting) -> str:
         return "left"
     if seen.refused or seen.here is False:
         return "gone"
-    if seen.here and not seen.elastic:  # one that is elastic would have answered
+    if seen.here and not seen.elastic:  # an elastic one would have answered
         return "alive"
     return "unknown" if seen.traces or not seen.elastic else "empty"
 
 
 class _Records(NamedTuple):
-    """What the files of a run tell."""
+    """The contents of a run's files."""
 
     folder: Path
     rounds: int
     elastic: bool
-    """Whether its workers answer."""
+    """Whether its workers answer queries."""
     in_rounds: bool
     lives: dict[int, list[Life]]
-    """From the logs of those whose folder this is; on several machines each has its own."""
+    """From the logs in this folder; on several machines each has its own."""
     trained: list[dict[str, Any]]
     """Lines of metrics."""
     newest: dict[int, dict[str, Any]]
@@ -222,17 +234,17 @@ class _Records(NamedTuple):
     slowed: dict[int, float]
     addresses: dict[int, Address]
     over: bool
-    """Whether the server of a run says that it has ended; its workers share the steps out, so their last rounds differ."""
+    """Whether the server has recorded the end of the run; its workers divide the steps, so their last rounds differ."""
     named: frozenset[int]
-    """Slots of which somebody's log says that they took part in a round."""
+    """Slots that took part in a round according to any log."""
 
 
 class _Answers(NamedTuple):
-    """What the workers say that were asked."""
+    """The answers of the queried workers."""
 
     views: dict[int, View]
     refused: set[str]
-    """Addresses at which nobody listens."""
+    """Addresses at which no process listens."""
     note: str | None
 
     @property
@@ -245,17 +257,17 @@ class _Answers(NamedTuple):
 
     @property
     def refusals(self) -> dict[str, int]:
-        """Those of all views together, the most first."""
+        """The refusals of all views, most frequent first."""
         counts = sum((Counter(view.refused) for view in self.views.values()), Counter[str]())
         return dict(counts.most_common())
 
 
 def run_status(folder: Path, *, now_s: float | None = None) -> RunStatus:
-    """How the run in a folder is doing.
+    """The status of the run in a folder.
 
-    Args: `now_s` is Unix time, from which the age of what the files say is counted.
+    Args: `now_s` is Unix time, from which ages are counted.
     Raises: ConfigError when the folder holds no run, DataError for a spoilt file.
-    Cost: reads the metrics, seconds and outcomes of the run; waits up to PATIENCE_S for workers that are asked.
+    Cost: reads the metrics, seconds and outcomes of the run; waits up to PATIENCE_S for queried workers.
     """
     run, metrics = run_file_of(run_file(folder)), read_metrics(folder)
     n, rounds = run.workers, run.rounds
@@ -296,7 +308,7 @@ def _of_worker(slot: int, entry: SlotEntry | None, records: _Records, answers: _
     address = entry.address if entry is not None else own.address if own is not None else ""
     done = _rounds_behind(lives, trained, entry if records.in_rounds else None)
     over = records.over or done >= records.rounds
-    # Another process may have its port by now. That of a slot which was taken over from elsewhere has another address.
+    # Another process may use its port by now. A slot taken over from another machine has another address.
     here = trains_here(records.folder, slot) if entry is None or (own and own.address == entry.address) else None
     seen = Sighting(
         entry,
@@ -310,7 +322,7 @@ def _of_worker(slot: int, entry: SlotEntry | None, records: _Records, answers: _
     )
     age_s = _age_s(slot, records.folder, answers.views, now_s) if entry or lives or trained else None
     standing, last = standing_of(seen), records.seconds.get(slot)
-    # Of one that cannot be asked its lock says that the process is there, also of one that is stopped.
+    # For one that cannot be queried, the lock shows that the process exists, even if it is stopped.
     if standing == "alive" and not seen.answered and age_s is not None:
         round_s = 0.0 if last is None else last.end_s / (last.round + 1)
         standing = "silent" if age_s > max(SILENT_S, 5 * round_s) else standing
@@ -330,7 +342,7 @@ def _of_worker(slot: int, entry: SlotEntry | None, records: _Records, answers: _
 
 
 def _lives_in_order(folder: Path, rounds: int) -> dict[int, list[Life]]:
-    """The lives of workers that wait for nobody, as far as the order of their events tells."""
+    """The lives of asynchronous workers, from the order of their events."""
     ends = {slot: lives[-1].ended for slot, lives in read_order(folder).items() if lives}
     return {
         slot: [Life(Begun(0, 0, slot, 0, 0), (), None if end is None else Ended(rounds, end.why))]
@@ -377,20 +389,20 @@ def _steps(lives: Sequence[Life], trained: Mapping[str, Any]) -> int | None:
 
 
 def _failed(lives: Sequence[Life]) -> tuple[int, int]:
-    """Exchanges that were missed, and those that are unsure."""
+    """The numbers of missed and unsure exchanges."""
     rounds = [one for life in lives for one in life.rounds]
     return sum(len(one.missed) for one in rounds), sum(len(one.unsure) for one in rounds)
 
 
 def _declined(slot: int, trained: Sequence[Mapping[str, Any]]) -> int:
-    """How many messages of a worker the others have declined."""
+    """The number of a worker's messages declined by the others."""
     declined = (line.get("declined") for line in trained if line["worker"] != slot)
     counts = (counts.get(str(slot), 0) for counts in declined if isinstance(counts, Mapping))
     return sum(count for count in counts if isinstance(count, int))
 
 
 def _age_s(slot: int, folder: Path, views: Mapping[int, View], now_s: float) -> float | None:
-    """The age of the newest news of a worker: its answer, what another heard from it, or the last line of its files."""
+    """The age of the newest information about a worker: its answer, another worker's contact, or the last line of its files."""
     if slot in views:
         return 0.0
     ages = [view.silent_s[slot] for view in views.values() if slot in view.silent_s]
@@ -401,13 +413,13 @@ def _age_s(slot: int, folder: Path, views: Mapping[int, View], now_s: float) -> 
 
 
 def _paces(folder: Path, run: RunFile | None) -> tuple[dict[int, RoundSeconds], dict[int, float]]:
-    """The seconds of each worker's last recorded round, measured if there are any, else of the first network; and who has slowed
-    down in a real run.
+    """The seconds of each worker's last recorded round, measured if there are any, else of the first network; and slow
+    workers of a real run.
     """
     last, paces = dict[int, RoundSeconds](), Paces()
     for one in read_seconds(folder):
         if last.setdefault(one.worker, one).network == one.network:
-            last[one.worker] = one  # they come by network and round
+            last[one.worker] = one  # ordered by network and round
         if run is not None and one.worker < run.workers and (step_s := run.step_s(one._asdict())) is not None:
             paces.slowed(one.worker, step_s)
     slowed = {worker: paces.now(worker) for worker in last}

@@ -1,4 +1,4 @@
-"""Files that grow, read as they grow: whole new lines only, and whether the file was cut or replaced meanwhile."""
+"""Incremental reading of growing files: complete new lines, with detection of truncation and replacement."""
 
 import os
 import stat
@@ -8,7 +8,7 @@ from io import FileIO
 from pathlib import Path
 
 CHUNK = 1 << 18
-"""Bytes that are read at a time."""
+"""Bytes read at a time."""
 LONGEST = 1 << 26
 """Bytes of the longest line; a longer one is skipped."""
 _SAMPLE = 128
@@ -16,7 +16,7 @@ _MOST_MARKS = 4096
 
 
 class Marks:
-    """Where in a file rounds begin: at most 4096 of them, so that a long run needs no more memory than a short one.
+    """The offsets of rounds in a file: at most 4096, so that memory is bounded for long runs.
 
     >>> marks = Marks()
     >>> for round in range(5): marks.add(round, 100 * round)
@@ -30,7 +30,7 @@ class Marks:
         self._stride = 1
 
     def add(self, round: int, offset: int) -> None:
-        """A line of this round begins here; only the first line of a round counts."""
+        """Records the offset of a line of this round; only the first of each round counts."""
         if self._rounds and round < self._rounds[-1] + self._stride:
             return
         self._rounds.append(round)
@@ -40,7 +40,7 @@ class Marks:
             self._stride *= 2
 
     def before(self, round: int) -> int:
-        """From where to read in order to find the lines of a round; at least one was added."""
+        """The offset from which to read the lines of a round; at least one was added."""
         place = bisect_right(self._rounds, round) - 1
         return self._offsets[max(place, 0)]
 
@@ -48,8 +48,8 @@ class Marks:
 class Tail:
     """A file of lines that another process appends to.
 
-    It keeps the place up to which it has read, and the last bytes before that place. When the file is shorter now, is another
-    file, or has other bytes there, what was read is void: `rewound` says so, and reading begins again at the start.
+    It keeps its read position, and the last bytes before it. If the file is shorter, replaced, or differs there,
+    earlier reads are void: `rewound` is set, and reading restarts.
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,13 +57,13 @@ class Tail:
         self.offset = 0
         self.rewound = False
         self.modified_s = 0.0
-        """When it was last written, Unix time."""
+        """Its modification time, Unix time."""
         self.size = 0
         self._file: tuple[int, int] | None = None
         self._sample = b""
 
     def read(self) -> Iterator[tuple[int, bytes]]:
-        """The whole lines of the next chunk, each with the place where it begins; half a line is left for the next look.
+        """The complete lines of the next chunk, each with its offset; a partial line is left for the next call.
 
         Raises: OSError when the file cannot be read, ValueError when it is no plain file.
         """
@@ -86,7 +86,7 @@ class Tail:
 
     @property
     def behind(self) -> int:
-        """Bytes that were there and are not read yet; half a line at the end among them."""
+        """Unread bytes, including a partial last line."""
         return max(0, self.size - self.offset)
 
     def restart(self) -> None:
@@ -102,7 +102,7 @@ class Tail:
         return file.read(len(self._sample)) != self._sample
 
     def _chunk(self, file: FileIO) -> bytes:
-        """Whole lines from here on; empty while the first of them is not complete."""
+        """Complete lines from the current position; empty while the first is incomplete."""
         size = CHUNK
         while True:
             file.seek(self.offset)
@@ -110,7 +110,7 @@ class Tail:
             end = data.rfind(b"\n") + 1
             if end or len(data) < size:
                 return data[:end]
-            if size >= LONGEST:  # no record has such a line
+            if size >= LONGEST:  # longer than any valid line
                 return data
             size *= 4
 

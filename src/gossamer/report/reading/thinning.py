@@ -1,4 +1,4 @@
-"""Figures by round and worker in bounded memory, and curves thinned to what a screen can show."""
+"""Figures by round and worker in bounded memory, and curves thinned to screen resolution."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,8 +14,8 @@ _MOST_CELLS = 1 << 22
 class Grid:
     """One figure of each worker in each round: the mean over the rounds of a row, or their sum.
 
-    A row is one round at first. When there are more than 2048 rows, neighbours are put together, and so on, so that a long run
-    needs no more memory than a short one.
+    A row is one round at first. Beyond 2048 rows, neighbouring rows are merged, repeatedly, so that memory is bounded
+    for long runs.
 
     >>> grid = Grid(2)
     >>> for round in range(3): grid.put(round, 0, 1.0 * round)
@@ -26,7 +26,7 @@ class Grid:
     def __init__(self, columns: int, *, summed: bool = False) -> None:
         self.columns, self.stride, self.summed = columns, 1, summed
         self.rows = 0
-        """Rows that have a figure, or stand before one that has."""
+        """Rows up to the last one with a figure."""
         self._most = min(_MOST_ROUNDS, max(2, _MOST_CELLS // max(columns, 1) // 2 * 2))
         self._sum = np.zeros((16, columns))
         self._count = np.zeros((16, columns), np.int32)
@@ -78,7 +78,7 @@ class Grid:
 
 
 class KeptLines:
-    """Lines by round, of which at most 2049 are kept: of very many every second one, or every fourth, and always the newest.
+    """Lines by round, of which at most 2049 are kept: every second, fourth and so on, and always the newest.
 
     >>> kept = KeptLines()
     >>> for round in range(5000): kept.add({"round": round})
@@ -92,7 +92,7 @@ class KeptLines:
         self._stride, self._seen = 1, 0
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Adds a line; it takes the place of an earlier one of the same round."""
+        """Adds a line, replacing an earlier one of the same round."""
         if self._newest is not None and line["round"] <= self._newest["round"]:
             self._due = sorted(
                 [*(one for one in self._due if one["round"] != line["round"]), line], key=lambda one: one["round"]
@@ -108,13 +108,14 @@ class KeptLines:
             self._stride *= 2
 
     def lines(self) -> list[Mapping[str, Any]]:
-        """Those that are kept, by round."""
+        """The kept lines, by round."""
         newest = [] if self._newest is None or self._newest in self._due[-1:] else [self._newest]
         return [*self._due, *newest]
 
 
 def thinned(values: Sequence[float], most: int) -> list[int]:
-    """The places of at most `most` values that show the shape of a curve: of each stretch the lowest and the highest.
+    """The indices of at most `most` values that preserve the shape of a curve: the lowest and the highest of each
+    stretch.
 
     The first and the last value stay, and so does every peak. NaN counts only where a stretch has nothing else.
 
@@ -134,7 +135,7 @@ def thinned(values: Sequence[float], most: int) -> list[int]:
 
 
 def spread_out(count: int, most: int) -> list[int]:
-    """At most `most` places of `count`, evenly, the first and the last among them.
+    """At most `most` of `count` indices, evenly spaced, including the first and the last.
 
     >>> spread_out(3, 8), spread_out(10, 4)
     ([0, 1, 2], [0, 3, 6, 9])

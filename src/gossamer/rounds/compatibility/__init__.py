@@ -1,3 +1,3 @@
-"""What may go with what: the combination that a run is, and one table of the incompatibilities."""
+"""Compatibility of a run's parts: its combination, and one table of incompatibilities."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""What decides, before a run starts, whether its parts can be combined, and the form of a row that says when they cannot."""
+"""The combination of a run's parts that is checked before it starts, and the rows of the table of incompatibilities."""
 
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
@@ -15,7 +15,7 @@ from gossamer.topologies import Topology, complete
 Kind = Literal["rounds", "server", "pair", "no waiting"]
 """The four ways in which a run communicates; all but the first are asynchronous."""
 Driver = Literal["simulate", "train", "library"]
-"""Who runs it: one process over declared networks, real processes, or somebody else's training loop."""
+"""The driver: one process over declared networks, real processes, or a user's training loop."""
 
 INSTEAD: dict[str, tuple[str, ...]] = {
     "server": ("rule", "pair", "topology"),
@@ -26,7 +26,7 @@ INSTEAD: dict[str, tuple[str, ...]] = {
 
 
 def rules_over_time(rule: Rule, steps: int) -> list[tuple[int, Rule]]:
-    """A rule with its numbers at the inner steps of a run at which they change; of a shape, at some of them."""
+    """A rule's variants at the inner steps of a run at which its options change; for a shape, at a sample of steps."""
     if (at := rule.at) is None:
         return [(0, rule)]
     changing = [value for value in rule.options.values() if over_time.changes(value)]
@@ -40,7 +40,7 @@ class Combination(NamedTuple):
     kind: Kind = "rounds"
     driver: Driver = "simulate"
     workers: int | None = None
-    """How many there are, for a topology that was not made for the run."""
+    """The number of workers, for a topology that was not made for the run."""
     wait: bool = True
     """As in `run.wait`."""
     rule: Rule = gossip()
@@ -48,7 +48,7 @@ class Combination(NamedTuple):
     codec: Codec = exact()
     schedule: Schedule = Schedule()
     local_steps: Steps | None = None
-    """One number for all workers, or one per worker; of a timetable, those that a run begins with."""
+    """One number for all workers, or one per worker; with a timetable, the initial ones."""
     synchronous_steps: int = 0
     """As in `run.synchronous_steps`; `local_steps` and `timetable` are those of the rounds after them."""
     steps: int = 0
@@ -58,7 +58,7 @@ class Combination(NamedTuple):
     server: str = ""
     """Name of the server."""
     regions: bool = False
-    """Whether that server is one of several, in each region one, below a global server."""
+    """Whether there is a server in each region, below a global server."""
     pair: PairRule | None = None
     optimizer: str = "adamw"
     """As in `inner.optimizer`."""
@@ -66,15 +66,12 @@ class Combination(NamedTuple):
     """As in `inner.averaging`."""
     adapt: bool | str = False
     weigh_steps: bool = False
-    eval_js: bool = False
     elastic: bool = False
     """As in `run.elastic`."""
     peers: bool = False
     """Whether the run file has [peers], so that all connections are to be encrypted."""
     constant_batch: bool = False
     """As in `data.constant_batch`."""
-    ghost_rounds: int = 0
-    """As in `run.ghost_rounds`."""
     stages: int = 1
     """As in `pipeline.stages`."""
     shards: int = 1
@@ -82,15 +79,15 @@ class Combination(NamedTuple):
     partly: bool = False
     """Whether `pipeline.workers` leaves some replicas whole."""
     scattered: bool = False
-    """Whether the tensors of a stage do not follow each other in the order of the model."""
+    """Whether a stage's tensors are non-contiguous in the flat layout."""
     lost: frozenset[bool] = frozenset()
-    """Whether stages that are lost (`pipeline.lost`) go on from a peer's; False is in it where one does from its neighbours."""
+    """For lost stages (`pipeline.lost`): whether each recovers from a peer (True) or from its neighbours (False)."""
     hashes: bool = False
     """As in `record.hash`."""
     batched: int = 1
     """As in `run.batched`."""
     holders: tuple[frozenset[int], ...] = ()
-    """The workers that hold each part of the parameters, where some hold some of the experts only."""
+    """The workers that hold each part of the parameters, where some hold only some experts."""
     reduction: str = "ordered"
     fragments: int = 1
     """Of a server, as in `events.fragments`; those of rounds are the schedule's."""
@@ -107,22 +104,22 @@ class Combination(NamedTuple):
 
     @property
     def rules(self) -> list[tuple[int, Rule]]:
-        """As `rules_over_time`, of its rule."""
+        """`rules_over_time` of its rule."""
         return rules_over_time(self.rule, self.steps)
 
     @property
     def full_steps(self) -> int | None:
-        """Inner steps of the worker that takes most, in the longest of the rounds."""
+        """The most inner steps of any worker, in the longest round."""
         return max(self.all_full_steps, default=None)
 
     @property
     def fewest_steps(self) -> int | None:
-        """The same in the shortest of the rounds."""
+        """The same in the shortest round."""
         return min(self.all_full_steps, default=None)
 
     @property
     def all_full_steps(self) -> list[int]:
-        """The same in each stretch of rounds; none where they are not known."""
+        """The same in each stretch of rounds; empty if unknown."""
         return [max(one) if isinstance(one, tuple) else one for one in self.all_local_steps]
 
     @property
@@ -139,7 +136,7 @@ class Combination(NamedTuple):
 
     @property
     def clocked(self) -> bool:
-        """Whether seconds of a declared network decide what is computed, without rounds."""
+        """Whether the seconds of a declared network decide the results, without rounds."""
         return self.asynchronous and self.networks is not None and (self.driver != "train" or self.dylu)
 
     @property
@@ -155,7 +152,7 @@ class Combination(NamedTuple):
 
     @property
     def pacing_network(self) -> Network | None:
-        """The network whose seconds local steps adapt to in a simulation; None where they do not, or it is not clear which."""
+        """The network whose seconds local steps adapt to in a simulation; None where they do not adapt, or it is ambiguous."""
         if not self.adapt or self.driver != "simulate" or self.networks is None:
             return None
         if isinstance(self.adapt, str):
@@ -164,7 +161,7 @@ class Combination(NamedTuple):
 
 
 class Incompatibility(NamedTuple):
-    """A row of the table of what cannot work: a condition on the combination, and the sentence for it."""
+    """A row of the table of incompatibilities: a condition on the combination, and its error sentence."""
 
     name: str
     fails: Callable[[Combination], bool]

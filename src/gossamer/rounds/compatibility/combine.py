@@ -1,4 +1,4 @@
-"""What runs in rounds: a rule settled for its topology, with its codec and schedule."""
+"""The method of a run in rounds: a rule settled for its topology, with its codec and schedule."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -28,7 +28,7 @@ FITTING: Mapping[Needs, str] = {
 
 
 class Method(NamedTuple):
-    """What is trained with: the settled rule, its topology and codec, when it acts, and how the update is carried out."""
+    """A method: the settled rule, its topology, codec and schedule, and the implementation of its update."""
 
     rule: Rule
     topology: Topology
@@ -42,12 +42,12 @@ class Method(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """In how many parts the parameters are exchanged."""
+        """The number of parts in which the parameters are exchanged."""
         return len(self.holders) or self.schedule.fragments
 
     @property
     def sends_per_round(self) -> int:
-        """How often a worker sends in a round, each of which is an entry of the trace."""
+        """The number of sends of a worker in a round, each of which is an entry of the trace."""
         return self.schedule.slots * (2 if self.rule.mixes_updates else 1)
 
     @property
@@ -65,7 +65,8 @@ class Method(NamedTuple):
 
 
 def settled_rule(c: Combination) -> Rule:
-    """The rule as it will run: `alpha = "auto"` found for the topology, and drifts weighted by local steps if asked for.
+    """The rule as it will run: `alpha = "auto"` resolved for the topology, and drifts weighted by local steps if
+    requested.
 
     Raises: ConfigError for a rule that cannot be weighted, or that mixes updates where that is not possible.
     """
@@ -79,8 +80,9 @@ def settled_rule(c: Combination) -> Rule:
 
 
 def _must_keep_its_state(c: Combination) -> None:
-    """Raises ConfigError for a rule whose state would be another with other numbers, whose shape has no known length, or whose
-    table goes on beyond the run."""
+    """Raises ConfigError for a rule whose state depends on a scheduled option, a shape without a known length, or a
+    table beyond the end of the run.
+    """
     if c.rule.at is not None and not c.steps:
         c.rule.at(1, 0)
     for option, value in c.rule.options.items() if c.steps else ():
@@ -97,7 +99,7 @@ def _must_keep_its_state(c: Combination) -> None:
 
 
 def warnings_of(c: Combination) -> tuple[str, ...]:
-    """A sentence for everything that will probably go wrong, once the rule is settled."""
+    """Warnings for a settled combination, a sentence each."""
     unstable = None
     if c.kind != "pair":
         step, rule = stability.least_stable(c.rules, c.topology, c.schedule.merge)
@@ -108,7 +110,7 @@ def warnings_of(c: Combination) -> tuple[str, ...]:
 
 
 def method_of(c: Combination, *, compile: bool = False) -> Method:
-    """What runs in rounds, once the rule is settled (`settled_rule`). Raises PairingError when something cannot work."""
+    """The method of a run in rounds, for a settled rule (`settled_rule`). Raises PairingError when something cannot work."""
     check(c)
     if compile and c.rule.at is not None:
         raise PairingError(

@@ -45,7 +45,7 @@ def _without_step_s(c: Combination) -> bool:
 
 
 def _count(c: Combination) -> int | None:
-    """How many networks are declared; None without a run file."""
+    """The number of declared networks; None without a run file."""
     return None if c.networks is None else len(c.networks)
 
 
@@ -57,7 +57,7 @@ def _reduction(c: Combination) -> str:
     return "reduction" if c.driver == "library" else "run.reduction"
 
 
-# Rows for what the tables of a run file exclude.
+# Rows for tables of a run file that exclude each other.
 _TABLES = tuple(
     Incompatibility(
         f"[{kind}] with [{other}]",
@@ -71,7 +71,7 @@ _TABLES = tuple(
     if kind != "rule" and (kind, other) != ("pair", "server")  # each two once
 )
 
-# Which topology a rule needs, and what it can be combined with.
+# Rows for a rule's topology, codec and schedule.
 _RULES = (
     Incompatibility(
         "workers of the topology",
@@ -195,12 +195,12 @@ _RULES = (
 
 
 def _lags(schedule: Schedule, rule: Rule, full_steps: int) -> tuple[tuple[int, int], ...]:
-    """What is received in a round of so many steps, and how many rounds after it was sent."""
+    """The fragments received in a round of `full_steps` steps, with their age in rounds."""
     stops = schedule.stops(0, full_steps, rule.delay_rounds, ahead=rule.sends_ahead, updates=bool(rule.mixes_updates))
     return tuple(sorted(one for stop in stops for one in stop.receives))
 
 
-# When things are sent and received, and how many inner steps lie between.
+# Rows for the schedule of sends and receives.
 _SCHEDULE = (
     Incompatibility(
         "fragments and local steps",
@@ -222,7 +222,7 @@ _SCHEDULE = (
         "local steps that change and overlap",
         lambda c: (
             c.timetable is not None
-            and max(c.schedule.slots, c.schedule.overlap_steps) <= min(c.all_full_steps)  # else it is refused already
+            and max(c.schedule.slots, c.schedule.overlap_steps) <= min(c.all_full_steps)  # else another row refuses it
             and len({_lags(c.schedule, c.rule, full_steps) for full_steps in {*c.all_full_steps}}) > 1
         ),
         lambda c: (
@@ -347,7 +347,7 @@ _ROUNDS_ONLY: dict[str, Callable[[Combination], bool]] = {
     "codec.back": lambda c: c.codec.back is not None,
 }
 
-# What asynchronous runs can and cannot do.
+# Rows for asynchronous runs.
 _ASYNCHRONOUS = (
     *(
         Incompatibility(
@@ -371,14 +371,6 @@ _ASYNCHRONOUS = (
         lambda c: (
             f"{c.who} got run.wait = false, but its workers exchange with the server only and never wait for each other; remove "
             "run.wait"
-        ),
-    ),
-    Incompatibility(
-        "server and predictions of workers",
-        lambda c: c.kind == "server" and c.eval_js,
-        lambda c: (
-            f"{c.who} got run.eval_js = true, which compares the models of workers, but with a server only its own model is "
-            "validated; remove run.eval_js"
         ),
     ),
     Incompatibility(

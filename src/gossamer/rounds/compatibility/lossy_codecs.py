@@ -1,8 +1,9 @@
-"""What a lossy codec does to a rule that sends whole parameters: refused where it destroys the model, else said in a number.
+"""Lossy codecs with rules that send whole parameters: refused where they destroy the model, else a warning with the
+error.
 
-A pseudo-gradient, or another difference from a point that the receivers know, is as small as what was trained, and so is the
-error of its codec. The error of whole parameters is as large as a share of the parameters, in every exchange, also between
-workers that agree.
+A pseudo-gradient, or another difference from a point known to the receivers, is as small as the training progress, and
+so is the error of its codec. The error of whole parameters is as large as a share of the parameters, in every exchange,
+also between workers that agree.
 """
 
 from gossamer.codecs import Codec
@@ -13,10 +14,11 @@ from gossamer.rules.contract import amplification, sends_parameters
 LIMIT = 0.05
 """The largest relative error of a codec that may carry whole parameters under a rule that keeps the mean of the workers."""
 LIMIT_OF_MEANS = 0.005
-"""The same under a rule that takes the decoded parameters in place of its own: training in smaller steps than the codec's is
-lost."""
+"""The same under a rule that replaces its parameters by decoded ones: training in steps smaller than the codec's is
+lost.
+"""
 _MEASURED = 0.017
-"""The largest error of an exchange with which gossip was trained beside exact messages: int8, γ = 0.7."""
+"""The largest error of an exchange for which gossip was compared with exact messages: int8, γ = 0.7."""
 _SPARSE = 0.5  # a codec that keeps less than this share of a message's square norm is sparse
 
 
@@ -27,12 +29,12 @@ def loses_mass(c: Combination) -> bool:
 
 
 def destroys(c: Combination) -> bool:
-    """Whether the error of the codec on whole parameters is beyond what a model stands."""
+    """Whether the error of the codec on whole parameters destroys a model."""
     return not loses_mass(c) and _carries_parameters(c) and not _error(c.codec) <= _limit(c)
 
 
 def too_much(c: Combination) -> str:
-    """The error of the codec, and what is allowed."""
+    """The error of the codec, and the limit."""
     return (
         f"codec '{_worst(c.codec).name}' is off by {_error(c.codec):.2g} of their norm in every exchange, where at most "
         f"{_limit(c):g} can be allowed"
@@ -40,7 +42,7 @@ def too_much(c: Combination) -> str:
 
 
 def instead(c: Combination) -> str:
-    """What sends differences in the place of a rule on parameters."""
+    """The rule to use in place of one on parameters, which sends differences."""
     if c.kind == "pair":
         return "use a [server], to which differences are sent"
     if c.rule.needs == "everyone":
@@ -49,7 +51,7 @@ def instead(c: Combination) -> str:
 
 
 def change(c: Combination) -> float | None:
-    """By how much of their norm an exchange may change parameters although the workers agree; None where codecs do no harm.
+    """The relative change of parameters by an exchange between workers that agree; None where codecs are harmless.
 
     ε max(1, α (1 + γ)) for a codec of relative error ε on Gaussian numbers, and gossip with step α and momentum γ.
     """
@@ -59,7 +61,7 @@ def change(c: Combination) -> float | None:
 
 
 def borne(c: Combination) -> float:
-    """The error of an exchange with which gossip in rounds was trained and lost nothing; 0 for what was not tried.
+    """The error of an exchange up to which gossip in rounds was measured without loss; 0 if not measured.
 
     Source: `docs/evidence/size-and-rounds.md`, "Local steps and codecs in longer runs", with bf16 and int8.
     """
@@ -67,7 +69,7 @@ def borne(c: Combination) -> float:
 
 
 def lossy_warning(c: Combination) -> str | None:
-    """A sentence for a codec that the run can bear at a price; None for one without."""
+    """A warning for a codec that the run tolerates at a cost; None otherwise."""
     if (share := change(c)) is not None and share > borne(c):
         return (
             f"{c.who} sends whole parameters through codec '{_worst(c.codec).name}': each exchange brings an error of up to "

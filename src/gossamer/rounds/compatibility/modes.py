@@ -1,6 +1,6 @@
-"""Ways to run that cannot do everything, and what each of them cannot do: rows for the table.
+"""Modes of runs and the features that each of them does not support: rows for the table.
 
-Most rows are a mode and a feature, and why they do not go together. What is left needs a sentence by itself.
+Most rows are a mode, a feature and the reason; the others have a complete sentence.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -12,20 +12,20 @@ from gossamer.rounds.updates import topology_of_updates
 from gossamer.settings.user_code import is_code
 
 _INNER = ("adamw", "accum_adamw", "qh_adopt", "sgd")
-"""The inner optimizers that treat each number of a tensor alike, and so a shard as a whole."""
+"""The elementwise inner optimizers, which treat a shard like a whole tensor."""
 
 
 class _Given(NamedTuple):
-    """A mode or a feature: whether a run has it, and what gives it that, in words."""
+    """A mode or a feature: whether a run has it, and the setting that enables it, in words."""
 
     on: Callable[[Combination], bool]
     words: Callable[[Combination], str]
     off: str = ""
-    """How to do without a feature."""
+    """How to disable a feature."""
 
 
 def _elastic_key(c: Combination) -> str:
-    """What is set, in a run file or in `Outer(elastic=True)`."""
+    """The setting that makes a run elastic, in a run file or `Outer(elastic=True)`."""
     return "elastic" if c.driver == "library" else "run.elastic"
 
 
@@ -117,7 +117,7 @@ _OF_ALL = "which follows from what all workers have received since the start; re
 
 
 def _rows(name: str, mode: _Given, refused: Mapping[str, str]) -> Iterator[Incompatibility]:
-    """Those of a mode: for each feature why it has none of it, and after a semicolon what to do, where that is not `off`."""
+    """The rows of a mode: for each feature the reason, and after a semicolon the remedy, if other than `off`."""
     for feature, why in refused.items():
         given = _FEATURES[feature]
 
@@ -141,7 +141,7 @@ def _elementwise(codec: Codec) -> bool:
 
 
 def _of_fixed_peers(c: Combination) -> bool:
-    """Whether the rule keeps something of each peer or sums over fixed neighbours."""
+    """Whether the rule keeps state per peer or sums over fixed neighbours."""
     return c.rule.needs not in ("connected", "everyone") or c.rule.copies_per_peer > 0
 
 
@@ -178,7 +178,7 @@ OUTER = tuple(
         },
     )
 )
-"""Conditions of `gossamer.Outer`, which cannot know what the loop does between two calls."""
+"""Conditions of `gossamer.Outer`, which cannot see the user's loop between two calls."""
 
 MODES: tuple[Incompatibility, ...] = (
     *OUTER,
@@ -391,23 +391,6 @@ MODES: tuple[Incompatibility, ...] = (
         lambda c: (
             f"data.constant_batch is true and run.local_steps is {c.local_steps}, but all workers share the batches of one step; "
             "give one number of local steps"
-        ),
-    ),
-    Incompatibility(
-        "ghosts and newcomers",
-        lambda c: c.ghost_rounds > 0 and not c.elastic,
-        lambda c: (
-            f"run.ghost_rounds is {c.ghost_rounds} and run.elastic is false, so that nobody joins the run while it goes on; set "
-            "run.elastic = true, or remove run.ghost_rounds"
-        ),
-    ),
-    Incompatibility(
-        "ghosts and inner optimizer",
-        lambda c: c.ghost_rounds > 0 and (c.averaging is not None or bool(c.schedule.inner_every)),
-        lambda c: (
-            f"run.ghost_rounds is {c.ghost_rounds}, and the workers exchange what their inner optimizers keep "
-            f"(inner.averaging = {c.averaging!r}, schedule.inner_every = {list(c.schedule.inner_every)}), which a ghost does not "
-            "take over; set run.ghost_rounds = 0"
         ),
     ),
     Incompatibility(

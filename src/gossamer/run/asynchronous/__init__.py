@@ -1,3 +1,3 @@
-"""Real processes that wait for nobody."""
+"""Asynchronous workers on real processes."""
 
 __all__: list[str] = []

@@ -1,9 +1,8 @@
-"""The state of a worker that waits for nobody: what it is made of, and how such a run goes on from those of all workers.
+"""The state of an asynchronous worker, and the resumption of a run from the states of all workers.
 
-Workers resume from their own newest sound checkpoints, which may be of different rounds; one that is more than
-`run.rejoin_rounds` behind the newest takes the state of whoever has that, as a worker that joins does. Each checkpoint says how
-many inner steps of the other slots its parameters contain: a worker does not take those again that it has lost and another one
-holds.
+Workers resume from their own newest sound checkpoints, which may be of different rounds; one more than
+`run.rejoin_rounds` behind the newest takes the newest state, like a newcomer. Each checkpoint has the number of inner
+steps of other slots included in its parameters: a worker does not repeat lost steps that another one holds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,26 +29,26 @@ from gossamer.tree import leaves, must_fit
 _MOST = 1 << 31
 Core = TypeVar("Core", GossipWorker, PairWorker)
 Source = tuple[int, int, int]
-"""A place in the order of events: a worker, the life of its process, and the events of that life so far."""
+"""A position in the order of events: a worker, the life of its process, and the number of events of that life."""
 
 
 class AsyncState(NamedTuple):
-    """The state of a worker at a place in the order of its events."""
+    """The state of a worker at a position in the order of its events."""
 
     after: int
-    """Rounds of the run that were over."""
+    """Completed rounds of the run."""
     phases: int
-    """Local phases of its slot behind it."""
+    """Completed local phases of its slot."""
     source: Source
-    """Where its worker was in the order of events."""
+    """Its worker's position in the order of events."""
     held: dict[int, int]
-    """Inner steps of other slots that its parameters contain."""
+    """Inner steps of other slots included in its parameters."""
     content: dict[str, Any]
-    """Parameters, outer and inner state, and the place in the data."""
+    """Parameters, outer and inner state, and the position in the data."""
 
 
 def phases_behind(phases: int, held: int, local_steps: int) -> int:
-    """Local phases with which a slot goes on: those of a state, or those that others hold, if that is more.
+    """The local phases from which a slot continues: the maximum of its state's and those held by others.
 
     >>> phases_behind(4, 11, 2), phases_behind(8, 11, 2)
     (6, 8)
@@ -58,7 +57,7 @@ def phases_behind(phases: int, held: int, local_steps: int) -> int:
 
 
 def state_of(content: Any, after: int, limits: Limits) -> AsyncState:
-    """What a checkpoint holds, or another worker has sent, with numbers that can be in the run.
+    """The validated state in a checkpoint or from another worker.
 
     Raises: CheckpointError for anything else.
     """
@@ -73,7 +72,7 @@ def state_of(content: Any, after: int, limits: Limits) -> AsyncState:
         }:
             numbers = [after, phases, worker, life, events, *held, *held.values()]
             whole = all(type(one) is int and one >= 0 for one in numbers) and max(life, events) < _MOST
-            # What follows goes on to others, who take no number above the limits of the run from anybody.
+            # These numbers are sent to others, which refuse any above the limits of the run.
             if (
                 whole
                 and phases <= limits.rounds
@@ -94,7 +93,7 @@ def state_of(content: Any, after: int, limits: Limits) -> AsyncState:
 def content_of(
     core: GossipWorker | PairWorker, replica: Replica, *, phases: int, source: Source, held: Mapping[int, int]
 ) -> dict[str, Any]:
-    """What a checkpoint of a worker holds, from which `state_of` makes its state; the tensors are the worker's own."""
+    """The content of a worker's checkpoint, the inverse of `state_of`; tensors are not copied."""
     return {
         "x": core.x,
         "outer": leaves(core.s),
@@ -107,7 +106,7 @@ def content_of(
 
 
 def adopt(state: AsyncState, core: GossipWorker | PairWorker, replica: Replica) -> None:
-    """Goes on from a state, and with the replica's own place in the data. Raises CheckpointError when it does not fit."""
+    """Loads a state, keeping the replica's position in the data. Raises CheckpointError when it does not fit."""
     content, data = state.content, replica.task.data.state()
     try:
         core.restore(content["x"], content["outer"])
@@ -119,7 +118,7 @@ def adopt(state: AsyncState, core: GossipWorker | PairWorker, replica: Replica) 
 
 
 def take_over(state: AsyncState, core: GossipWorker | PairWorker, replica: Replica) -> None:
-    """Goes on from the state that another worker gave. Raises CheckpointError, with nothing changed, unless all of it fits."""
+    """Loads the state of another worker. Raises CheckpointError, without changes, unless all of it fits."""
     mine = {**state.content, "data": replica.task.data.state()}
     try:
         theirs = [mine["x"], *mine["outer"]]
@@ -139,9 +138,9 @@ def take_over(state: AsyncState, core: GossipWorker | PairWorker, replica: Repli
 def newest_state(
     config: RunSettings, folder: Path, slot: int, line: Lineage, before: RunSettings | None = None
 ) -> tuple[AsyncState | None, ChosenRound]:
-    """That of the newest sound checkpoint of a slot, with what was found of others; None without one.
+    """The state of the newest sound checkpoint of a slot, with the faults of newer ones; None without one.
 
-    Args: `before` are the settings with which they were written, if they differ.
+    Args: `before` are the settings with which they were written, if different.
     """
     store, limits = folder / "checkpoints", limits_of(config)
 
@@ -153,20 +152,20 @@ def newest_state(
         return None
 
     choice = newest_of_own(Store(config, folder), slot, line, before, read)
-    if not choice.round and read(0) is not None:  # else it has left before the first round was over
+    if not choice.round and read(0) is not None:  # else it left before the end of the first round
         return None, choice
     return state_of(checkpoint.load(store, choice.round, slot, line), choice.round, limits), choice
 
 
-class _Held(NamedTuple):
-    """What a worker says of the state with which it goes on."""
+class _StateFacts(NamedTuple):
+    """A worker's facts about the state it resumes from."""
 
     phases: int
     held: Mapping[int, int]
 
 
-class OwnState(Brought[_Held]):
-    """See `gossamer.run.participant.seat.Brought`: each goes on from its own newest sound checkpoint, of whatever round."""
+class OwnState(Brought[_StateFacts]):
+    """See `gossamer.run.participant.seat.Brought`: each resumes from its own newest sound checkpoint, of any round."""
 
     word, one_round = "calls", False
 
@@ -174,31 +173,31 @@ class OwnState(Brought[_Held]):
         self._config, self._folder, self._limits = config, folder, limits_of(config)
 
     def own(self, slot: int, past: History) -> Own:
-        """See `Brought`; more are its local phases, and the inner steps of other slots that its parameters contain."""
+        """See `Brought`; `more` has its local phases, and the inner steps of other slots included in its parameters."""
         state, choice = newest_state(self._config, self._folder, slot, past.lineage, past.before)
         if state is None:
             return Own(choice.kept[slot])
         held = [[other, steps] for other, steps in state.held.items()]
         return Own(choice.kept[slot], [state.phases, held], state)
 
-    def read(self, more: object) -> _Held | None:
+    def read(self, more: object) -> _StateFacts | None:
         """See `Brought`."""
         match more:
             case None:
-                return _Held(0, {})
+                return _StateFacts(0, {})
             case [int(phases), [*pairs]] if 0 <= phases <= self._limits.rounds:
                 held = [self._held(pair) for pair in pairs]
                 known = {one[0]: one[1] for one in held if one is not None}
-                return _Held(phases, known) if len(known) == len(pairs) else None
+                return _StateFacts(phases, known) if len(known) == len(pairs) else None
         return None
 
     def pick(self, held: Mapping[int, Held]) -> int:
         """See `Brought`."""
         return newest_of_any(held)
 
-    def progress(self, slot: int, facts: Sequence[_Held], held: Mapping[int, Held], after: int) -> Progress:
-        """A slot has behind it what its own checkpoint says, or what others hold of it, if that is more."""
-        if not after:  # the run starts again: nobody has more than a part of its first round
+    def progress(self, slot: int, facts: Sequence[_StateFacts], held: Mapping[int, Held], after: int) -> Progress:
+        """A slot's progress is the maximum of its checkpoint's and that held by others."""
+        if not after:  # the run restarts: no worker has completed its first round
             return Progress(0, 0, 0)
         steps = max((fact.held.get(slot, 0) for fact in facts), default=0)
         far_behind = max(held.get(slot, {}), default=0) < after - self._config.run.rejoin_rounds

@@ -1,4 +1,4 @@
-"""Gossip without waiting on real processes: one worker, which fetches the newest messages of its peers while it trains."""
+"""Asynchronous gossip on real processes: one worker, which fetches the newest messages of its peers while it trains."""
 
 import math
 import time
@@ -9,8 +9,8 @@ from gossamer.clock.gossip_worker import GossipWorker
 from gossamer.errors import TransportError
 from gossamer.record.logs.order import Mixed, Published
 from gossamer.rounds.compatibility.combine import Method
+from gossamer.run.asynchronous.async_participant import PATIENCE_S, AsyncParticipant
 from gossamer.run.asynchronous.message_form import MessageForm
-from gossamer.run.asynchronous.without_waiting import PATIENCE_S, WithoutWaiting
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.seat import Seat
 from gossamer.run.worker.replica import LocalPhase
@@ -20,13 +20,13 @@ from gossamer.transport.elastic.fetches import Fetched, Fetches
 from gossamer.tree import Tree
 
 
-class GossipParticipant(WithoutWaiting[GossipWorker]):
-    """A worker that mixes, after each local phase, with the newest messages that it has fetched from its peers.
+class GossipParticipant(AsyncParticipant[GossipWorker]):
+    """A worker that mixes, after each local phase, with the newest messages fetched from its peers.
 
-    It asks for them so long before the end of the phase as the last answer took, twice over and at least one inner step. An
-    answer that is still under way at the end is waited for: that is a wait for a link, never for a peer's training. A peer that
-    is gone, that does not answer within `run.round_deadline_s` or that has published nothing yet is not heard, and its weight
-    stays at home.
+    It requests them before the end of the phase by twice the last answer's time, and at least one inner step. It waits
+    for an answer in flight at the end: a wait for a link, never for a peer's training. A peer that is gone, that does
+    not answer within `run.round_deadline_s` or that has not published yet is left out, and its weight goes to the
+    worker's own message.
     """
 
     def __init__(self, config: ResolvedRun, folder: Path, task: Task, seat: Seat, asked: Asked) -> None:
@@ -47,16 +47,17 @@ class GossipParticipant(WithoutWaiting[GossipWorker]):
         self._step_s = 0.0
 
     def train(self, number: int, round: int, alive: frozenset[int]) -> tuple[LocalPhase, float]:
-        """See `WithoutWaiting`."""
+        """See `AsyncParticipant`."""
         start_s, mixing = self.now_s(), self._topology.mixing(number, alive)
         replica = self.replica
         replica.steps_taken = number * replica.local_steps
         report = replica.train(round, 0, replica.local_steps, self._asking(mixing.receives_from(self.slot)))
         self._step_s, ended_s = report.compute_s / replica.local_steps, self.now_s()
         own, packed = self._messages.pack(self.core.message(number, mixing), number)
-        # In the log before any peer can get it: were this worker killed in between, a mix of that peer could not be replayed.
+        # Logged before any peer can get it: if this worker were killed in between, that peer's mix could not be
+        # replayed.
         self.log.write(Published(number, round, start_s, ended_s))
-        with self.transport.changed:  # the threads of connections answer with it
+        with self.transport.changed:  # connection threads answer with it
             self._fetches.publish(number + 1, packed, replica.steps_taken)
         came: dict[int, Fetched] = {}
         self.stopwatch.blocking(lambda: came.update(self._fetched()))
@@ -64,14 +65,14 @@ class GossipParticipant(WithoutWaiting[GossipWorker]):
         for peer, one in sorted(came.items()):
             try:
                 received[peer] = self._messages.unpack(one.payload, peer)
-            except TransportError as error:  # as if it had not come, also in the log
+            except TransportError as error:  # treated as missing, also in the log
                 self.decline(peer, str(error))
         now_s, everyone = self.now_s(), len(alive) == self.config.workers
-        # In the log before it is computed: who is killed in between has lost the mix, and its next life begins before it.
+        # Logged before it is computed: a worker killed in between loses the mix, and its next life begins before it.
         heard = tuple((peer, came[peer].version, came[peer].life) for peer in received)
         self.log.write(Mixed(number, None if everyone else alive, heard, now_s))
         for peer in received:
-            # From now on whoever fills the slot of this peer goes on behind these steps: they are in this worker's parameters.
+            # From now on the peer's slot continues after these steps, as they are in this worker's parameters.
             self.holds(peer, came[peer].steps)
             self.events.write(
                 round,
@@ -88,16 +89,16 @@ class GossipParticipant(WithoutWaiting[GossipWorker]):
         return report, start_s
 
     def end(self) -> float:
-        """See `WithoutWaiting`."""
+        """See `AsyncParticipant`."""
         return 0.0
 
     def _asking(self, peers: Iterable[int]) -> Callable[[], None]:
-        """What is called after each inner step of a phase: it asks these peers in time."""
+        """A callback after each inner step of a phase that requests messages in time."""
         left = self.replica.local_steps
         steps = 1 + math.ceil(2 * self._fetches.took_s / self._step_s) if self._step_s else 1
 
         def ask() -> None:
-            with self.transport.changed:  # both at once: an answer is noted only where a question is
+            with self.transport.changed:  # atomically: an answer is only accepted for a recorded request
                 self._fetches.ask(peers, time.monotonic())
                 self.transport.flush()
 
@@ -112,9 +113,9 @@ class GossipParticipant(WithoutWaiting[GossipWorker]):
         return after_step
 
     def _fetched(self) -> dict[int, Fetched]:
-        """What has come, once nothing may still come."""
+        """The fetched messages, once none is pending."""
         with self.transport.changed:
-            # A thread of the transport gives up what has taken too long, so this ends.
+            # A thread of the transport times out pending requests, so this ends.
             while self._fetches.pending:
                 self.transport.changed.wait(PATIENCE_S)
             return self._fetches.take()

@@ -1,4 +1,4 @@
-"""The messages of a real worker that waits for nobody, as its peers decode them and as bytes."""
+"""The messages of an asynchronous worker, as its peers decode them and as bytes."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from gossamer.tree import Tree, leaves, nbytes, refill
 
 
 class MessageForm:
-    """Encodes and decodes messages of one form.
+    """Encodes and decodes messages of fixed shapes and dtypes.
 
     Args:
         like: any message.
@@ -28,7 +28,7 @@ class MessageForm:
         self._like = like
         self._payload = payload_like(self._codec, like)
         self.bytes = nbytes(self._payload)
-        """Of a payload, as it is counted."""
+        """The size of a payload."""
         self.wire_bytes = wire.frames_bytes(leaves(self._payload))
 
     def pack(self, message: Tree, number: int, fragment: int = 0) -> tuple[Tree, Tensor]:
@@ -52,7 +52,7 @@ class MessageForm:
             raise TransportError(f"what worker {sender} sent is no message: {error}") from None
 
     def is_sound(self, packed: Tensor, sender: int) -> bool:
-        """Whether it is the message of another worker."""
+        """Whether it is a valid message of another worker."""
         try:
             self.unpack(packed, sender)
         except TransportError:

@@ -1,4 +1,4 @@
-"""Workers that meet in pairs on real processes: one worker, whose meetings take place while it trains."""
+"""Pairwise meetings on real processes: one worker, whose meetings take place while it trains."""
 
 import threading
 import time
@@ -13,8 +13,8 @@ from gossamer.clock.pair_worker import PairWorker
 from gossamer.record.logs.order import Learned, Met, Told
 from gossamer.record.progress import say
 from gossamer.rng import numpy_rng
+from gossamer.run.asynchronous.async_participant import AsyncParticipant
 from gossamer.run.asynchronous.message_form import MessageForm
-from gossamer.run.asynchronous.without_waiting import WithoutWaiting
 from gossamer.run.config.resolved import InPairs, ResolvedRun
 from gossamer.run.participant.seat import Seat
 from gossamer.run.worker.replica import LocalPhase
@@ -25,21 +25,21 @@ from gossamer.tree import Tree
 
 T = TypeVar("T")
 LOOK_S = 0.02
-"""How often a worker looks whether anybody has ended a local phase yet."""
+"""How often a worker polls for the first completed local phase of any worker."""
 
 
 def pair_rule_of(method: InPairs) -> PairRule:
-    """The rule with the options that it computes from the meetings, whose unit of time is a mean local phase then."""
+    """The rule with options computed from the meetings; its unit of time is then a mean local phase."""
     rule = method.rule
     return rule if rule.settle is None else rule.settle(*conditions(method.topology.n, method.rates))
 
 
-class PairParticipant(WithoutWaiting[PairWorker]):
+class PairParticipant(AsyncParticipant[PairWorker]):
     """A worker that starts `events.meetings / 2` meetings per mean local phase, at random times, with neighbours drawn alike.
 
-    A local phase takes as long as those of all workers together have taken so far, over their number. Where a rule computes its
-    options from the meetings, its time is counted in local phases; else in seconds. Before the first phase of anybody has ended,
-    nobody starts a meeting and no time passes.
+    The length of a local phase is the average over all workers so far. Where a rule computes its options from the
+    meetings, its time is in local phases; else in seconds. Before the first phase of any worker has ended, no meeting
+    starts and no time passes.
     """
 
     def __init__(self, config: ResolvedRun, folder: Path, task: Task, seat: Seat, asked: Asked) -> None:
@@ -65,31 +65,31 @@ class PairParticipant(WithoutWaiting[PairWorker]):
         self._before: dict[int, int] = {}
         """Local phases of each slot that had ended when this process began."""
         self._own_message: Tree = ()
-        """For the meeting it is in, as the other end decodes it."""
+        """The message of the current meeting, as the other end decodes it."""
         self._round, self._told_s = 0, 0.0
         self._ended = threading.Event()
         self._failed: BaseException | None = None
 
     @property
     def busy(self) -> bool:
-        """See `WithoutWaiting`."""
+        """See `AsyncParticipant`."""
         return self._meetings.busy
 
     def before_others(self) -> None:
-        """See `WithoutWaiting`."""
+        """See `AsyncParticipant`."""
         self._first_s = self._last_s = self.now_s()
         self._before = {slot: one.ended for slot, one in self.transport.phases().items()}
         if self._neighbours:
-            # Meetings come at random times, not between two steps of the thread that trains.
+            # In a thread, as meetings happen at random times, not between steps of the training thread.
             threading.Thread(target=self._start_meetings, daemon=True, name="gossamer meetings").start()
 
     def train(self, number: int, round: int, alive: frozenset[int]) -> tuple[LocalPhase, float]:
-        """See `WithoutWaiting`."""
+        """See `AsyncParticipant`."""
         start_s, self._round = self.now_s(), round
         self.replica.round = round
         report = self.replica.local_phase(number)
-        # Trained without the lock, so that meetings take place meanwhile. The drift is added with it: a meeting that came between
-        # the time that passes, the line in the log and the update would be replayed on the other side of them.
+        # Trained without the lock, so that meetings can take place. The drift is added under it: otherwise a meeting
+        # between clock, log line and update would be replayed in another order.
         with self.transport.changed:
             if self._failed is not None:
                 raise self._failed
@@ -102,7 +102,7 @@ class PairParticipant(WithoutWaiting[PairWorker]):
         return report, start_s
 
     def end(self) -> float:
-        """See `WithoutWaiting`."""
+        """See `AsyncParticipant`."""
         self._ended.set()
         if self._failed is not None:
             raise self._failed
@@ -114,7 +114,7 @@ class PairParticipant(WithoutWaiting[PairWorker]):
         return self._pass()
 
     def _pass(self) -> float:
-        """Lets the time since the last event pass, with `changed` held; returns it in the unit of the rule."""
+        """Advances by the time since the last event, with `changed` held; returns it in the rule's unit."""
         now_s, unit_s = self.now_s(), self._phase_s() if self._in_phases else 1.0
         dt = max(0.0, now_s - self._last_s) / unit_s if unit_s else 0.0
         self._last_s = now_s
@@ -122,7 +122,7 @@ class PairParticipant(WithoutWaiting[PairWorker]):
         return dt
 
     def _phase_s(self) -> float:
-        """Seconds of a local phase in the mean over the workers; 0 while none has ended."""
+        """Seconds of a local phase, averaged over the workers; 0 while none has ended."""
         phases = self.transport.phases()
         counts = [max(0, one.ended - self._before.get(slot, 0)) for slot, one in phases.items()]
         ended, passed_s = sum(counts), self.now_s() - self._first_s
@@ -137,16 +137,16 @@ class PairParticipant(WithoutWaiting[PairWorker]):
             if self._ended.wait(wait_s):
                 return
             if phase_s:
-                # The seconds of a training step never hold this lock, so the time of a meeting is as drawn.
+                # Training steps do not hold this lock, so meetings start at the drawn times.
                 with self.transport.changed:
                     self._meetings.invite(int(rng.choice(self._neighbours)), time.monotonic())
                     self.transport.flush()
 
-    # What follows is called by the threads of connections, which hold `changed`. So it takes place between two events of the
-    # thread that trains, and the order of lines in the log is the order in which the parameters have changed.
+    # The following is called by connection threads, which hold `changed`. So it runs between two events of the training
+    # thread, and the order of lines in the log is the order of parameter changes.
 
     def _guarded(self, act: Callable[[], T]) -> T:
-        """Keeps an error, which would end the connection alone, for the thread that trains."""
+        """Passes an error, which would only end the connection, to the training thread."""
         try:
             return act()
         except BaseException as error:
@@ -162,7 +162,7 @@ class PairParticipant(WithoutWaiting[PairWorker]):
     def _tell(self, one: Appointment) -> Tensor:
         dt = self._pass()
         self._told_s = self.now_s()
-        # Written before anybody has the message, so that whoever meets with it finds it in the log.
+        # Written before the message is sent, so that it is in the log of any meeting that uses it.
         self.log.write(Told(one.peer, one.starter, one.life, one.number, dt, self._told_s))
         self._own_message, packed = self._messages.pack(self.core.tell(), one.number, one.starter)
         return packed
@@ -171,7 +171,7 @@ class PairParticipant(WithoutWaiting[PairWorker]):
         theirs, own = self._messages.unpack(payload, one.peer), self._own_message
         assert isinstance(theirs, Tensor) and isinstance(own, Tensor)
         dt, now_s = self._pass(), self.now_s()
-        # Both messages are here and the other end knows it: from this line on the meeting counts, whatever happens to either.
+        # Both messages are here and the other end knows it: once logged, the meeting counts at this end.
         self.log.write(Met(one.peer, one.starter, one.life, one.number, dt, now_s))
         self.core.meet(own, theirs)
         self.holds(one.peer, one.steps)

@@ -1,8 +1,7 @@
-"""Real processes that wait for nobody: `gossamer train` for gossip without waiting and for workers that meet in pairs.
+"""Asynchronous runs on real processes: `gossamer train` for asynchronous gossip and pairwise meetings.
 
-They find each other as the workers of an elastic run do, and go on as these do when one dies, hangs, leaves or comes back. What
-was heard and who met is on record (`gossamer.record.logs.order`), from which `gossamer.run.replay.asynchronous` computes the
-run again.
+Rendezvous and fault tolerance are those of elastic runs. Received messages and meetings are recorded
+(`gossamer.record.logs.order`), from which `gossamer.run.replay.asynchronous` replays the run.
 """
 
 from pathlib import Path
@@ -16,9 +15,9 @@ from gossamer.run.participant.life import take_part
 
 
 def train_asynchronous(config: ResolvedRun, folder: Path, *, join: str | None = None, resume: Resume = False) -> None:
-    """Trains one worker of a run that waits for nobody, see `take_part`.
+    """Trains one worker of an asynchronous run, see `take_part`.
 
-    Each worker of a run that starts goes on from its own newest sound checkpoint, or else from the state of another.
+    Each worker of a starting run resumes from its own newest sound checkpoint, or else from another's state.
     Cost: two models with their outer and inner state, one of them for newcomers, the gradients and one message.
     """
     kind = PairParticipant if isinstance(config.method, InPairs) else GossipParticipant

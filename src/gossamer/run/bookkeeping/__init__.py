@@ -1,3 +1,3 @@
-"""What every driver keeps of a run: its journal, its checkpoints, its evaluation and how it goes on."""
+"""Bookkeeping shared by all drivers of a run: journal, checkpoints, evaluation and resumption."""
 
 __all__: list[str] = []

@@ -17,7 +17,7 @@ from gossamer.data.token_files import FileCorpus
 from gossamer.errors import ConfigError
 from gossamer.layout import Layout, attach, layout_of, views
 from gossamer.models.export import export, export_state, write_card
-from gossamer.models.llama import Llama, logits_of
+from gossamer.models.llama import Llama
 from gossamer.models.sample import sample
 from gossamer.record.folder import note_evaluation
 from gossamer.record.progress import say
@@ -43,7 +43,7 @@ log = logging.getLogger("gossamer")
 T = TypeVar("T")
 
 SCORED_TOKENS = 1 << 20
-"""Of another text, at most about so many tokens are scored."""
+"""The most tokens, approximately, that are scored of another text."""
 UNUSED = ("rule", "topology", "codec", "server", "pair", "optimizer")
 """The parts of a run that its evaluation does not need."""
 
@@ -52,39 +52,37 @@ class Assessment(NamedTuple):
     """Validation of one round, in nats per token."""
 
     loss: float
-    """Of the mean model, each expert being the mean of its holders."""
+    """Loss of the mean model, each expert being the mean of its holders."""
     worker_losses: tuple[float, ...]
     """Empty unless `run.eval_workers`."""
     disagreement: float
     """Consensus distance per parameter, `sqrt((1/n) Σ_i ||x_i - x̄||² / P)`."""
-    js_divergence: float | None = None
-    """As the function of this name has it; None unless `run.eval_js` asks for it."""
 
     def figures(self) -> dict[str, Any]:
-        """What a line of the metrics says of it."""
-        return {name: value for name, value in self._asdict().items() if value is not None}
+        """Its fields in a line of metrics."""
+        return self._asdict()
 
 
 class Result(NamedTuple):
-    """What a finished simulation leaves behind."""
+    """The result of a finished simulation."""
 
     loss: float
     """Validation loss of the mean of the workers, or of the server's model."""
     tokens: int
-    """Of all workers together, those of the rounds before a resume included."""
+    """Tokens of all workers together, including rounds before a resume."""
     tokens_per_s: float
-    """Of the rounds that ran here, without validation and checkpoints."""
+    """Tokens per second of the rounds that ran here, without validation and checkpoints."""
     time_s: Mapping[str, float]
-    """Seconds of the run on each network that it was priced on; of an asynchronous run, on the network that it ran on."""
+    """Seconds of the run on each network that it was priced on; for an asynchronous run, on its network."""
 
 
 class Probe:
-    """A model that any parameter vector can be put into, with the validation batches to try it on."""
+    """A model into which any parameter vector can be loaded, with the validation batches to score it."""
 
     def __init__(self, config: RunSettings, task: Task, device: torch.device):
         self.config, self.task, self.device = config, task, device
         self.threads: int | None = None
-        """Intra-op threads; None takes those of the calling thread."""
+        """Intra-op threads; None for those of the calling thread."""
         self.model = task.model().to(device)
         self.x = attach(self.model, _layout(self.model, config))
         self.buffers = buffers_of(self.model)
@@ -103,18 +101,8 @@ class Probe:
 
         return self._in_turn(score)
 
-    def log_probabilities(self, x: Tensor, buffers: Sequence[Tensor], sequence: int) -> Tensor:
-        """The predictions `[S, V]` of that model for each next token of one sequence of the first validation batch."""
-
-        def predict() -> Tensor:
-            with self._holding(x, buffers):
-                (logits,) = logits_of(self.model, self.batches[0][sequence : sequence + 1])
-            return logits.log_softmax(-1)
-
-        return self._in_turn(predict)
-
     def _in_turn(self, act: Callable[[], T]) -> T:
-        """What the model and the loss give, which take turns with others where they are the user's and have drawn."""
+        """The result of model and loss, serialised with others if they are the user's and draw random numbers."""
         if not self._own:
             return act()
         if self.turns is not None:
@@ -124,7 +112,7 @@ class Probe:
 
     @contextlib.contextmanager
     def _holding(self, x: Tensor, buffers: Sequence[Tensor]) -> Iterator[None]:
-        """The model has these parameters and buffers, and computes as in the run, without gradients."""
+        """A context in which the model has these parameters and buffers, and computes as in the run, without gradients."""
         self.x.copy_(x)
         for own, given in zip(self.buffers, buffers, strict=False):
             own.copy_(given)
@@ -141,31 +129,9 @@ def _layout(model: nn.Module, config: RunSettings) -> Layout:
 
 
 def disagreement(vectors: Sequence[Tensor], mean: Tensor) -> float:
-    """How far the workers are from their mean, root mean square per parameter: `sqrt((1/n) Σ_i ||x_i - x̄||² / P)`."""
+    """The root mean square distance of the workers from their mean, per parameter: `sqrt((1/n) Σ_i ||x_i - x̄||² / P)`."""
     squares = [(x.float() - mean.float()).square().sum(dtype=torch.float64).item() for x in vectors]
     return math.sqrt(math.fsum(squares) / len(vectors) / mean.numel())
-
-
-def js_divergence(predictions: Sequence[Tensor]) -> float:
-    """How far n workers' predictions are apart: `(1/n) Σ_i JS(p_i ‖ p̄)` in nats, mean over tokens; p̄ is the mean prediction.
-
-    `JS(p ‖ q) = (KL(p ‖ m) + KL(q ‖ m))/2` with `m = (p + q)/2`. Equal predictions give exactly 0, and the bound ln 2 is not
-    reached: workers of which no two consider the same token possible give `ln 2 - ((1 + 1/n) ln(1 + 1/n) + (ln n)/n)/2`, which
-    is 0.216 for two and tends to ln 2. Unlike the distance of parameters, it ignores what changes no prediction.
-
-    Shapes: of each worker log-probabilities `[T, V]` of the same tokens.
-    Cost: all predictions in fp64 at once.
-    Source: Factored Gossip DiLoCo, arXiv 2606.22768, by a secondary account of its metric.
-    """
-    p = [one.double().exp() for one in predictions]
-    mean = mean_of(p)
-    divergences = [(_from_middle(one, mean) + _from_middle(mean, one)).clamp(min=0).item() / 2 for one in p]
-    return math.fsum(divergences) / len(p) / len(mean)
-
-
-def _from_middle(p: Tensor, q: Tensor) -> Tensor:
-    """The sum over tokens of `KL(p ‖ (p + q)/2)`, where 0 ln 0 = 0."""
-    return (torch.xlogy(p, p) - torch.xlogy(p, (p + q) / 2)).sum()
 
 
 Weights = tuple[Tensor, Sequence[Tensor]]
@@ -187,20 +153,10 @@ class Probes:
             self._idle.put(probe)
         self.task = probes[0].task
         self.each_worker = probes[0].config.run.eval_workers
-        self.compares = probes[0].config.run.eval_js
-        self._sequences = len(probes[0].batches[0]) if self.compares else 0
 
     def losses(self, models: Iterable[Weights]) -> list[float]:
         """The validation loss of each model."""
         return self._borrowed(lambda probe, weights: probe.loss(*weights), models)
-
-    def divergence(self, models: Sequence[Weights]) -> float:
-        """`js_divergence` of the models on the first validation batch, a sequence at a time, which bounds the memory."""
-        found = [
-            js_divergence(self._borrowed(lambda probe, weights, k=k: probe.log_probabilities(*weights, k), models))
-            for k in range(self._sequences)
-        ]
-        return math.fsum(found) / len(found)
 
     def _borrowed(self, compute: Callable[[Probe, Weights], Any], models: Iterable[Weights]) -> list[Any]:
         def one(weights: Weights) -> Any:
@@ -230,14 +186,14 @@ def assess(vectors: Sequence[Tensor], probes: Probes, buffers: Sequence[Sequence
     if alike and all(torch.equal(mean, x) for x in vectors):
         (value,) = probes.losses([(mean, between)])
         own = (value,) * len(vectors) if probes.each_worker else ()
-        return Assessment(value, own, apart, 0.0 if probes.compares else None)
+        return Assessment(value, own, apart)
     workers = [*zip(vectors, buffers, strict=True)]
     value, *each = probes.losses([(mean, between), *(workers if probes.each_worker else [])])
-    return Assessment(value, tuple(each), apart, probes.divergence(workers) if probes.compares else None)
+    return Assessment(value, tuple(each), apart)
 
 
 def union_of(task: Task, vectors: Sequence[Tensor]) -> Tensor:
-    """The model that the workers have trained: their mean, or where each holds some experts only, that of their holders."""
+    """The model trained by the workers: their mean, with each expert averaged over its holders."""
     return mean_of(vectors) if task.holding is None else task.holding.union(vectors)
 
 
@@ -270,7 +226,7 @@ def publish(
     """Writes the model with parameters `x` where `AutoModelForCausalLM.from_pretrained` opens it, with a model card, and a sample
     of its text.
 
-    A model of the user's own is written by its `save_pretrained` if it has one, and else as `model.safetensors`.
+    A user's model is written by its `save_pretrained` if it has one, and else as `model.safetensors`.
 
     Args: `loss` is the validation loss after the `finished` rounds.
     """
@@ -297,13 +253,13 @@ def publish(
 
 
 class Evaluation(NamedTuple):
-    """What `evaluate` found."""
+    """The result of `evaluate`."""
 
     round: int
-    """Rounds that were over."""
+    """Completed rounds."""
     result: Assessment
     workers: tuple[int, ...]
-    """Whose checkpoints these are, as `worker_losses` has them; that of a run with a server is its number alone."""
+    """The workers of these checkpoints, in the order of `worker_losses`; only the server's number for a run with a server."""
 
 
 def evaluate(
@@ -316,17 +272,18 @@ def evaluate(
 ) -> Evaluation:
     """The mean model of a run from the checkpoints of one round: its loss, the disagreement, and its export to `RUN/model`.
 
-    On another text than the run's, or with code that has changed since, it is only scored: nothing is written.
+    On another text than the run's, or with changed code, it is only scored: no file is written.
 
     Args:
-        round: the number of finished rounds; by default the newest that all workers have. Of an elastic run, the newest that most
-            workers have which took part in it, and the mean is over those.
-        parts: the user's own, where the run names any.
-        source: other text to score it on, as data.source has it: files whole, up to `SCORED_TOKENS` spread evenly over them, and
-            of a stream the part that the run keeps for validation.
-        allow_code: go on with code of the user's that has changed since the run began.
-    Raises: ConfigError when its text, tokenizer or code are not those of the run, and for other text of a run whose data is a
-        function; CheckpointError when no round has sound checkpoints of all workers, or, of an elastic run, of any.
+        round: the number of finished rounds; by default the newest that all workers have. For an elastic run, the
+            newest that most of its participants have, and the mean is over those.
+        parts: the user's parts, if the run names any.
+        source: other text to score it on, as in data.source: whole files, up to `SCORED_TOKENS` spread evenly over
+            them, or the validation part of a stream.
+        allow_code: accept user code that has changed since the run began.
+    Raises: ConfigError when its text, tokenizer or code are not those of the run, and for other text of a run whose
+        data is a function; CheckpointError when no round has sound checkpoints of all workers, or, for an elastic run,
+        of any.
     Cost: holds one model per worker in memory.
     """
     config = settings_in(folder, parts)
@@ -350,7 +307,7 @@ def evaluate(
         state["x"] if task.holding is None else task.holding.alone(owner, state["x"])
         for owner, state in zip(owners, states, strict=True)
     ]
-    # As the run was scored, where that is possible here: servers do it on the host, and a run of GPUs may be scored anywhere.
+    # Scored on the run's device if possible: servers score on the host, and a run on GPUs may be scored anywhere.
     host = config.kind == "server" or not torch.cuda.is_available()
     probe = Probe(config, task, one_device("cpu" if host else config.run.device))
     probe.threads = threads_of(config, folder).at(config.owners[0], finished)
@@ -363,7 +320,7 @@ def evaluate(
 
 
 def _on(config: RunSettings, source: str) -> RunSettings:
-    """The run on the text of another source, of which no more is asked than that it can be scored."""
+    """The run on the text of another source, which only needs to be scorable."""
     if config.data.own or is_code(source):
         raise ConfigError(
             f"the other source is {source!r:.60} and data.source is {config.data.source!r:.60}, but neither may be a function; "

@@ -9,7 +9,7 @@ from gossamer.run.config.resolved import RunSettings
 
 
 def must_be_record_of(config: RunSettings, recorded: Path) -> None:
-    """Raises ConfigError unless the run in this folder, which shall be computed again, has the settings of this one."""
+    """Raises ConfigError unless the recorded run, which is to be repeated, has the settings of this one."""
     before = settings_in(recorded)
     if before.digest != config.digest:
         now, then = config.decisive, before.decisive
@@ -22,7 +22,7 @@ def must_be_record_of(config: RunSettings, recorded: Path) -> None:
 
 
 def is_finished(config: RunSettings, folder: Path) -> bool:
-    """Whether this very run has been evaluated after its last round here.
+    """Whether a run with exactly these settings has been evaluated after its last round here.
 
     Raises: ConfigError when the folder holds a run with other settings.
     """
@@ -36,12 +36,12 @@ def is_finished(config: RunSettings, folder: Path) -> bool:
 
 
 def measures_alike(config: RunSettings, there: RunSettings) -> bool:
-    """Whether the other run has the numbers and the validations of this one; losses of workers too many are no fault."""
-    measured = [(run.eval_every, run.eval_batches, run.eval_js, run.pace_s) for run in (there.run, config.run)]
+    """Whether the other run has the same results and validations as this one; extra losses of workers are allowed."""
+    measured = [(run.eval_every, run.eval_batches, run.pace_s) for run in (there.run, config.run)]
     lacks = config.run.eval_workers and not there.run.eval_workers
     return there.digest == config.digest and measured[0] == measured[1] and not lacks
 
 
 def is_evaluated(config: RunSettings, folder: Path) -> bool:
-    """Whether the run in this folder, which is one like this, has been evaluated after its last round."""
+    """Whether the run in this folder, which has matching settings, has been evaluated after its last round."""
     return any(line["kind"] == "eval" and line["round"] == config.rounds - 1 for line in read_metrics(folder))

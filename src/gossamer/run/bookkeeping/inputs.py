@@ -1,8 +1,8 @@
-"""What a run is computed from besides its settings: recorded when it begins, and compared before it is computed from again.
+"""The inputs of a run besides its settings: recorded at its start, and compared before any later computation from it.
 
-The text is compared by the hash of its tokens, the tokenizer by what it does, and Python code by the files from which it comes.
-What differs is named. Otherwise an evaluation would score another text, and an audit would accuse a worker of what a changed
-file has done.
+The text is compared by the hash of its tokens, the tokenizer by its behaviour, and Python code by its files.
+Differences are named. Otherwise an evaluation would score another text, and an audit would blame a worker for a changed
+file.
 """
 
 import hmac
@@ -31,9 +31,11 @@ log = logging.getLogger("gossamer")
 
 TEXT_FILE = "text.json"
 Purpose = Literal["evaluate", "score", "resume", "repeat"]
-"""What is computed from a record: `score` is on another text, and `repeat` an audit or a replay, which needs all as it was."""
+"""The purpose of a computation from a record: `score` is on another text, and `repeat` an audit or a replay, which
+needs identical inputs.
+"""
 _MOST_FIRST_BATCHES = 16
-"""Of a simulation, so many workers' first batches are recorded."""
+"""The most workers of a simulation whose first batches are recorded."""
 
 
 # --- recorded at the start -------------------------------------------------------------------------------------------------
@@ -42,7 +44,8 @@ _MOST_FIRST_BATCHES = 16
 def note_inputs(
     config: RunSettings, task: Task, folder: Path, worker: int | None, part: int = 0, parts: int = 1
 ) -> None:
-    """Writes what a worker, all of them (None) or a server begins with into the run folder, and says once what text was read.
+    """Writes the inputs of a worker, all of them (None) or a server into the run folder, and reports once the text
+    read.
 
     Raises: DiskError.
     """
@@ -72,10 +75,10 @@ def note_inputs(
 
 
 def _tell_text(config: RunSettings, data: Batches, folder: Path) -> None:
-    """Says what was read of files, and writes it down; nothing where that stands there already.
+    """Reports the files read, and records them, unless already recorded.
 
-    The file has the hash of all tokens, and of each source its files, bytes, documents and tokens, those that are not for
-    validation, and the endings of files that were left out. Warns of a text that is repeated many times.
+    The file has the hash of all tokens, and for each source its files, bytes, documents and tokens for training, and
+    the suffixes of files left out. Warns of a text that is repeated many times.
     """
     if not data.read:
         return
@@ -103,7 +106,7 @@ _FIRST_BATCH = "the first batch of worker"
 
 
 def _plain(value: Any) -> Any:
-    """The same value as JSON holds it."""
+    """The value after a JSON round trip."""
     if isinstance(value, Mapping):
         return {str(key): _plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -118,10 +121,10 @@ def _plain(value: Any) -> Any:
 
 
 def must_have_inputs(config: RunSettings, task: Task, folder: Path, purpose: Purpose) -> None:
-    """Compares the text, the tokenizer and, for what computes the same again, the model and the batches with those of a record.
+    """Compares the text, the tokenizer and, for repetitions, the model and the batches with a record.
 
-    What a folder of an earlier version lacks is not compared. Raises: ConfigError, naming what differs; DataError for a spoilt
-    record.
+    Inputs missing from the folder of an earlier version are not compared. Raises: ConfigError, naming what differs;
+    DataError for a spoilt record.
     """
     recorded = read_inputs(folder)
     found = {name: value for one in recorded.values() for name, value in one["found"].items()}
@@ -131,7 +134,7 @@ def must_have_inputs(config: RunSettings, task: Task, folder: Path, purpose: Pur
     repeats = purpose == "repeat"
     names = [TOKENIZER, *([TEXT, FILES] if purpose != "score" else []), *([MODEL] if repeats else [])]
     for name in names:
-        # Empty stands for a stream, which is read on the way, and compares what it reads.
+        # Empty for a stream, which is read during training, and compares its data then.
         then, here = found.get(name), now.get(name)
         if then and here and then != here:
             key = name.rpartition(" ")[2]
@@ -174,7 +177,7 @@ def _named(config: RunSettings, key: str) -> str:
 
 
 def _text_of(folder: Path) -> str:
-    """The hash of the text in the record of an earlier version; empty where there is none."""
+    """The hash of the text in the record of an earlier version; empty if absent."""
     path = folder / TEXT_FILE
     if not os.path.lexists(path):
         return ""
@@ -196,12 +199,12 @@ def changed_code(
     allowed: bool = False,
     speaks: bool = True,
 ) -> bool:
-    """Compares the Python code that a run names with what its folder has recorded, without running any; says what it cannot.
+    """Compares the Python code that a run names with its record, without running any; reports code it cannot compare.
 
     Args:
         without: kinds that are not used.
-        allowed: go on with code that has changed since; never where the same is to be computed again.
-        speaks: whether this process says what is not compared, and what has changed.
+        allowed: accept changed code, except for repetitions.
+        speaks: whether this process reports uncompared and changed code.
     Returns: whether some has changed.
     Raises: ConfigError, naming it; DataError for a spoilt record.
     """
@@ -240,7 +243,8 @@ def changed_code(
 
 
 def why_settings_differ(folder: Path, now: RunSettings, digests: Collection[str]) -> str:
-    """Why checkpoints with these digests are not of the run file beside them, with what to do, in a clause.
+    """The reason why checkpoints with these digests do not belong to the run file next to them, and a remedy, in a
+    clause.
 
     Args: `now` are the settings of the run file.
     """
@@ -270,7 +274,7 @@ def why_settings_differ(folder: Path, now: RunSettings, digests: Collection[str]
 
 
 def must_be_trusted(folder: Path, *, without: Collection[str] = ()) -> None:
-    """Refuses to import the code that a run folder names, unless this user has run just this code on this machine.
+    """Refuses to import the code that a run folder names, unless this user has run exactly this code on this machine.
 
     Args: `without` are kinds that are not imported. Raises: ConfigError; DataError for a spoilt record.
     """
@@ -302,6 +306,6 @@ def _is_marked(inputs: Inputs, key: bytes) -> bool:
 
 
 def _was_run(one: CodeInput, known: Collection[CodeInput]) -> bool:
-    """Whether code is among what was run; whether its files have changed since is another question (`changed_code`)."""
+    """Whether code was run before; changes of its files are checked by `changed_code`."""
     place = one["kind"], one["name"], one["options"], one["path"]
     return any((then["kind"], then["name"], then["options"], then["path"]) == place for then in known)

@@ -1,4 +1,4 @@
-"""What every driver writes at the end of a round: losses, a validation and a checkpoint, each when it is due."""
+"""The journal that every driver writes at the end of a round: losses, validations and checkpoints when due."""
 
 import math
 from collections import Counter
@@ -24,13 +24,13 @@ from gossamer.run.worker.replica import Replica, merged_phases
 from gossamer.run.worker.worker import RoundReport, Worker
 
 Save = Callable[[int], None]
-"""Saves what is to be kept after so many rounds."""
+"""Saves the state after a number of rounds."""
 
 
 def saver(
     digest: str | Lineage, folder: Path, snapshots: Callable[[], Iterable[tuple[int, Any]]], *, keep: int = 2
 ) -> Save:
-    """Saves the state of each owner, one after the other, and keeps so many generations."""
+    """Saves the state of each owner in order, and keeps the newest `keep` generations."""
 
     def save(finished: int) -> None:
         for owner, state in snapshots():
@@ -40,7 +40,7 @@ def saver(
 
 
 def saved_when_unreadable(error: DataError, folder: Path, finished: int | None = None) -> str:
-    """What a run says that ends in order as its stream cannot be read; without a round, one of its workers alone."""
+    """The message of a run that ends regularly because its stream cannot be read; without `finished`, of one worker."""
     what = "this worker has saved and left" if finished is None else f"stopped after round {finished}, and saved"
     return f"{error}; {what}; resume with --resume {folder}"
 
@@ -49,10 +49,10 @@ class Journal:
     """Writes the record of a run, round by round.
 
     Args:
-        record: where to write, which is another after the run was stopped and continued.
+        record: where to write; replaced after the run was stopped and continued.
         validate: the figures of a validation, `loss` among them.
-        save: writes a checkpoint of all whose state this process holds.
-        kind: of the lines of a validation: "eval" for the run as a whole, "validation" for one worker.
+        save: writes a checkpoint of all owners in this process.
+        kind: the kind of validation lines: "eval" for the run as a whole, "validation" for one worker.
     """
 
     def __init__(
@@ -67,26 +67,27 @@ class Journal:
         self.config, self._record = config, record
         self._validate, self._save, self._kind = validate, save, kind
         self.loss = math.nan
-        """Of the last validation; NaN before the first."""
+        """Loss of the last validation; NaN before the first."""
         self._saved: int | None = None
 
     @property
     def record(self) -> RunFolder | Unrecorded:
-        """Where it writes now."""
+        """The current record."""
         return self._record()
 
     def begin(self, **behind: Any) -> None:
-        """Validates the initial values, as the end of round -1, in a run that validates on its way; `loss` stays NaN.
+        """Validates the initial values, as the end of round -1, in a run that validates during training; `loss` stays
+        NaN.
 
         Args: `behind` are further fields of the line.
         """
         if self.config.run.eval_every:
             self.record.log(self._kind, round=-1, **behind, step=0, tokens=0, **self._validate())
 
-    def enter(self, worker: Worker, round: int, report: RoundReport) -> None:
-        """Writes what a worker did in a round into the metrics and the trace.
+    def log(self, worker: Worker, round: int, report: RoundReport) -> None:
+        """Writes a worker's round into the metrics and the trace.
 
-        In the trace each fragment has its own round, which ends when it is sent.
+        In the trace each fragment has its own rounds, which end when it is sent.
         """
         whole, steps = report.whole, self._steps_behind(worker.replica, round + 1)
         more: dict[str, Any] = {"hashes": worker.hashes()} if self.config.record.hash else {}
@@ -114,7 +115,7 @@ class Journal:
                 entry, gathered = entry + 1, []
 
     def _recovered(self, worker: int, round: int) -> dict[str, Any]:
-        """Which stages of a worker were lost before a round, and what each went on from; says so."""
+        """Reports the stages of a worker lost before a round, and their source of recovery."""
         config, found = self.config, dict[str, str]()
         for one in config.pipeline.lost:
             if (one.worker, one.after) == (worker, round):
@@ -128,7 +129,7 @@ class Journal:
         return {"recovered": found} if found else {}
 
     def _distrust(self, worker: Worker, round: int) -> dict[str, Any]:
-        """How many messages of whom did not count in a round, or were shortened; says whose numbers were not sound."""
+        """Reports the senders of declined or shortened messages in a round, and their numbers."""
         declined, loop = Counter(worker.loop.declined), worker.loop
         loop.declined.clear()
         for j in sorted(declined):
@@ -141,10 +142,10 @@ class Journal:
         return {name: {str(j): some[j] for j in sorted(some)} for name, some in found.items() if some}
 
     def end_round(self, finished: int, **behind: Any) -> None:
-        """Validates and saves what is due after so many rounds.
+        """Validates and saves if due after `finished` rounds.
 
         Args: `behind` are further fields of a validation line, such as the steps and tokens so far.
-        Raises: TrainingError when what is saved, or the loss after the last round, is not finite.
+        Raises: TrainingError when the saved state, or the loss after the last round, is not finite.
         """
         config = self.config
         if config.due(config.run.eval_every, finished):
@@ -157,23 +158,23 @@ class Journal:
             self.save(finished)
 
     def save(self, finished: int) -> None:
-        """Saves after so many rounds, due or not, as a run does that stops there; unless that is done. Raises: as `end_round`."""
+        """Saves after `finished` rounds, due or not, for a run that stops there; unless saved already. Raises: as `end_round`."""
         if self._saved != finished:
             self._save(finished)
             self._saved = finished
 
     def _steps_behind(self, replica: Replica, finished: int) -> int:
-        """Inner steps that a worker's model has behind it after so many rounds, whoever has taken them.
+        """Inner steps included in a worker's model after `finished` rounds, by any worker.
 
-        `steps_taken` is its place in its own data. In an elastic run that of a newcomer begins where its slot was left, while the
-        state that it took over has all rounds behind it, and stands there on every curve.
+        `steps_taken` is the position in its own data. In an elastic run a newcomer's begins at its slot's last
+        position, while the state that it took over includes all rounds, which determines its position on every curve.
         """
         if not self.config.run.elastic or replica.places is not None:
             return replica.steps_taken
         return max(replica.steps_taken, self.config.timetable.steps_before(replica.index, finished))
 
     def end_own_round(self, replica: Replica, finished: int) -> None:
-        """As `end_round`, of one worker, whose lines have the inner steps and tokens that its model has behind it."""
+        """As `end_round` for one worker, whose lines have the inner steps and tokens included in its model."""
         step = self._steps_behind(replica, finished)
         self.end_round(finished, worker=replica.index, step=step, tokens=step * self.config.step_tokens)
 
@@ -186,9 +187,9 @@ def log_phase(
     steps: int,
     declined: Mapping[int, int] = MappingProxyType({}),
 ) -> None:
-    """Writes a local phase of so many inner steps into metrics and events, in a round of the run.
+    """Writes a local phase of `steps` inner steps into metrics and events, in a round of the run.
 
-    Args: `declined` is how many messages of whom did not count since the phase before.
+    Args: `declined` is the number of declined messages by sender since the previous phase.
     """
     more = {"declined": {str(j): declined[j] for j in sorted(declined)}} if declined else {}
     report, done = phase.report, phase.number + 1
@@ -224,14 +225,14 @@ class _JournalState(NamedTuple):
 
 
 class EventJournal:
-    """Writes the record of a run that does not go in rounds: every event, and `Journal.end_round` when a round is over.
+    """Writes the record of a run without rounds: every event, and `Journal.end_round` at each round's worth of steps.
 
-    A round is over when as many inner steps have been taken as one round of all workers has. With a server those count that
-    it has absorbed.
+    A round is over when as many inner steps have been taken as one synchronous round of all workers has. With a server,
+    absorbed steps count.
 
     Args:
         log: as the record of a `Journal`.
-        seconds: where this process sees the local phases of all workers, records how their time was spent.
+        seconds: if this process sees the local phases of all workers, records the breakdown of their time.
         end_round: called in place of that of the journal.
     """
 
@@ -245,22 +246,22 @@ class EventJournal:
         self._journal, self._log, self._seconds = journal, log, seconds
         self._end = end_round or journal.end_round
         self.round = self.steps = 0
-        """Rounds that are over and the steps that count for them; set both first for a run that is resumed."""
+        """Completed rounds and the steps that count for them; set both first for a resumed run."""
         self.tokens, self.time_s = 0, 0.0
 
     @property
     def loss(self) -> float:
-        """Of the last validation."""
+        """Loss of the last validation."""
         return self._journal.loss
 
     def begin(self) -> None:
         """Validates the initial values; see `Journal.begin`."""
         self._journal.begin(time_s=0.0)
 
-    def enter(self, event: Record, time_s: float, local_steps: Sequence[int]) -> None:
+    def log(self, event: Record, time_s: float, local_steps: Sequence[int]) -> None:
         """Writes one event, and ends the rounds that end with it; the last ends with the run."""
         if self._seconds is not None:
-            self._seconds.enter(event)
+            self._seconds.count(event)
         fields = {name: value for name, value in event._asdict().items() if name not in ("report", "change", "kind")}
         if isinstance(event, Absence):
             self._log().write(self.round, event.change, **fields)
@@ -276,7 +277,7 @@ class EventJournal:
         self.catch_up()
 
     def catch_up(self) -> None:
-        """Ends the rounds that are over with the steps that were taken, but the last."""
+        """Ends all rounds completed by the steps so far, except the last."""
         config = self._journal.config
         while self.round < min(self.steps // (config.workers * config.full_steps), config.rounds - 1):
             self.round += 1

@@ -1,7 +1,7 @@
-"""How a run that is resumed goes on: with which settings, which may differ from those it had, and from which of its rounds.
+"""Resumption of a run: its settings, which may have changed, and the round it resumes from.
 
-`--resume RUN --set KEY=VALUE` branches a run. What changed, at which round and from which value is kept in `branches.json` of the
-run folder. It is written before `run.toml` gets the new settings, so that a kill between the two loses neither.
+`--resume RUN --set KEY=VALUE` branches a run. The changes, with round and old value, are kept in `branches.json` of the
+run folder, written before `run.toml` gets the new settings, so that a kill between the two loses neither.
 """
 
 import logging
@@ -20,29 +20,29 @@ from gossamer.run.config.resolved import RunSettings
 log = logging.getLogger("gossamer")
 
 Resume = bool | Literal["auto"]
-"""Whether a run goes on from its checkpoints; "auto" starts it where there are none."""
+"""Whether a run resumes from its checkpoints; "auto" starts it if there are none."""
 
 
 class History(NamedTuple):
-    """The settings that the run in a folder has had before those it is resumed with."""
+    """The earlier settings of the run in a folder, and their changes on resume."""
 
     config: RunSettings
     before: RunSettings
-    """Those of the folder."""
+    """The folder's settings."""
     branches: list[Branch]
     changes: dict[str, tuple[Any, Any]]
-    """What the settings of the folder are changed to now."""
+    """The changes to the folder's settings."""
     may_start: bool = False
-    """Whether the run may start again where it has no checkpoint."""
+    """Whether the run may restart if it has no checkpoint."""
 
     @property
     def lineage(self) -> Lineage:
-        """Whose checkpoints the run may go on from."""
+        """The lineage of checkpoints from which the run may resume."""
         now = [(self.before.digest, 1 << 31)] if self.changes else []
         return self.config.line._replace(earlier=(*_earlier(self.branches), *now))
 
     def go_on(self, folder: Path, round: int) -> Lineage:
-        """Records that the run goes on from this round, and returns whose checkpoints belong to it from now on."""
+        """Records that the run resumes from this round, and returns the lineage of its checkpoints from now on."""
         kept: list[Branch] = [{**branch, "round": min(branch["round"], round)} for branch in self.branches]
         changes = {key: list(values) for key, values in self.changes.items()}
         known = kept and (kept[-1]["digest"], kept[-1]["changes"]) == (self.before.digest, changes)
@@ -54,7 +54,7 @@ class History(NamedTuple):
         return self.config.line._replace(earlier=_earlier(kept))
 
     def _jump(self, round: int) -> str:
-        """What the changes make of the learning rate of the next inner step, in words; empty where they leave it as it is."""
+        """The change of the learning rate of the next inner step, in words; empty if unchanged."""
         step = self.config.timetable.begin(round)
         was, now = (one.inner.lr * lr_scale(one.inner, step, one.run.steps) for one in (self.before, self.config))
         if math.isclose(was, now):
@@ -68,16 +68,16 @@ class History(NamedTuple):
 
 
 def resumed(config: RunSettings, folder: Path, resume: Resume) -> History | None:
-    """The history of a run that is resumed; None for one that starts. Raises: as `history`."""
+    """The history of a resumed run; None for one that starts. Raises: as `history`."""
     return history(config, folder)._replace(may_start=resume == "auto") if resume else None
 
 
 def history(config: RunSettings, folder: Path) -> History:
-    """The history of the run in a folder, which shall go on with these settings.
+    """The history of the run in a folder, to be resumed with these settings.
 
     Raises: ConfigError, naming the keys that may change, when others differ; DataError for a spoilt record of branches.
     """
-    # A link that leads nowhere is a run file that cannot be read, and not none.
+    # A dangling link is an unreadable run file rather than a missing one.
     before = settings_in(folder) if os.path.lexists(folder / "run.toml") else config
     changes = differences(before, config)
     for key, (old, new) in changes.items():
@@ -91,11 +91,11 @@ def history(config: RunSettings, folder: Path) -> History:
 
 
 def lineage(config: RunSettings, folder: Path) -> Lineage:
-    """Whose checkpoints belong to the run in a folder, which has these settings."""
+    """The lineage of the run in a folder with these settings."""
     return config.line._replace(earlier=_earlier(read_branches(folder)))
 
 
 def _earlier(branches: Sequence[Branch]) -> tuple[tuple[str, int], ...]:
-    """The digests that a run had, each with the last round that counts: it may have gone back behind a branch since."""
+    """The earlier digests of a run, each with its last valid round: the run may have been rewound past a branch."""
     rounds = [branch["round"] for branch in branches]
     return tuple((branch["digest"], min(rounds[k:])) for k, branch in enumerate(branches))

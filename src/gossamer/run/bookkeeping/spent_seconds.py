@@ -1,8 +1,5 @@
-"""How the seconds of a run were spent: measured by a real worker, priced for a simulation in rounds, known in virtual time."""
+"""The breakdown of a run's seconds: priced for a simulation in rounds, known in virtual time."""
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,114 +9,9 @@ from gossamer.clock.saved import as_dicts, rebuilt
 from gossamer.network.links import Floats, Network, PerWorker, links_of
 from gossamer.network.pricing import price
 from gossamer.network.timeline import Timeline
-from gossamer.record.logs.seconds import RoundSeconds, read_seconds
+from gossamer.record.logs.seconds import RoundSeconds
 from gossamer.record.logs.trace import KINDS, Integers, Trace
-from gossamer.transport.contract import Delivery, Ticket, Wait
-
-
-class Tally:
-    """The seconds of one worker since its last round ended."""
-
-    def __init__(self, worker: int, network: str | None = None, before_s: float = 0.0) -> None:
-        self.worker, self.network = worker, network
-        self.end_s = before_s
-        """Up to when all seconds are in a round or counted here."""
-        self._clear()
-
-    def _clear(self) -> None:
-        self.compute_s = self.transfer_s = self.other_s = 0.0
-        self.waiting_for: dict[int, float] = {}
-
-    def wait(self, peer: int, seconds: float) -> None:
-        """Counts waiting for a peer."""
-        if seconds > 0:
-            self.waiting_for[peer] = self.waiting_for.get(peer, 0.0) + seconds
-
-    def round(self, round: int) -> RoundSeconds:
-        """Ends a round with what was counted."""
-        counted = RoundSeconds(
-            round,
-            self.worker,
-            self.network,
-            self.compute_s,
-            self.transfer_s,
-            self.waiting_for,
-            self.other_s,
-            self.end_s,
-        )
-        self._clear()
-        return counted
-
-
-# --- measured ---------------------------------------------------------------------------------------------------------
-
-
-def held_up(waits: Sequence[Wait], deliveries: Sequence[Delivery]) -> Iterator[tuple[int | None, float, float]]:
-    """For each wait the peer whose message began to come last, the seconds until it did, and those after it.
-
-    >>> ticket = Ticket(0)
-    >>> [*held_up([Wait(ticket, 1.0, 4.0)], [Delivery(ticket, 2, 8, 0.5, 3.5), Delivery(ticket, 1, 8, 0.5, 0.2)])]
-    [(2, 2.5, 0.5)]
-    """
-    last: dict[Ticket, Delivery] = {}
-    for arrival in deliveries:
-        if arrival.ticket not in last or arrival.began_s > last[arrival.ticket].began_s:
-            last[arrival.ticket] = arrival
-    for ticket, start_s, end_s in waits:
-        latest = last.get(ticket)
-        began_s = start_s if latest is None else min(max(start_s, latest.began_s), end_s)
-        yield (None if latest is None else latest.peer), began_s - start_s, end_s - began_s
-
-
-class Stopwatch:
-    """Measures the rounds of a real worker.
-
-    A message counts as sent when its header arrives. NCCL does not report that, so all waiting counts as transfer. A worker of a
-    server does not know it either, and the transfer of a reply counts as waiting for the server.
-
-    Args: `before_s` is the end of the last round before the one that a resumed run continues from.
-    """
-
-    def __init__(self, worker: int, before_s: float = 0.0) -> None:
-        self.before_s, self._tally = before_s, Tally(worker, before_s=before_s)
-        self.start()
-
-    def start(self) -> None:
-        """Begins to measure: what came before belongs to no round."""
-        self._start_s = time.perf_counter() - self._tally.end_s
-
-    def blocking(self, act: Callable[[], None]) -> None:
-        """Calls a blocking collective; all of its time counts as transfer."""
-        start_s = time.perf_counter()
-        act()
-        self._tally.transfer_s += time.perf_counter() - start_s
-
-    def phase(self, compute_s: float, sending_s: float = 0.0, waiting_s: float = 0.0) -> None:
-        """Counts a local phase, and the seconds of sending its result to a server and waiting for the reply."""
-        self._tally.compute_s += compute_s
-        self._tally.transfer_s += sending_s
-        self._tally.wait(SERVER, waiting_s)
-
-    def waited(self, waits: Sequence[Wait], deliveries: Sequence[Delivery]) -> None:
-        """Counts what held up this worker in a round."""
-        for peer, waiting_s, transfer_s in held_up(waits, deliveries):
-            self._tally.transfer_s += transfer_s
-            if peer is not None:
-                self._tally.wait(peer, waiting_s)
-
-    def round(self, round: int) -> RoundSeconds:
-        """Ends a round now."""
-        tally, now_s = self._tally, time.perf_counter() - self._start_s
-        counted_s = tally.compute_s + tally.transfer_s + sum(tally.waiting_for.values())
-        tally.other_s, tally.end_s = max(0.0, now_s - tally.end_s - counted_s), now_s
-        return tally.round(round)
-
-
-def recorded_s(folder: Path, worker: int, newest: int | None) -> float:
-    """When the last round of this worker ended that is not run again."""
-    kept = [one.end_s for one in read_seconds(folder) if one.worker == worker and one.round < (newest or 0)]
-    return max(kept, default=0.0)
-
+from gossamer.rounds.stopwatch import Tally
 
 # --- priced -----------------------------------------------------------------------------------------------------------
 
@@ -130,7 +22,7 @@ def priced(
     """The seconds of a traced run on a network; without one those that its workers computed.
 
     Args:
-        parts: how many entries of the trace make a round of the run.
+        parts: trace entries per round of the run.
         computing: as in `gossamer.network.pricing.price`.
     Raises: ConfigError as `price` does.
     """
@@ -139,7 +31,7 @@ def priced(
         timeline = Timeline(trace.compute_s, still, still.astype(np.int32), trace.compute_s.cumsum(axis=0))
     else:
         timeline = price(trace, network, computing)
-    # Who does not communicate waits for nobody, and a trace may have millions of messages.
+    # Fast path: without communication there is no waiting, and a trace may have millions of messages.
     late_s, peer = _lateness(trace, timeline) if network else (timeline.communication_s, np.zeros_like(trace.steps))
     waiting_s = np.clip(late_s, 0.0, timeline.communication_s)
     transfer_s = timeline.communication_s - waiting_s
@@ -177,9 +69,11 @@ def _own_links_s(trace: Trace, network: Network) -> Floats:
 
 
 def _lateness(trace: Trace, timeline: Timeline) -> tuple[Floats, Integers]:
-    """How long after a worker began to wait the last message left that it had to wait for, `[rounds, workers]`, and whose.
+    """The delay from the start of a worker's wait until the last awaited message was sent, `[rounds, workers]`, and its
+    sender.
 
-    A message leaves when its sender has trained and its target has begun the round; a mean when all of its workers have.
+    A message is sent when its sender has trained and its target has begun the round; a mean when all of its workers
+    have.
     """
     late_s, peer = np.full(timeline.end_s.shape, -np.inf), np.zeros(timeline.end_s.shape, np.int32)
     if not len(trace.messages.round):
@@ -195,7 +89,7 @@ def _lateness(trace: Trace, timeline: Timeline) -> tuple[Floats, Integers]:
         entered_s, whose = ready_s[at[means], source[means]], source[means]
         order = np.argsort(entered_s, kind="stable")
         last = np.zeros(group.max() + 1, np.int64)
-        last[group[order]] = order  # the last one that is written is the last to enter
+        last[group[order]] = order  # the last write wins: the last to begin
         behind = behind.copy()
         left_s[means], behind[means] = entered_s[last[group]], whose[last[group]]
     rows = []
@@ -203,7 +97,7 @@ def _lateness(trace: Trace, timeline: Timeline) -> tuple[Floats, Integers]:
         due, began_s = _due(trace, timeline, start_s, ready_s, at, end, overlap)
         rows.append((left_s - began_s, due, end, np.where(means, behind, other)))
     lateness, due, end, whose = (np.concatenate(column) for column in zip(*rows, strict=True))
-    order = np.argsort(lateness, kind="stable")  # the latest is written last
+    order = np.argsort(lateness, kind="stable")  # sorted so that sorted so that the latest is written last
     late_s[due[order], end[order]] = lateness[order]
     peer[due[order], end[order]] = whose[order]
     return late_s, peer
@@ -218,7 +112,7 @@ def _due(
     worker: Integers,
     overlap: Integers,
 ) -> tuple[Integers, Floats]:
-    """In which round a worker waits for each message, and when it begins to."""
+    """The round in which a worker waits for each message, and the start of the wait."""
     steps, finished = trace.steps, np.vstack([np.zeros((1, trace.workers), np.int64), trace.steps.cumsum(axis=0)])
     most = np.maximum(steps.max(axis=1), 1)
     after = finished[at + 1, worker] + overlap * steps[at, worker] // most[at]
@@ -256,20 +150,20 @@ class _SecondsState(NamedTuple):
 class EventSeconds:
     """The seconds of all workers of a run over virtual time, by its events.
 
-    Between two local phases a worker is held up by its own messages to and from a server, and waits for the worker that
+    Between two local phases a worker is delayed by its messages to and from a server, and waits for the worker that
     pushed last into the update that it needs; if there is no other worker, for the server.
     """
 
     def __init__(self, workers: int, network: str) -> None:
         self._tallies = [Tally(i, network) for i in range(workers)]
         self._spans: list[list[tuple[float, float]]] = [[] for _ in range(workers)]
-        """Of the messages of each worker since its last local phase."""
+        """Time spans of each worker's messages since its last local phase."""
         self._away_until: dict[int, float] = {}
         self._pushed_s: dict[tuple[int, int], float] = {}
         self._waits_for = [SERVER] * workers
 
     def state(self) -> dict[str, Any]:
-        """The part of a checkpoint for what no round has yet."""
+        """The part of a checkpoint for seconds not in a round yet."""
         tallies = [
             _TallyState(one.end_s, one.compute_s, one.transfer_s, one.other_s, one.waiting_for) for one in self._tallies
         ]
@@ -286,7 +180,7 @@ class EventSeconds:
         self._spans, self._away_until, self._waits_for = saved.spans, saved.away_until, saved.waits_for
         self._pushed_s = {(p, worker): when_s for p, worker, when_s in saved.pushed_s}
 
-    def enter(self, event: Record) -> None:
+    def count(self, event: Record) -> None:
         """Counts one event, in the order in which they happen."""
         match event:
             case Phase():
@@ -311,11 +205,11 @@ class EventSeconds:
                 self._away_until[event.worker] = event.time_s
 
     def round(self, round: int) -> list[RoundSeconds]:
-        """Ends a round: what each worker did up to the end of its last local phase."""
+        """Ends a round: the seconds of each worker up to the end of its last local phase."""
         return [tally.round(round) for tally in self._tallies]
 
     def end(self, time_s: float) -> None:
-        """Counts the rest of the run, in which nobody takes a step; before the last round ends."""
+        """Counts the rest of the run, without steps, before the last round ends."""
         for i in range(len(self._tallies)):
             self._idle(i, time_s)
 
@@ -329,7 +223,7 @@ class EventSeconds:
         tally = self._tallies[i]
         waiting_s, at_s = 0.0, tally.end_s
         for start_s, end_s in sorted(self._spans[i]):
-            arrival_s = min(end_s, until_s)  # what goes on while it trains costs nothing
+            arrival_s = min(end_s, until_s)  # transfers during training cost nothing
             if arrival_s > at_s:
                 waiting_s += max(0.0, start_s - at_s)
                 tally.transfer_s += arrival_s - max(at_s, start_s)

@@ -1,11 +1,11 @@
-"""Which round of a run counts: the one from which it goes on, and the one that is scored, in every kind of run.
+"""The choice of the round of a run to resume from, or to score, for every kind of run.
 
-Of a round an owner (a worker, or the server) has nothing, a sound checkpoint, or one with a fault of some kind
-(`gossamer.record.fault`), and these are never taken for each other: a run whose checkpoints cannot be read does not begin again
-over them, and one that goes back to an older round says why.
+For a round an owner (a worker, or the server) has no checkpoint, a sound one, or one with a fault
+(`gossamer.record.fault`), and these are kept apart: a run with unreadable checkpoints does not restart over them, and
+one that resumes from an older round reports why.
 
-A worker of an elastic run that had died, or was not there yet, has no checkpoint of a round and never will. One that lags has
-none either, and will. What each worker knew of the others when it trained the round tells these apart
+A worker of an elastic run that had died, or had not joined yet, has no checkpoint of a round and never will. One that
+lags has none either, but will. The membership views recorded in the round distinguish these
 (`gossamer.record.logs.outcomes`).
 """
 
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from gossamer.errors import CheckpointError, ConfigError, GossamerError, PeerError
 from gossamer.record import checkpoint
-from gossamer.record.fault import Fault, FaultKind, fault_heard
+from gossamer.record.fault import Fault, FaultKind, decode_fault
 from gossamer.record.folder import read_metrics
 from gossamer.record.jsonl import json_lines
 from gossamer.record.lineage import Lineage
@@ -41,45 +41,45 @@ from gossamer.settings.schema import parse_toml
 log = logging.getLogger("gossamer")
 
 Held = Mapping[int, frozenset[int] | None]
-"""The rounds of which a worker has a checkpoint, each with those that took part in its view; None for everyone."""
+"""The rounds of which a worker has a checkpoint, each with the participants in its view; None for all."""
 _MOST_SAID = 64
-"""Rounds that a worker tells the others of, the newest ones."""
+"""The most rounds that a worker reports to the others, newest first."""
 
 
 class KeptRounds(NamedTuple):
-    """What an owner has kept of a run."""
+    """The checkpoints of an owner."""
 
     faults: Mapping[int, Fault | None]
-    """By round of which anything is there: what is wrong with its checkpoint; None for nothing."""
+    """By round with any file: the fault of its checkpoint; None if sound."""
     due: int = 0
-    """The newest round whose checkpoint it must have written, as its record says; 0 for none."""
+    """The newest round whose checkpoint it must have written, by its record; 0 for none."""
     seen: Held = MappingProxyType({})
-    """Of an elastic run, who took part in a round."""
+    """The participants of each round of an elastic run."""
 
     @property
     def whole(self) -> Held:
-        """Its rounds with which nothing is wrong."""
+        """Its rounds with sound checkpoints."""
         return {round: self.seen.get(round) for round, fault in self.faults.items() if fault is None}
 
 
 class ChosenRound(NamedTuple):
-    """The round that counts."""
+    """The chosen round."""
 
     round: int
-    """0 where none does."""
+    """0 if none."""
     kept: Mapping[int, KeptRounds]
-    """By owner, with what was found wrong when the checkpoints were read."""
+    """The checkpoints by owner, with faults discovered on reading."""
     skipped: dict[int, tuple[Fault, ...]]
-    """The newer rounds, newest first, each with why it does not count."""
+    """The newer rounds, newest first, each with the reason for skipping it."""
 
     @property
     def damaged(self) -> bool:
-        """Whether anything is there of a newer checkpoint that cannot be gone on from; its round is put aside then."""
+        """Whether a newer, unusable checkpoint exists; its round is set aside then."""
         newer = [fault for one in self.kept.values() for r, fault in one.faults.items() if r > self.round]
         return any(fault is not None and fault.kind != FaultKind.ABSENT for fault in newer)
 
     def tell(self, who: str = "") -> None:
-        """Warns of the rounds that are skipped, and of damaged checkpoints of this one; `who` begins each sentence."""
+        """Warns of skipped rounds, and of damaged checkpoints of this one; `who` begins each sentence."""
         for round, faults in self.skipped.items():
             instead = f"round {self.round} counts" if self.round else "no older one is sound"
             log.warning("%sround %d is skipped: %s; %s", who, round, _in_words(faults), instead)
@@ -99,9 +99,9 @@ def _in_words(faults: Sequence[Fault]) -> str:
 def kept_by(
     store: Store, owners: Iterable[int], line: Lineage, before: RunSettings | None = None
 ) -> dict[int, KeptRounds]:
-    """What each owner has in a run folder. Where the log of outcomes is lost, everyone counts as having taken part.
+    """The checkpoints of each owner in a run folder. If the log of outcomes is lost, all count as participants.
 
-    Args: `before` are the settings with which what is there was written, if they differ.
+    Args: `before` are the settings with which the files were written, if different.
     Raises: DataError for a spoilt record.
     Cost: reads the metrics.
     """
@@ -111,32 +111,32 @@ def kept_by(
     kept: dict[int, KeptRounds] = {}
     for owner in owners:
         own = lives.get(owner, [])
-        # Who has taken over the state of a round knows of itself alone, and not that everybody took part.
+        # A worker that took over the state of a round knows only of itself, not that all took part.
         seen: dict[int, frozenset[int] | None] = {
             life.begun.after: frozenset({owner}) for life in own if life.begun.sha256
         }
         seen |= {one.round + 1: one.alive for life in own for one in life.rounds}
-        # A worker that leaves before the first round is over saves round 0, for others to see that its slot is free.
+        # A worker that leaves before the end of the first round saves round 0, to show that its slot is free.
         kept[owner] = KeptRounds({r: fault for r, fault in store.faults(owner, line).items() if r}, due[owner], seen)
     return kept
 
 
 def _due(config: RunSettings, folder: Path, owners: Iterable[int]) -> dict[int, int]:
-    """The newest round whose checkpoint each owner must have written.
+    """The newest round whose checkpoint each owner must have written, from its metrics.
 
-    A local phase in the round after r others is recorded when what was due after these has been saved.
+    A local phase of round r is recorded after the checkpoint due after r rounds was saved.
     """
     trained: dict[int, int] = {}
     for line in read_metrics(folder):
         if line["kind"] == "train" and isinstance(line.get("worker"), int):
             trained[line["worker"]] = max(line["round"], trained.get(line["worker"], 0))
-    if (folder / "metrics.jsonl").exists():  # of a simulation, which saves all at once
+    if (folder / "metrics.jsonl").exists():  # a simulation, which saves all owners together
         trained = dict.fromkeys(owners, max(trained.values(), default=0))
     elif config.kind == "server":
         events = folder / f"events{worker_suffix(config.workers)}.jsonl"
         lines = json_lines(events) if events.exists() else ()
         passed = max((r for _, line in lines if isinstance(r := line.get("round"), int)), default=0)
-        # A server saves while the next rounds run, and is done when another checkpoint is due.
+        # A server saves during the next rounds, and finishes before the next checkpoint is due.
         trained[config.workers] = _newest_due(config, passed) - 1
     return {owner: _newest_due(config, trained.get(owner, 0)) for owner in owners}
 
@@ -146,14 +146,14 @@ def _newest_due(config: RunSettings, passed: int) -> int:
     return next((r for r in range(last, 0, -1) if config.due(every, r)), 0)
 
 
-def said(one: KeptRounds) -> list[Any]:
-    """What a worker tells the others of what it has, as JSON holds it."""
+def encode_kept(one: KeptRounds) -> list[Any]:
+    """A worker's checkpoints as JSON, to report to the others."""
     newest = sorted(one.faults.items())[-_MOST_SAID:]
-    return [one.due, [[r, fault and fault.said, _listed(one.seen.get(r))] for r, fault in newest]]
+    return [one.due, [[r, fault and fault.encoded, _listed(one.seen.get(r))] for r, fault in newest]]
 
 
-def heard(worker: int, value: object) -> KeptRounds:
-    """What another worker has said so. Raises PeerError for anything else."""
+def decode_kept(worker: int, value: object) -> KeptRounds:
+    """The checkpoints reported by another worker. Raises PeerError for anything else."""
     match value:
         case [int(due), [*rounds]] if 0 <= due < 1 << 31:
             found = [_round_heard(one) for one in rounds]
@@ -171,16 +171,16 @@ def _round_heard(value: object) -> tuple[int, Fault | None, frozenset[int] | Non
         case [int(r), fault, None | [*_] as slots] if 0 < r < 1 << 31 and all(
             isinstance(one, int) for one in slots or ()
         ):
-            found = fault_heard(fault)
+            found = decode_fault(fault)
             if (found is None) == (fault is None):
                 return r, found, None if slots is None else frozenset(one for one in slots if isinstance(one, int))
     return None
 
 
-def faults_heard(said: Sequence[object]) -> list[Fault | None]:
-    """What is wrong with the checkpoint of one round, as each worker has said it. Raises PeerError for anything else."""
-    found = [fault_heard(one) for one in said]
-    for worker, (one, fault) in enumerate(zip(said, found, strict=True)):
+def decode_faults(received: Sequence[object]) -> list[Fault | None]:
+    """The faults of one round's checkpoints as reported by each worker. Raises PeerError for anything else."""
+    found = [decode_fault(one) for one in received]
+    for worker, (one, fault) in enumerate(zip(received, found, strict=True)):
         if one is not None and fault is None:
             raise PeerError(
                 f"worker {worker} does not say what is wrong with its checkpoint ({one!r:.60}); install the same gossamer "
@@ -190,7 +190,7 @@ def faults_heard(said: Sequence[object]) -> list[Fault | None]:
 
 
 def together(processes: Sequence[KeptRounds]) -> KeptRounds:
-    """What a worker has of which each stage is its own process: a round is whole where all of them have it.
+    """The checkpoints of a worker in several processes: a round is complete if all of them have it.
 
     >>> together([KeptRounds({10: None, 20: None}), KeptRounds({10: None})]).faults[20].why
     'one of its stages has no checkpoint of it'
@@ -208,9 +208,9 @@ def _listed(slots: frozenset[int] | None) -> list[int] | None:
 
 
 def lost_stages(folder: Path) -> tuple[LostStage, ...]:
-    """The stages that a run has lost, and those of which nothing is left here, lost after the newest round of the others.
+    """The stages that a run has lost, and those without any file here, lost after the newest round of the others.
 
-    None of the latter where they cannot be recovered, as the first and the last. Raises: ConfigError, DataError.
+    Without the latter if they cannot be recovered, as the first and the last. Raises: ConfigError, DataError.
     """
     if not os.path.lexists(folder / "run.toml"):
         return ()
@@ -238,11 +238,11 @@ def choose_round(
     pick: Callable[[Mapping[int, Held]], int],
     read: Callable[[int], Mapping[int, Fault | None]],
 ) -> ChosenRound:
-    """The round that counts, of which all checkpoints that are whole have been read and are sound.
+    """The round to use, after reading all of its complete checkpoints and finding them sound.
 
     Args:
         pick: chooses among the rounds that each owner has; 0 for none.
-        read: what is wrong with the content of the checkpoints of a round, by owner.
+        read: the faults in the content of a round's checkpoints, by owner.
 
     >>> kept = {0: KeptRounds({10: None, 20: None}), 1: KeptRounds({10: None, 20: None})}
     >>> changed = Fault(FaultKind.DAMAGED, "file 'x' has changed")
@@ -261,7 +261,7 @@ def choose_round(
 
 
 def _skipped(kept: Mapping[int, KeptRounds], round: int, *, absent: bool) -> dict[int, tuple[Fault, ...]]:
-    """The newer rounds, each with what is damaged; with `absent` also what is not there."""
+    """The newer rounds, each with its damaged checkpoints; with `absent` also missing ones."""
     lacking = {one.due: owner for owner, one in kept.items() if one.due > max(one.faults, default=0)} if absent else {}
     newer = {r for one in kept.values() for r in one.faults if r > round} | {r for r in lacking if r > round}
     found: dict[int, tuple[Fault, ...]] = {}
@@ -294,33 +294,34 @@ def newest_of_any(held: Mapping[int, Held]) -> int:
     return max((round for one in held.values() for round in one), default=0)
 
 
-def to_resume(held: Mapping[int, Held], tolerance: int = 0) -> int:
-    """The round from which an elastic run goes on; 0 where nobody has any.
+def round_to_resume(held: Mapping[int, Held], tolerance: int = 0) -> int:
+    """The round from which an elastic run resumes; 0 if there is no checkpoint.
 
-    The newest of which everybody has a checkpoint who took part in it, so that a calm run goes on with the same bits; else as
-    `to_score`. Slots without any checkpoint, or that nobody fills, do not count.
+    The newest of which all participants have a checkpoint, so that an undisturbed run resumes bit for bit; else as
+    `round_to_score`. Slots without any checkpoint, and empty slots, do not count.
 
-    Args: `tolerance` is how many rounds earlier one may be that more workers have, who have left one after the other.
+    Args: `tolerance` is by how many rounds an earlier one may be preferred that more workers have, after they left one
+        by one.
 
-    >>> to_resume({0: {10: None, 20: None}, 1: {10: None}})
+    >>> round_to_resume({0: {10: None, 20: None}, 1: {10: None}})
     10
-    >>> to_resume({0: {10: None, 20: frozenset({0, 2})}, 1: {10: None}, 2: {10: None, 20: frozenset({0, 2})}, 3: {}})
+    >>> round_to_resume({0: {10: None, 20: frozenset({0, 2})}, 1: {10: None}, 2: {10: None, 20: frozenset({0, 2})}, 3: {}})
     20
-    >>> to_resume({0: {12: None}, 1: {12: None}, 2: {13: frozenset({2})}}, tolerance=2)
+    >>> round_to_resume({0: {12: None}, 1: {12: None}, 2: {13: frozenset({2})}}, tolerance=2)
     12
     """
     owners = _owners(held)
     whole = max((r for r, having in owners.items() if _took_part(held, r) <= having), default=0)
     near = [r for r in {whole, *_held_by_most(held)} if whole - tolerance <= r <= whole and r]
-    return max(near, key=lambda r: (len(owners[r]), r), default=0) or to_score(held)
+    return max(near, key=lambda r: (len(owners[r]), r), default=0) or round_to_score(held)
 
 
-def to_score(held: Mapping[int, Held]) -> int:
-    """The newest round of which most have a checkpoint who took part in it, else the one that most have; 0 where nobody has any.
+def round_to_score(held: Mapping[int, Held]) -> int:
+    """The newest round of which most participants have a checkpoint, else the one that most have; 0 if there is none.
 
-    >>> to_score({0: {10: None, 20: None}, 1: {10: None, 20: None}, 2: {10: None}, 3: {10: None}})
+    >>> round_to_score({0: {10: None, 20: None}, 1: {10: None, 20: None}, 2: {10: None}, 3: {10: None}})
     10
-    >>> to_score({0: {10: None, 20: None}, 1: {10: None, 20: None}, 2: {10: None}})
+    >>> round_to_score({0: {10: None, 20: None}, 1: {10: None, 20: None}, 2: {10: None}})
     20
     """
     owners = _owners(held)
@@ -336,7 +337,7 @@ def _owners(held: Mapping[int, Held]) -> dict[int, set[int]]:
 
 
 def _took_part(held: Mapping[int, Held], round: int) -> set[int]:
-    """The slots that took part in the round, in the view of anybody who has its checkpoint, as far as they have any at all."""
+    """The participants of the round, in the view of any owner of its checkpoint, restricted to slots with any checkpoint."""
     views = [rounds[round] for rounds in held.values() if round in rounds]
     having = {slot for slot, rounds in held.items() if rounds}
     return having if None in views else having & {slot for view in views if view is not None for slot in view}
@@ -346,19 +347,19 @@ def _took_part(held: Mapping[int, Held], round: int) -> set[int]:
 
 
 class Agreement(NamedTuple):
-    """What decides with which round a run goes on, the same in all of its processes."""
+    """The facts that decide the round from which a run resumes, the same in all of its processes."""
 
     kept: Mapping[int, KeptRounds]
-    """By owner, those on other machines too."""
+    """The checkpoints by owner, including other machines."""
     read: Callable[[int], Mapping[int, Fault | None]]
     """As of `choose_round`."""
     pick: Callable[[Mapping[int, Held]], int] = newest_of_all
     speaks: bool = True
-    """Whether this process says which rounds are skipped, and that the run has ended."""
+    """Whether this process reports skipped rounds, and the end of the run."""
 
 
 def alone(store: Store, past: History | None, owners: Sequence[int]) -> Agreement:
-    """That of a process which has the checkpoints of all owners, and asks nobody. Raises: as `kept_by`."""
+    """The agreement of a process that has the checkpoints of all owners, without communication. Raises: as `kept_by`."""
     if past is None:
         return Agreement({}, lambda round: {})
     kept = kept_by(store, owners, past.lineage, past.before)
@@ -366,21 +367,21 @@ def alone(store: Store, past: History | None, owners: Sequence[int]) -> Agreemen
 
 
 class Start(NamedTuple):
-    """Where a run begins or goes on."""
+    """The start or resumption of a run."""
 
     store: Store
     past: History | None
-    """None for a run that starts."""
+    """The history; None for a run that starts."""
     choice: ChosenRound
 
     @property
     def round(self) -> int:
-        """Rounds that are over; 0 at the start."""
+        """Completed rounds; 0 at the start."""
         return self.choice.round
 
     @property
     def cut(self) -> int | None:
-        """The first round of which nothing counts that is recorded; None where nothing may be there."""
+        """The first round whose records are void; None where no records may exist."""
         return None if self.past is None else self.round
 
     def go_on(
@@ -391,19 +392,19 @@ class Start(NamedTuple):
         back_to: int | None = None,
         rewinds: bool = True,
     ) -> Lineage:
-        """Lets these owners go on from there, and returns whose checkpoints belong to the run from now on.
+        """Resumes these owners from there, and returns the lineage of checkpoints from now on.
 
         Args:
-            restore: restores an owner from its checkpoint of this round, whose lineage comes with it; not called at the start.
-            back_to: the newest round that they keep, where it is not this one.
-            rewinds: whether this process drops what they have of newer ones.
+            restore: restores an owner from its checkpoint of this round, given the lineage; not called at the start.
+            back_to: the newest round that they keep, if not this one.
+            rewinds: whether this process drops their newer checkpoints.
         Raises: OSError; as `restore`.
         """
         if self.past is None:
             return self.store.config.line
-        # In this order, as a process may be killed at any line and the next start must find one history: the state is here, and
-        # a checkpoint of it under this digest, before anything newer goes. That goes before the branch is written, or it would
-        # be taken for a part of it.
+        # In this order, as a process may be killed at any line and the next start must see one history: the state is
+        # restored, and saved under this digest, before newer checkpoints are dropped. These are dropped before the
+        # branch is written, or they would count as part of it.
         owners, last = [*owners], self.round if back_to is None else back_to
         for owner in owners if self.round else ():
             restore(owner, self.past.lineage)
@@ -413,9 +414,9 @@ class Start(NamedTuple):
 
 
 def begin_or_resume(store: Store, task: Task, past: History | None, agreement: Agreement) -> Start:
-    """Where a run begins, or goes on from its checkpoints: every driver calls it, and then `Start.go_on`.
+    """The start of a run, or its resumption from checkpoints: every driver calls it, and then `Start.go_on`.
 
-    Nothing has changed in its folder then.
+    It does not change the folder.
 
     Raises: CheckpointError where there is no checkpoint to resume from, ConfigError when the run would end before it, DataError
         for a spoilt record or other text.
@@ -448,7 +449,7 @@ def _must_reach(config: RunSettings, round: int) -> None:
 
 
 def _must_keep_rounds(past: History) -> None:
-    """Raises ConfigError where the rounds of a run would be others with the new settings, those that are over too."""
+    """Raises ConfigError where new settings would change the rounds of a run, including completed ones."""
     if past.config.run.shape is not None and past.before.timetable != past.config.timetable:
         raise ConfigError(
             "run.local_steps follows the learning rate of the whole run, and with the new settings rounds would begin at other "
@@ -457,7 +458,8 @@ def _must_keep_rounds(past: History) -> None:
 
 
 def must_end_later(config: RunSettings, folder: Path) -> None:
-    """Refuses a `run.steps` below the round that a run goes on from, before processes are started that would each say so.
+    """Refuses a `run.steps` below the round that a run resumes from, before processes are started that would each
+    refuse.
 
     Raises: ConfigError, as `begin_or_resume` in each of them. Cost: none where no fewer steps are asked for than before.
     """
@@ -466,7 +468,7 @@ def must_end_later(config: RunSettings, folder: Path) -> None:
         return
     kept = kept_by(store, config.owners, past.lineage, past.before)
     any_counts = config.event_driven and config.kind != "server"
-    pick = newest_of_any if any_counts else to_resume if config.run.elastic else newest_of_all
+    pick = newest_of_any if any_counts else round_to_resume if config.run.elastic else newest_of_all
     choice = choose_round(
         kept, pick, lambda r: {i: store.fault(r, i, past.lineage) for i, one in kept.items() if r in one.whole}
     )
@@ -474,7 +476,7 @@ def must_end_later(config: RunSettings, folder: Path) -> None:
 
 
 def tell_unverified(store: Store, round: int, owners: Iterable[int]) -> None:
-    """Warns, once for all of them, where checkpoints of a round are of a version that did not say what they are of."""
+    """Warns once if checkpoints of a round are of a version without a description of their state."""
     if unsaid := [owner for owner in owners if round and not store.says_what_it_is_of(round, owner)]:
         log.warning(
             "the checkpoints of worker %s after round %d in '%s' were saved by gossamer 0.1.0 or soon after, and say by their "
@@ -487,7 +489,7 @@ def tell_unverified(store: Store, round: int, owners: Iterable[int]) -> None:
 
 
 def _must_be_readable(folder: Path, owners: Iterable[int]) -> None:
-    """Raises DataError or OSError for a log that cannot be cut, before anything of the folder is touched.
+    """Raises DataError or OSError for a log that cannot be truncated, before any file is changed.
 
     Metrics and outcomes have been read by `kept_by`.
     """
@@ -500,7 +502,7 @@ def _must_be_readable(folder: Path, owners: Iterable[int]) -> None:
 
 
 def must_lose_nothing(store: Store, kept: Mapping[int, KeptRounds], before: RunSettings) -> None:
-    """Raises CheckpointError where owners have checkpoints here, and whoever leads the run begins it from its start."""
+    """Raises CheckpointError where owners have checkpoints here, but the leader starts the run from the beginning."""
     if not _may_start(before, kept):
         newest = max((r for one in kept.values() for r in (*one.faults, one.due)), default=0)
         raise CheckpointError(
@@ -510,7 +512,7 @@ def must_lose_nothing(store: Store, kept: Mapping[int, KeptRounds], before: RunS
 
 
 def _may_start(config: RunSettings, kept: Mapping[int, KeptRounds]) -> bool:
-    """Whether nothing is lost by a start from the beginning: some have never saved, and all others have the first checkpoint."""
+    """Whether a restart loses no work: some have never saved, and all others have only the first checkpoint."""
     first = next(r for r in range(1, config.rounds + 1) if config.due(config.run.checkpoint_every, r))
     return all(_has_never_saved(one) or one.faults.get(first, "") is None for one in kept.values())
 
@@ -521,7 +523,7 @@ def _has_never_saved(one: KeptRounds) -> bool:
 
 
 def _none_counts(store: Store, choice: ChosenRound) -> CheckpointError:
-    """Why no round of a folder counts, what of it is sound, and what to do."""
+    """The error for a folder without a usable round: reasons, sound parts and a remedy."""
     config, kept, where = store.config, choice.kept, f"'{store.folder / 'checkpoints'}'"
     if not choice.skipped:
         return CheckpointError(
@@ -546,7 +548,7 @@ def _none_counts(store: Store, choice: ChosenRound) -> CheckpointError:
     sound = [f"that of worker {owner} after round {max(one.whole)}" for owner, one in kept.items() if one.whole]
     only = f", only {' and '.join(sound)} is" if sound else ""
     instead = "bring sound files back, and the checkpoint folders of all machines together"
-    if (store.folder / "metrics.jsonl").exists():  # a simulation, whose workers are one process on one machine
+    if (store.folder / "metrics.jsonl").exists():  # a simulation: one process on one machine
         again = (
             f"gossamer simulate {quote(str(store.folder / 'run.toml'))} --out {quote(str(store.folder))} --resume auto"
         )
@@ -589,7 +591,7 @@ def _bring(config: RunSettings, folder: Path, absent: Sequence[int]) -> str:
 
 
 def _may_be_elastic(config: RunSettings) -> bool:
-    """Whether the run could go on without those whose checkpoints are lost."""
+    """Whether the run could continue without the workers whose checkpoints are lost."""
     if config.kind != "rounds" or config.run.elastic:
         return False
     document = with_settings(parse_toml(config.document, "a run"), {"run.elastic": True})
@@ -607,9 +609,9 @@ def newest_of_own(
     before: RunSettings | None = None,
     read: Callable[[int], Fault | None] | None = None,
 ) -> ChosenRound:
-    """The newest sound round of one owner, which goes on from it by itself; it says which newer ones are damaged.
+    """The newest sound round of one owner, which resumes independently; reports damaged newer ones.
 
-    Args: `before` as of `kept_by`; `read` says what is wrong with the content of its checkpoint of a round.
+    Args: `before` as in `kept_by`; `read` returns the fault in the content of its checkpoint of a round.
     """
     kept = kept_by(store, [owner], line, before)
     choice = choose_round(
@@ -621,13 +623,13 @@ def newest_of_own(
 
 
 def ended(folder: Path, rounds: int, *, kept: bool = True) -> str:
-    """The message for a resumed run that has already ended, and whose checkpoints were `kept`."""
+    """The message for a resumed run that had already ended, with its checkpoints `kept`."""
     scores = f"gossamer evaluate {folder} scores it" if kept else f"gossamer report {folder} shows it"
     return f"the run has ended after {rounds} rounds; {scores}"
 
 
 def has_ended(config: RunSettings, folder: Path) -> bool:
-    """Whether all owners have sound checkpoints of the last round here. Cost: reads them, if they are there."""
+    """Whether all owners have sound checkpoints of the last round here. Cost: reads them, if they exist."""
     store, line = Store(config, folder), lineage(config, folder)
     if not all(config.rounds in store.sources(owner, line) for owner in config.owners):
         return False
@@ -638,9 +640,9 @@ def has_ended(config: RunSettings, folder: Path) -> bool:
 
 
 def to_evaluate(store: Store, line: Lineage, round: int | None) -> tuple[int, list[int]]:
-    """The round of a run to score, and the owners whose checkpoints of it are here and sound.
+    """The round of a run to score, and the owners with sound checkpoints of it here.
 
-    Args: `round` is the one that was asked for; None takes the newest of all owners, of an elastic run of most.
+    Args: `round` is the requested one; None takes the newest of all owners, or of most for an elastic run.
     Raises: CheckpointError when there is none.
     Cost: reads these checkpoints.
     """
@@ -648,7 +650,7 @@ def to_evaluate(store: Store, line: Lineage, round: int | None) -> tuple[int, li
     every = config.kind == "server" or not (config.run.elastic or config.event_driven)
     kept = kept_by(store, config.owners, line)
     asked = lambda held: round if round is not None and any(round in one for one in held.values()) else 0  # noqa: E731
-    pick = asked if round is not None else newest_of_all if every else to_score
+    pick = asked if round is not None else newest_of_all if every else round_to_score
     choice = choose_round(
         kept, pick, lambda r: {i: store.fault(r, i, line) for i, one in kept.items() if r in one.whole}
     )
@@ -683,7 +685,7 @@ def to_evaluate(store: Store, line: Lineage, round: int | None) -> tuple[int, li
 
 
 def _does_not_count(round: int, kept: Mapping[int, KeptRounds], *, every: bool) -> CheckpointError:
-    """Why the round that was asked for cannot be scored."""
+    """The reason why the requested round cannot be scored."""
     having = {r: [i for i, one in kept.items() if r in one.whole] for one in kept.values() for r in one.faults}
     complete = sorted(r for r, some in having.items() if some and (len(some) == len(kept) or not every))
     whys = [fault.why for one in kept.values() if (fault := one.faults.get(round)) is not None]

@@ -325,7 +325,7 @@ def _not_carried(pipeline: PipelineConfig, model: ModelConfig, data: DataConfig,
             )
 
 
-def must_come_again(pipeline: PipelineConfig, data: DataConfig, steps: int) -> None:
+def require_repeatable_samples(pipeline: PipelineConfig, data: DataConfig, steps: int) -> None:
     """Raises ConfigError where a boundary codec remembers samples, and a run of so many inner steps has each of them once.
 
     The run counts as a whole, wherever it is stopped and resumed. Such a run can be priced, and its folder can be read.

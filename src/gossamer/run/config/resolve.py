@@ -19,7 +19,7 @@ from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.combine import method_of, settled_rule, warnings_of
 from gossamer.run.config.choice import Choice
 from gossamer.run.config.document import DIRECTIONS, KINDS, flat, load_run
-from gossamer.run.config.pipeline import by_stage, donor_of, must_come_again
+from gossamer.run.config.pipeline import by_stage, donor_of, require_repeatable_samples
 from gossamer.run.config.resolved import InPairs, ResolvedRun, RunSettings, WithServer
 from gossamer.run.config.run_file import RunConfig, decisive, digest, dump, parse, survey
 from gossamer.run.config.user_parts import BUILT_IN, UserParts, make, named, named_code, own_parts
@@ -63,7 +63,7 @@ def resolve(config: RunConfig, parts: UserParts = BUILT_IN, *, real: bool = Fals
         method = method._replace(codec=by_stage(method.codec, config.pipeline, config.model, config.data))
         network, warnings = (
             facts.pacing_network,
-            (*warnings, *_unrecorded(config, real), *_unheard(config), *_routed(config)),
+            (*warnings, *_unheard(config), *_routed(config)),
         )
     elif facts.kind == "server":
         method = WithServer(make(parts, "server", config), facts.codec)
@@ -126,16 +126,6 @@ def differences(before: RunSettings, after: RunSettings) -> dict[str, tuple[Any,
     old, new = (flat(parse_toml(one.document, "a run")) for one in (before, after))
     keys = sorted(old.keys() | new.keys())
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
-
-
-def _unrecorded(config: RunConfig, real: bool) -> tuple[str, ...]:
-    """What the run file wants recorded that real processes do not know."""
-    if not (real and config.record.alignment):
-        return ()
-    return (
-        "record.alignment is true, but a real worker does not see the pseudo-gradients of all others, so their alignment is not "
-        "recorded; run gossamer simulate on the same file to measure it",
-    )
 
 
 def _routed(config: RunConfig) -> tuple[str, ...]:
@@ -259,7 +249,7 @@ def _facts(config: RunConfig, parts: UserParts, real: bool) -> tuple[Combination
 
     run, events, nothing = config.run, config.events, Combination()
     if config.pipeline.forward.name:
-        attempt(lambda: must_come_again(config.pipeline, config.data, run.steps))
+        attempt(lambda: require_repeatable_samples(config.pipeline, config.data, run.steps))
     timetable = config.timetable.since(run.synchronous_steps)
     codec, holders = made("codec"), holders_of(config.model.experts, config.workers)
     facts = Combination(
@@ -278,7 +268,6 @@ def _facts(config: RunConfig, parts: UserParts, real: bool) -> tuple[Combination
         adapt=run.adapt,
         weigh_steps=run.weigh_steps,
         reduction=run.reduction,
-        eval_js=run.eval_js,
         elastic=run.elastic,
         peers=bool(config.peers),
         stages=config.pipeline.stages,
@@ -291,7 +280,6 @@ def _facts(config: RunConfig, parts: UserParts, real: bool) -> tuple[Combination
         batched=run.batched,
         holders=holders.parts if holders is not None else (),
         constant_batch=config.data.constant_batch,
-        ghost_rounds=run.ghost_rounds,
         fragments=events.fragments,
         overlap=events.overlap,
         dylu=events.dylu,

@@ -89,8 +89,17 @@ LEFT_OUT_AT: Mapping[str, Any] = {"pipeline.lost": []}
 """Keys that came later in a release, each with the value at which a digest leaves it out. That stays when its default changes;
 for a key that no release has yet, it is its default."""
 _FIRST = {f"{table}.{key}".removeprefix(".") for table, keys in FIRST_KEYS.items() for key in keys.split()}
-_GONE: Mapping[tuple[str, str], Any] = {("pipeline", "resplit_every"): 0}
-"""Keys that are gone, each with its table and the value that digests still hold where they hold the table."""
+_GONE: Mapping[tuple[str, str], tuple[Any, str]] = {
+    ("pipeline", "resplit_every"): (
+        0,
+        "a run keeps its cuts; remove the key, and when a stage has become slow, stop the run and resume it with --set "
+        "pipeline.cuts=[...] or pipeline.speeds=[...]",
+    ),
+    ("run", "ghost_rounds"): (0, "a worker that joins takes over the inner optimizer of a peer; remove the key"),
+    ("run", "eval_js"): (False, "predictions are not compared any more; remove the key"),
+    ("record", "alignment"): (False, "pseudo-gradients are not compared any more; remove the key"),
+}
+"""Removed keys, each with its table, the value at which run folders still hold it, and what to do about any other."""
 _OverTime = Annotated[Mapping[str, Any], Words("a table of these by inner step, such as { 0 = 1, 2000 = 30 }")]
 _Pace = Annotated[float, Field(ge=0, le=_LONGEST_S), SECONDS]
 
@@ -128,10 +137,6 @@ class LoopSettings:
     eval_workers: Annotated[bool, NEUTRAL] = True
     """Whether a validation of a simulation or of `gossamer evaluate` also tries every worker's own parameters. With false it
     tries the mean model only, which takes 1/(n + 1) of the time with n workers. A process of a real run always tries its own."""
-    eval_js: Annotated[bool, NEUTRAL] = False
-    """Whether a validation also measures how far the workers' predictions are apart: the mean Jensen-Shannon divergence to their
-    mean, on the first validation batch. It costs one more forward pass of each worker, and their logits of one sequence in
-    memory. Of a real run, `gossamer evaluate` measures it."""
     checkpoint_every: Annotated[Number, NEUTRAL] = 150
     """Inner steps between two checkpoints; the last round always writes one, and 0 writes only that one."""
     device: Annotated[Literal["auto", "cpu", "cuda"], NEUTRAL] = "auto"
@@ -165,9 +170,6 @@ class LoopSettings:
     """How long an elastic worker waits in a round for peers that live but have not answered; `timeout_s` if not set."""
     rejoin_rounds: Annotated[Number, NEUTRAL] = 2
     """A worker that comes back goes on from its own state if that is at most so many rounds old, else from another worker's."""
-    ghost_rounds: Annotated[Number, NEUTRAL] = 0
-    """Local phases that a process which joins an elastic run trains as a ghost: it follows another worker's parameters and outer
-    state, and nobody hears of it, until its own inner optimizer is warm. 0 takes over that worker's inner optimizer instead."""
     pace_s: Annotated[_Pace | Annotated[tuple[_Pace, ...], Field(min_length=1)], NEUTRAL] = 0.0
     """Seconds that an inner step takes at least, one number for all or one per worker: a worker that is faster sleeps, to
     stand for a larger model or a slower machine. Sleeping counts as computing in the trace."""
@@ -324,16 +326,6 @@ class RunConfig(RunLength):
         yield from misfits(self.pipeline, self.model, self.data, self.workers, self.schedule)
         if self.run.batched > 1:
             yield from self._unbatched()
-        if self.run.eval_js and (self.data.own or self.model.loss is not None):
-            own = f"data.source is {self.data.source!r:.60}" if self.data.own else f"model.loss is '{self.model.loss}'"
-            yield (
-                f"run.eval_js is true and {own}, but only predictions of the next token can be compared; remove run.eval_js"
-            )
-        if self.record.alignment and self.event_driven:
-            yield (
-                f"record.alignment is true and the run is asynchronous ({self.kind}), but pseudo-gradients are compared round by "
-                "round; remove record.alignment"
-            )
         must_deal(self.model.experts, self.workers)
         yield from self._misdealt()
 
@@ -484,15 +476,12 @@ def _foreign(document: Mapping[str, Any]) -> list[ConfigError]:
                     f"the file has '{key}' at its top, so it is a network file; give a run file such as configs/gasloc.toml"
                 )
             ]
-    pipeline = document.get("pipeline")
-    if isinstance(pipeline, Mapping) and (every := pipeline.get("resplit_every")):
-        return [
-            ConfigError(
-                f"pipeline.resplit_every is {every!r:.60}, and a run keeps its cuts while it goes on; remove the key, and when a "
-                "stage has become slow, stop the run and resume it with --set pipeline.cuts=[...] or pipeline.speeds=[...]"
-            )
-        ]
-    return []
+    found: list[ConfigError] = []
+    for (table, key), (default, advice) in _GONE.items():
+        value = part.get(key, default) if isinstance(part := document.get(table), Mapping) else default
+        if value != default:
+            found.append(ConfigError(f"{table}.{key} is {value!r:.60}, and this version has no such key: {advice}"))
+    return found
 
 
 def _exclusive(document: Mapping[str, Any]) -> Sequence[ConfigError]:
@@ -504,9 +493,10 @@ def _exclusive(document: Mapping[str, Any]) -> Sequence[ConfigError]:
 
 
 def _completed(document: dict[str, Any]) -> dict[str, Any]:
-    """The document with the topology of a run in pairs, where it names none, and without what run folders still have as 0."""
-    if isinstance(pipeline := document.get("pipeline"), dict):
-        document = {**document, "pipeline": {k: v for k, v in pipeline.items() if k != "resplit_every"}}
+    """The document with the topology of a run in pairs, where it names none, and without removed keys."""
+    for table, removed in _GONE:
+        if isinstance(part := document.get(table), dict):
+            document = {**document, table: {key: value for key, value in part.items() if key != removed}}
     return {"topology": "complete", **document} if "pair" in document else document
 
 
@@ -553,9 +543,8 @@ def decisive(config: RunConfig) -> dict[str, Any]:
 def _deciding(config: RunConfig) -> dict[str, Any]:
     document = _document(config, neutral=False)
     _leave_out(config, document)
-    for (table, key), value in _GONE.items():
-        if table in document:
-            document[table][key] = value
+    if "pipeline" in document:
+        document["pipeline"]["resplit_every"] = 0  # a removed key that digests still hold
     if config.run.adapt or config.event_driven:  # whose seconds decide the numbers
         clock = config.events.network if config.event_driven else None
         document["network"] = {

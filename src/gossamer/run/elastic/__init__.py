@@ -1,3 +1,3 @@
-"""Rounds on real processes that come and go."""
+"""Elastic rounds on real processes."""
 
 __all__: list[str] = []

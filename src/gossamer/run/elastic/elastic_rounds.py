@@ -1,8 +1,8 @@
-"""Elastic rounds: a worker trains on when peers die or hang, takes newcomers in, and may itself join a running run.
+"""Elastic rounds: a worker keeps training when peers die or hang, admits newcomers, and may itself join a running run.
 
-What it does in a round depends on what it knows of the others; the log of outcomes (`gossamer.record.logs.outcomes`) keeps that,
-and with it the run can be computed again. There is no place that all depend on: after the start the workers know each other's
-addresses, and any of them takes a newcomer in.
+Its actions in a round depend on its membership view, which the log of outcomes (`gossamer.record.logs.outcomes`)
+records, so that the run can be replayed. There is no single point of failure: after the start the workers know each
+other's addresses, and any of them admits newcomers.
 """
 
 import contextlib
@@ -22,7 +22,6 @@ from gossamer.record.logs.outcomes import (
     Begun,
     Ended,
     ExchangeOutcome,
-    Followed,
     OutcomeWriter,
     RoundOutcome,
 )
@@ -48,23 +47,23 @@ log = logging.getLogger("gossamer")
 
 @dataclass
 class _RoundPlan:
-    """What is decided of a round. It stays: the others know of it, and payloads may have been sent for it."""
+    """The decisions about a round. They are final: the others know them, and payloads may have been sent."""
 
     participants: frozenset[int]
-    """Who takes part; where rounds are closed, those over whom its last mean was proposed."""
+    """The participants; with closing, those of the last proposed mean."""
     next: int | None = None
-    """The round to go on with after it."""
+    """The next round after it."""
     sends_ahead: bool | None = None
     """Whether this worker sends for that round before this one is over."""
     views: dict[int, frozenset[int]] = field(default_factory=dict)
-    """Who takes part in each exchange that was announced and has not ended, by fragment."""
+    """The participants of each announced, unfinished exchange, by fragment."""
 
 
 class ElasticRounds(Participant[ElasticTransport]):
-    """A worker that takes part in rounds with whoever is alive in its view.
+    """A worker that takes part in rounds with the workers alive in its view.
 
-    A rule that needs everyone closes its rounds: all that make an update agree over whom the mean is taken
-    (`gossamer.transport.elastic.closing`). A worker that was too late for it takes another's state.
+    A rule that needs everyone closes its rounds: all workers that make an update agree on the participants of its mean
+    (`gossamer.transport.elastic.closing`). A worker that was too late takes another's state.
     """
 
     def __init__(self, config: ResolvedRun, folder: Path, task: Task, seat: Seat, asked: Asked) -> None:
@@ -73,21 +72,21 @@ class ElasticRounds(Participant[ElasticTransport]):
         self._closes, self._once = m.rule.needs == "everyone", m.exchanges_once
         self._closings = sum(bool(stop.sends) for stop in m.schedule.stops(0, config.full_steps))
         self._donor: int | None = None
-        """Whose state it has taken last, if no round has ended since."""
+        """The donor of the last state taken, if no round has ended since."""
         self._waste = 0
-        """How many states in a row it has taken that were no newer than the one before."""
+        """The number of consecutive states taken that were no newer than the previous one."""
         self._fresh = task.data.state()
-        """Its own place in the data at the start, which no other worker's state replaces."""
+        """Its own initial position in the data, which other workers' states do not replace."""
         self._finished = 0
-        """Rounds that are over in its parameters."""
+        """Completed rounds in its parameters."""
         self._begun: Begun | None = None
-        """How it has begun last."""
+        """Its last begin event."""
         self._kept_whose: dict[str, str] = {}
-        """Of the state that is kept for newcomers."""
+        """The source of the state kept for newcomers."""
         self._begins = True
-        """Whether it has not yet trained with the state that it has begun with last."""
+        """Whether it has not yet trained since its last begin."""
         self._plans: dict[int, _RoundPlan] = {}
-        """By round that was begun, or for which something was sent."""
+        """Plans of rounds that were begun, or for which messages were sent."""
         self._ended: list[ExchangeOutcome] = []
         """The exchanges that have ended in this round."""
 
@@ -100,7 +99,7 @@ class ElasticRounds(Participant[ElasticTransport]):
 
     def connect(self) -> ElasticTransport:
         """See `Participant`."""
-        # A message has at most four tensors of the size of x; what is larger is no payload.
+        # A message has at most four tensors of the size of x; a larger one is invalid.
         limit_bytes = 16 * self.replica.layout.numel + (1 << 16) if self._closes else None
         transport = ElasticTransport(
             self.seat.members,
@@ -125,8 +124,6 @@ class ElasticRounds(Participant[ElasticTransport]):
             newest = transport.first_round(self.config.run.timeout_s) - 1
             begun = begun._replace(round=0 if self._closes else newest + 1)
             if self._closes or begun.after == 0 or newest - begun.after > self.config.run.rejoin_rounds:
-                if self.config.run.ghost_rounds:
-                    begun = self._follow(begun)
                 begun = self._fetched(begun)
         if begun.after and begun.donor == self.slot:
             try:
@@ -140,7 +137,7 @@ class ElasticRounds(Participant[ElasticTransport]):
             begun = self._fetched(begun)
         if self._worker.loop.sharing is None:
             self.replica.steps_taken = max(self.replica.steps_taken, members.own.steps)
-        # Kept before anybody hears that it is alive, and may ask it for its state.
+        # Kept before it is announced as alive, after which others may request its state.
         self._keep(begun.after)
         if joins:
             if not self._closes:
@@ -149,28 +146,11 @@ class ElasticRounds(Participant[ElasticTransport]):
             whose = self.whose(begun.donor)
             say(f"worker {self.slot} joins at round {begun.round} with {whose} after round {begun.after}")
         if begun.donor == self.slot and taken is not None:
-            # The line in the log that says whose state it was may be cut, as others go on from before it.
+            # The log line with the source of its state may be truncated, as others resume from before it.
             begun = taken._replace(round=begun.round, incarnation=begun.incarnation)
         self._begun = begun._replace(steps=self.replica.steps_taken)
         self._kept_whose = self._whose()
         self.round, self._finished = begun.round, begun.after
-
-    def _follow(self, begun: Begun) -> Begun:
-        """Trains as a ghost, until the inner optimizer is warm; returns how this process begins, as far as that is known then."""
-        transport, replica, followed = self.transport, self.replica, list[Followed]()
-        transport.declare(MemberStatus.GHOST)
-        behind = steps = transport.members.own.steps
-        for _ in range(self.config.run.ghost_rounds):
-            if self.asked.is_set() or transport.members.replaced:
-                break
-            accept = partial(self._accepted, steps=steps)
-            offer, state = self.fetch(accept, first=begun.donor, behind=begun.after, inner=False)
-            self._worker.rehearse(offer.after, state)
-            followed.append(Followed(offer.donor, offer.after, steps, offer.sha256))
-            steps = replica.steps_taken
-        replica.steps_taken = behind
-        newest = transport.first_round(self.config.run.timeout_s) - 1
-        return begun._replace(round=0 if self._closes else newest + 1, followed=tuple(followed))
 
     def open_record(self, open_: contextlib.ExitStack) -> None:
         """See `Participant`."""
@@ -190,7 +170,7 @@ class ElasticRounds(Participant[ElasticTransport]):
         return self.round < self.config.rounds
 
     def phase(self) -> None:
-        """One round, or as much of it as was made when it was closed without this worker."""
+        """One round, or the part of it before it was closed without this worker."""
         self.say_changes(rounds=self.config.rounds)
         round, steps_before = self.round, self.replica.steps_taken
         plan = self._plan(round)
@@ -202,44 +182,44 @@ class ElasticRounds(Participant[ElasticTransport]):
         try:
             report = self._worker.train_round(round, lambda: self._note(round))
         except LeftOutError as error:
-            # Nobody has what these steps have led to, so they are taken again.
+            # The result of these steps is lost, so they are repeated.
             self.replica.steps_taken = steps_before
             self._plans.clear()
             self._worker.hashes()
             if self.asked.is_set():
-                # They are in its parameters and inner optimizer, and whoever goes on from what it saves takes them again.
+                # They are in its parameters and inner optimizer, and a resume from its checkpoint repeats them.
                 self._worker.restore(unpacked(self.kept.whole.raw))
                 self._begins = begun
             else:
                 self._take_anothers_state(round, error.source)
             return
         self._end_round(report, plan.participants)
-        self.round = self._decided(round)
+        self.round = self._next_round(round)
         self._plans = {r: plan for r, plan in self._plans.items() if r >= self.round or plan.views}
         if self._finished + self.config.run.rejoin_rounds < self.round < self.config.rounds:
             self._drop_in_flight()
             self._take_anothers_state(self.round)
 
     def _end_round(self, report: RoundReport, alive: frozenset[int]) -> None:
-        """Writes what became of a round, keeps its state, and validates and saves what is due."""
+        """Records the outcome of a round, keeps its state, and validates and saves if due."""
         round, replica = self.round, self.replica
         self._finished, self._donor, self._waste = round + 1, None, 0
         self._note(round)
         missed = frozenset(peer for one in self._ended for peer in one.missed)
         unsure = frozenset(peer for one in self._ended for peer in one.unsure)
-        # The outcome is in the log before the state is kept: a newcomer may have that and name it in its own log.
+        # The outcome is logged before the state is kept: a newcomer may take that state and refer to it in its own log.
         self._log.write(RoundOutcome(round, self._or_all(alive), missed, unsure, replica.steps_taken))
         self._show(alive)
         self._keep(self._finished)
         self.stopwatch.phase(report.whole.compute_s)
         self.stopwatch.waited(self.transport.waits(), self.transport.deliveries())
-        self.journal.enter(self._worker, round, report)
+        self.journal.log(self._worker, round, report)
         self.journal.end_own_round(replica, self._finished)
         self.record.log_seconds(self.stopwatch.round(round))
 
     def _take_anothers_state(self, round: int, source: int | None = None) -> None:
-        """Goes on with the state of another worker, first that of `source`, in place of this round."""
-        if self._closings > 1 and source is not None:  # states are given away as they were at the ends of rounds
+        """Replaces this round by the state of another worker, preferably `source`."""
+        if self._closings > 1 and source is not None:  # states are given away as of the ends of rounds
             self.transport.await_later(round)
         self._plans.clear()
         self._begins = True
@@ -248,7 +228,7 @@ class ElasticRounds(Participant[ElasticTransport]):
         begun = self._fetched(own, source)
         self._waste = self._waste + 1 if again and begun.after <= self._finished else 0
         if self._waste:
-            # Each state that is taken is a line in the log: of states that lead nowhere there shall be few.
+            # Each state taken is a line in the log: limits useless ones.
             self.asked.wait(min(self.config.run.timeout_s, PAUSE_S * 2**self._waste))
         self._begun = begun._replace(steps=self.replica.steps_taken)
         self._keep(begun.after)
@@ -258,15 +238,15 @@ class ElasticRounds(Participant[ElasticTransport]):
     # --- what `OuterLoop` asks ----------------------------------------------------------------------------------------
 
     def _plan(self, round: int) -> _RoundPlan:
-        """That of a round which this worker begins, or for which it sends, with the first call."""
+        """The plan of a round, fixed by the first call, when this worker begins it or sends for it."""
         if round not in self._plans:
             steps = self.replica.steps_taken + self.config.local_steps_of(self.slot, round)
             peers = partial(self._worker.loop.peers_in, round)
-            self._plans[round] = _RoundPlan(self.transport.enter(round, peers, steps))
+            self._plans[round] = _RoundPlan(self.transport.begin_round(round, peers, steps))
         return self._plans[round]
 
-    def _decided(self, round: int) -> int:
-        """The round to go on with after this one."""
+    def _next_round(self, round: int) -> int:
+        """The next round after this one."""
         plan = self._plans[round]
         if plan.next is None:
             plan.next = self.transport.next_round()
@@ -274,7 +254,7 @@ class ElasticRounds(Participant[ElasticTransport]):
 
     def _next(self, round: int) -> int | None:
         """See `gossamer.rounds.loop.Membership.next_round`."""
-        plan, after = self._plans[round], self._decided(round)
+        plan, after = self._plans[round], self._next_round(round)
         if plan.sends_ahead is None:
             far = after > round + 1 + self.config.run.rejoin_rounds
             plan.sends_ahead = not (far or after >= self.config.rounds or self.asked.is_set())
@@ -304,12 +284,12 @@ class ElasticRounds(Participant[ElasticTransport]):
         return None if len(alive) == self.config.workers else alive
 
     def _note(self, round: int) -> None:
-        """Writes what became of the exchanges that have ended since the last call, before anything else is sent.
+        """Logs the outcomes of exchanges that ended since the last call, before any further send.
 
-        So of a worker that is killed the log says how far it came, whatever the others have of it.
+        So the log has the progress of a killed worker, whatever the others received from it.
         """
         collected = self.transport.outcomes()
-        if self._closes:  # what is closed has everything
+        if self._closes:  # a closed round is complete
             views = [(r, fragment) for r, plan in self._plans.items() for fragment in plan.views]
             collected = {Ticket(*key): dict[int, Outcome]() for key in views}
         for ticket, outcomes in collected.items():
@@ -331,7 +311,7 @@ class ElasticRounds(Participant[ElasticTransport]):
                 )
 
     def _show(self, alive: frozenset[int]) -> None:
-        """Shows what became of the exchanges of a round, and forgets them."""
+        """Reports the outcomes of a round's exchanges, and clears them."""
         everyone, heard = frozenset(range(self.config.workers)), self._worker.loop.receives_from
         made = sum(len({*heard(one.of, one.fragment, one.alive or everyone)} - one.lost) for one in self._ended)
         missed, unsure = sum(len(one.missed) for one in self._ended), sum(len(one.unsure) for one in self._ended)
@@ -339,7 +319,7 @@ class ElasticRounds(Participant[ElasticTransport]):
         self._ended.clear()
 
     def _drop_in_flight(self) -> None:
-        """Waits for what is in flight and drops it, before another's state is taken over: other ends may count it."""
+        """Waits for exchanges in flight and drops them, before another's state is taken over: the other ends may count them."""
         in_flight = self._worker.loop.in_flight
         for exchange in in_flight.values():
             exchange.receive()
@@ -358,13 +338,13 @@ class ElasticRounds(Participant[ElasticTransport]):
             self.saved_after = finished
 
     def _whose(self) -> dict[str, str]:
-        """What a checkpoint says of a state that was taken over and not trained with."""
+        """The checkpoint's entry on a state that was taken over and not trained yet."""
         if not self._begins or self._begun is None or self._begun.donor == self.slot:
             return {}
         return {"taken_over": OUTCOMES.line(self._begun, time_s=0.0)}
 
     def _keep(self, after: int) -> None:
-        # What is in flight is this worker's own; the line tells a newcomer after which closed rounds the state is.
+        # Exchanges in flight are private; the line identifies the closed rounds of the state for a newcomer.
         with self.saving:
             self.keep(after, {**self._worker.state(), "under_way": [], "line": self.transport.line})
             self._kept_whose = self._whose()
@@ -376,7 +356,7 @@ class ElasticRounds(Participant[ElasticTransport]):
         return {**state, **self._kept_whose}
 
     def _fetched(self, begun: Begun, source: int | None = None) -> Begun:
-        """Goes on with another worker's parameters, outer and inner state, and with its own place in the data."""
+        """Continues with another worker's parameters, outer and inner state, and its own position in the data."""
         first, members = begun.donor if source is None else source, self.transport.members
         steps = max(members.own.steps, self.replica.steps_taken)
 
@@ -384,8 +364,7 @@ class ElasticRounds(Participant[ElasticTransport]):
             self._worker.take_over(self._accepted(offer, state, steps=steps))
             return state["line"]
 
-        inner, before = not begun.followed, self._donor
-        offer, line = self.fetch(accept, first=first, behind=begun.after, inner=inner, before=before)
+        offer, line = self.fetch(accept, first=first, behind=begun.after, before=self._donor)
         self._donor, round = offer.donor, max(begun.round, offer.after)
         if self._closes:
             round = offer.after
@@ -393,7 +372,7 @@ class ElasticRounds(Participant[ElasticTransport]):
         return begun._replace(round=round, after=offer.after, donor=offer.donor, sha256=offer.sha256)
 
     def _accepted(self, offer: Offer, state: Any, *, steps: int) -> dict[str, Any]:
-        """Another worker's state with this one's own place in the data. Raises: CheckpointError unless all of it fits."""
+        """Another worker's state with this one's position in the data. Raises: CheckpointError unless all of it fits."""
         line = state.get("line") if isinstance(state, dict) else None
         if type(line) is not int or not 0 <= line < 1 << 64:
             raise CheckpointError(
@@ -405,8 +384,8 @@ class ElasticRounds(Participant[ElasticTransport]):
 
     def part(self, *, failed: bool) -> None:
         """See `Participant`."""
-        # Where a majority is waited for, the others shall not wait for one whose training has failed. One that was asked to leave
-        # may come back, as a machine does that is needed elsewhere.
+        # With a required majority, the others must not wait for a worker whose training has failed. One stopped on
+        # request may come back, for example when its machine is free again.
         self.transport.close(for_good=failed or not self.asked.is_set())
 
     def leave(self) -> None:
@@ -416,19 +395,19 @@ class ElasticRounds(Participant[ElasticTransport]):
             self._worker.receive_rest()
             self._note(finished)
         left = self.asked.is_set() and round < self.config.rounds
-        # A state that was taken over after the last round has not been saved by the end of a round of its own.
+        # A state taken over after the last round was not saved at the end of a round.
         if finished < self.config.rounds or self._begins:
             self.save(finished if left else self.config.rounds)
-        # Last in the log: it says that there is a checkpoint.
+        # Last in the log, as it implies a checkpoint.
         self._log.write(Ended(round, "left" if left else "finished"))
         if left:
             say(f"worker {self.slot} leaves after round {finished}, as it was asked to, and has saved its state")
 
 
 def _taken_over(state: Mapping[str, Any]) -> Begun | None:
-    """How a process had begun that has saved this state as it had taken it over; None for one that has trained since.
+    """The begin event of a process that saved this state as taken over; None if it has trained since.
 
-    Raises: DataError for what is no line of the log.
+    Raises: DataError for an invalid line of the log.
     """
     line = state.get("taken_over")
     found = None if line is None else OUTCOMES.parse(str(line), "a checkpoint").event

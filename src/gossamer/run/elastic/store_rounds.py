@@ -1,8 +1,8 @@
 """Rounds of workers that meet in a store alone, in which the whole state of the run lies (`gossamer.transport.bucket`).
 
-Only for rules after whose rounds all workers are equal: then the commits make of any earlier state the newest one. What a worker
-has for itself, as its inner optimizer, is its own or that of a state in the store. The commits say who took part in what, so the
-log of outcomes is written from them, and with it the run can be computed again.
+For rules after whose rounds all workers are equal: then the commits make of any earlier state the newest one, and what a worker
+has for itself, as its inner optimizer, is its own or that of a state in the store. And for gossip, in which each slot has states.
+The commits say who took part in what, so the log of outcomes is written from them, and with it the run can be computed again.
 """
 
 import contextlib
@@ -11,29 +11,29 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
 
 from gossamer.errors import CheckpointError, ConfigError, GossamerError
-from gossamer.finite import all_finite
 from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder
 from gossamer.record.locks import holding
 from gossamer.record.logs.outcomes import OUTCOMES, Begun, Ended, RoundOutcome
-from gossamer.record.packed import frozen, packed, unpacked
+from gossamer.record.logs.seconds import recorded_s
+from gossamer.record.packed import packable_snapshot, packed, unpacked
 from gossamer.record.progress import say
 from gossamer.record.whole_files import atomic_write, make_folder
 from gossamer.rounds.loop import Membership
+from gossamer.rounds.stopwatch import Stopwatch
 from gossamer.rounds.together import GivenMeans
 from gossamer.rules import Rule
 from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.inputs import note_inputs
 from gossamer.run.bookkeeping.journal import Journal
 from gossamer.run.bookkeeping.resume import lineage
-from gossamer.run.bookkeeping.spent_seconds import Stopwatch, recorded_s
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.agreement import prepare, run_settings, use_recorded_threads
 from gossamer.run.participant.life import KEPT
@@ -41,21 +41,31 @@ from gossamer.run.worker.replica import MISFITS, Replica
 from gossamer.run.worker.task import Task
 from gossamer.run.worker.worker import RoundReport, Segment, Worker
 from gossamer.stop_signals import Asked, leaving
-from gossamer.topologies.mixing import widen
-from gossamer.transport.bucket.bucket import Bucket, Folder, opened_bucket
+from gossamer.transport.bucket.bucket import Bucket, Folder, SecretSeal, opened_bucket
 from gossamer.transport.bucket.perform import perform
 from gossamer.transport.bucket.protocol import Attendance, Basis, Commit, StoreTerms
-from gossamer.transport.memory import MemoryNetwork
+from gossamer.transport.bucket.signed import key_seal
+from gossamer.transport.contract import Ticket
+from gossamer.transport.keys import keys_for
+from gossamer.transport.memory import MemoryNetwork, Parcel
 from gossamer.transport.processes.launch import device_of
 from gossamer.transport.secret import environment_secret
-from gossamer.tree import Tree, leaves, map_leaves, must_fit, refill
+from gossamer.tree import Tree, leaves, must_fit, refill
 
 log = logging.getLogger("gossamer")
+ROUNDING = 1e-4
+"""How far a mean may be from that of another machine, as a share of its norm; more is no rounding."""
 
 
 def is_equal_after_rounds(rule: Rule) -> bool:
     """Whether vectors and outer state of all workers are equal after each round, whoever has taken part in it."""
     return rule.averages and rule.identical and rule.unsent is None and rule.site == "parameters"
+
+
+def mixes_by_pull(rule: Rule) -> bool:
+    """Whether peers may take what a worker has put somewhere: it sends the same to all, and keeps nothing of any of them."""
+    alike = rule.needs == "connected" and not rule.copies_per_peer and not rule.sends_ahead
+    return alike and rule.unsent is None and rule.site == "parameters"
 
 
 def must_fit_a_store(config: ResolvedRun) -> None:
@@ -64,17 +74,15 @@ def must_fit_a_store(config: ResolvedRun) -> None:
     why = {
         f"it is of the kind '{config.kind}'": m is None,
         "run.elastic is false": not config.run.elastic,
-        "it has [peers], and what lies in a store is neither encrypted nor signed with their keys": bool(config.peers),
         "data.constant_batch is true": config.data.constant_batch,
-        "run.ghost_rounds is set": config.run.ghost_rounds > 0,
         "its workers are cut into stages or shards": max(config.processes) > 1,
     }
     if m is not None:
         why |= {
-            f"after a round of rule '{m.rule.name}' its workers are not equal in all": not is_equal_after_rounds(
-                m.rule
+            f"after a round of rule '{m.rule.name}' its workers are not equal in all, and it is no plain gossip": not (
+                is_equal_after_rounds(m.rule) or mixes_by_pull(m.rule)
             ),
-            f"codec '{m.codec.name}' loses digits": not m.codec.exact,
+            f"codec '{m.codec.name}' encodes the sums of a mean too": m.codec.back is not None,
             "a round has several exchanges, or one that does not end with it": not m.exchanges_once,
             "its local steps adapt": m.rule.adapted is not None or config.run.adapt,
             "its experts lie on some workers each": bool(m.holders),
@@ -82,7 +90,7 @@ def must_fit_a_store(config: ResolvedRun) -> None:
     if found := next((reason for reason, holds in why.items() if holds), None):
         raise ConfigError(
             f"--store was given for a run that it does not carry: {found}; it carries runs with run.elastic = true of rules "
-            "such as diloco, slowmo, fedopt and local_sgd with an exact codec and one exchange a round"
+            "such as gasloc, gossip, diloco, slowmo, fedopt and local_sgd with one exchange a round"
         )
 
 
@@ -92,14 +100,19 @@ def train_in_store(config: ResolvedRun, folder: Path, url: str) -> None:
     Raises: ConfigError, DataError, CheckpointError, PeerError, TrainingError.
     """
     must_fit_a_store(config)
-    bucket, secret = opened_bucket(url), environment_secret()
-    if not secret:
+    bucket, keys, secret = opened_bucket(url), keys_for(config.peers, config.workers), environment_secret()
+    if keys is None:
         log.warning(
-            "what lies in the store '%s' is plain: whoever may read there reads the parameters, and whoever may write there "
-            "changes the run; give rights to the machines of the run alone",
+            "what lies in the store '%s' is not encrypted: all who may read there read the parameters, and %s; give rights to "
+            "the machines of the run alone, or list their keys as [peers] in the run file (gossamer keys)",
             url,
+            "all who know the secret can change the run" if secret else "all who may write there can change the run",
         )
     task, key = prepare(config)
+    try:
+        seal = SecretSeal(secret) if keys is None else key_seal(bucket, keys)
+    except OSError as error:
+        raise ConfigError(f"the store '{url}' cannot be used ({error}); look at its address and rights") from None
     run = {
         "gossamer": 1,
         "key": f"{key:016x}",
@@ -107,9 +120,19 @@ def train_in_store(config: ResolvedRun, folder: Path, url: str) -> None:
         "settings": run_settings(config, task),
         "workers": config.workers,
     }
-    looks = {"look_s": 0.05, "rest_s": 1.0} if isinstance(bucket, Folder) else {}
     deadline_s = config.run.round_deadline_s or config.run.timeout_s
-    terms = StoreTerms(run, config.workers, config.rounds, config.run.timeout_s, deadline_s, secret, **looks)
+    terms = StoreTerms(
+        run,
+        config.workers,
+        config.rounds,
+        config.run.timeout_s,
+        deadline_s,
+        seal,
+        gossip=config.in_rounds.rule.needs != "everyone",
+        rejoin_rounds=config.run.rejoin_rounds,
+    )
+    if isinstance(bucket, Folder):  # which may be asked often
+        terms = terms._replace(look_s=0.05, rest_s=1.0)
     with leaving() as asked, contextlib.ExitStack() as open_:
         work = StoreWork(config, folder, task, asked, open_)
         one = Attendance(terms, work, secrets.token_hex(16), time.monotonic)
@@ -138,7 +161,7 @@ class StoreWork:
         self._config, self._folder, self._task, self._asked, self._open = config, folder, task, asked, open_
         self._method, self._line = config.in_rounds, lineage(config, folder)
         self._device, self._fresh = device_of(config.run.device), task.data.state()
-        self._means = GivenMeans(config.workers)
+        self._means, self._gossip = GivenMeans(config.workers), self._method.rule.needs != "everyone"
         self._present = frozenset[int]()
         self._kept = (0, lambda: b"")
         """Its state after so many rounds, which nothing changes."""
@@ -184,9 +207,12 @@ class StoreWork:
         config = self._config
         self._replica = Replica(self.slot, config, self._task, self._device)
         self._probe = Probe(config, self._task, self._device)
-        transport = MemoryNetwork(config.workers).transport(self.slot)  # of a worker that is alone in a round
+        # Means are given; in gossip it holds what this worker posts, and gets the messages of its peers from the store.
+        self._network = MemoryNetwork(config.workers, lambda parcel: parcel.receiver == self.slot)
         membership = Membership(lambda round, fragment: self._present, closes=self)
-        self._worker = Worker(self._replica, self._method, transport, together=self._means, membership=membership)
+        together = None if self._gossip else self._means
+        transport = self._network.transport(self.slot)
+        self._worker = Worker(self._replica, self._method, transport, together=together, membership=membership)
 
     def proposed(self, round: int) -> tuple[int, frozenset[int]]:
         """See `gossamer.transport.contract.Closes`: the commit is there already."""
@@ -269,31 +295,39 @@ class StoreWork:
         self._segments: Iterator[Segment] = self._worker.segments(round)
         self._segment = next(self._segments)
         self._phase = self._worker.train(self._segment)
-        return _packed_trees(self._worker.loop.messages(round, self._segment.stop))
+        return _packed_trees(self._worker.loop.payloads(round, self._segment.stop))
 
     def steps(self) -> int:
         """See `StoreWorker`."""
         return self._replica.steps_taken
 
-    def is_sound(self, body: memoryview) -> bool:
+    def is_sound(self, round: int, body: memoryview) -> bool:
         """See `StoreWorker`."""
         try:
-            found = self._trees(self._segment.round, body)
+            payloads = self._trees(round, body)
         except CheckpointError:
             return False
-        return all_finite(tuple(leaf for tree in found for leaf in leaves(tree)))
+        return self._worker.loop.are_sound(round, self._worker.loop.stops(round)[0], payloads)
 
     def mean(self, round: int, messages: Mapping[int, bytes | memoryview]) -> bytes:
         """See `StoreWorker`."""
+        (stop,) = self._worker.loop.stops(round)
         trees = {slot: self._trees(round, body) for slot, body in messages.items()}
-        return _packed_trees(self._worker.loop.means(round, self._segment.stop, trees))
+        return _packed_trees(self._worker.loop.means(round, stop, trees))
+
+    def is_mean(self, round: int, own: bytes, there: memoryview) -> bool:
+        """See `StoreWorker`."""
+        try:
+            pairs = zip(*(leaves(tuple(self._trees(round, body, of="means"))) for body in (own, there)), strict=True)
+        except CheckpointError:
+            return False
+        return all(bool((b - a).norm() <= ROUNDING * a.norm()) for a, b in pairs)
 
     def _trees(self, round: int, body: bytes | memoryview, of: Literal["messages", "means"] = "messages") -> list[Tree]:
         """The messages or means of a round. Raises: CheckpointError for what is none of this run."""
         (stop,) = self._worker.loop.stops(round)
-        forms = self._worker.loop.message_forms(round, stop)
-        if of == "means":
-            forms = [map_leaves(widen, form) for form in forms]
+        loop = self._worker.loop
+        forms = (loop.mean_forms if of == "means" else loop.payload_forms)(round, stop)
         found = unpacked(bytes(body))
         try:
             read = iter(found["leaves"])
@@ -309,19 +343,35 @@ class StoreWork:
 
     def finish(self, commit: Commit, mean: memoryview) -> None:
         """See `StoreWorker`."""
+        means = self._trees(commit.round, mean, of="means")
+        self._means.means = dict(zip(self._segment.stop.sends, means, strict=True))
+        self._end_round(commit, len(commit.parts) - 1)
+
+    def peers(self, round: int, parts: Collection[int]) -> Collection[int]:
+        """See `StoreWorker`."""
+        return self._worker.loop.peers_in(round, frozenset(parts))
+
+    def mix(self, commit: Commit, messages: Mapping[int, memoryview]) -> None:
+        """See `StoreWorker`."""
+        for j, body in messages.items():
+            for p, payload in zip(self._segment.stop.sends, self._trees(commit.round, body), strict=True):
+                self._network.send(Parcel(Ticket(commit.round, p), j, self.slot, tuple(leaves(payload))))
+        self._end_round(commit, len(messages))
+        self._network.held.clear()
+
+    def _end_round(self, commit: Commit, exchanges: int) -> None:
         round, worker, segment = commit.round, self._worker, self._segment
-        self._means.means = dict(zip(segment.stop.sends, self._trees(round, mean, of="means"), strict=True))
         self._present = frozenset(commit.parts)
         report = RoundReport([self._phase], [worker.send(segment)])
         worker.receive(segment)
         assert next(self._segments, None) is None
         self._finished = round + 1
         if self._finished < self._config.rounds:
-            with_state = frozen(self._state())
+            with_state = packable_snapshot(self._state())
             self._kept = self._finished, with_state
-        self._record[0].show_exchanges(alive=len(self._present), made=len(self._present) - 1, missed=0, unsure=0)
+        self._record[0].show_exchanges(alive=len(self._present), made=exchanges, missed=0, unsure=0)
         self._stopwatch.phase(report.whole.compute_s)
-        self._journal.enter(worker, round, report)
+        self._journal.log(worker, round, report)
         self._journal.end_own_round(self._replica, self._finished)
         self._record[0].log_seconds(self._stopwatch.round(round))
 

@@ -1,13 +1,13 @@
-"""Elastic runs on real processes: rounds that go on when workers die, hang, leave or come back.
+"""Elastic runs on real processes: rounds that continue when workers die, hang, leave or come back.
 
-At its start each worker brings the rounds of which it has a checkpoint, and who took part in them.
+At the start each worker contributes the rounds of which it has a checkpoint, with their participants.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gossamer.run.bookkeeping.resume import History, Resume
-from gossamer.run.bookkeeping.which_round import Held, kept_by, to_resume
+from gossamer.run.bookkeeping.which_round import Held, kept_by, round_to_resume
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.run.elastic.elastic_rounds import ElasticRounds
 from gossamer.run.participant.life import take_part
@@ -16,7 +16,7 @@ from gossamer.run.worker.stages.checkpoints import Store
 
 
 class HeldRounds(Brought[bool]):
-    """See `gossamer.run.participant.seat.Brought`. All workers go on with one round, that of `to_resume`."""
+    """See `gossamer.run.participant.seat.Brought`. All workers resume from one round, that of `round_to_resume`."""
 
     word, one_round = "elastic", True
 
@@ -28,15 +28,15 @@ class HeldRounds(Brought[bool]):
         return Own(kept_by(Store(self._config, self._folder), [slot], past.lineage, past.before)[slot])
 
     def read(self, more: object) -> bool | None:
-        """See `Brought`: its rounds are all that there is to know."""
+        """See `Brought`: there are no facts besides its rounds."""
         return True if more is None else None
 
     def pick(self, held: Mapping[int, Held]) -> int:
         """See `Brought`."""
-        return to_resume(held, self._config.run.rejoin_rounds)
+        return round_to_resume(held, self._config.run.rejoin_rounds)
 
     def progress(self, slot: int, facts: Sequence[bool], held: Mapping[int, Held], after: int) -> Progress:
-        """A slot whose checkpoint is lost resumes after every inner step it may have taken, so that none is trained twice."""
+        """A slot whose checkpoint is lost resumes after every inner step it may have taken, so that no step is repeated."""
         lost = after not in held.get(slot, {})
         steps = self._config.timetable.steps_before(slot, after) if lost else 0
         return Progress(after, after, steps) if slot < len(facts) else Progress(0, 0, steps)
@@ -45,7 +45,7 @@ class HeldRounds(Brought[bool]):
 def train_elastic(config: ResolvedRun, folder: Path, *, join: str | None = None, resume: Resume = False) -> None:
     """Trains one worker of an elastic run, see `take_part`.
 
-    A run that starts goes on from the round of `gossamer.run.bookkeeping.which_round.to_resume`. Workers without a checkpoint of
-    it take the state of one that has it.
+    A starting run resumes from the round of `gossamer.run.bookkeeping.which_round.round_to_resume`. Workers without a
+    checkpoint of it take the state of one that has it.
     """
     take_part(config, folder, ElasticRounds, HeldRounds(config, folder), join=join, resume=resume)

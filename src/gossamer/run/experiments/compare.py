@@ -24,7 +24,7 @@ from gossamer.run.config.experiment_file import Point, place_in_experiment
 from gossamer.run.config.resolve import settings_of
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.run.config.run_file import digest, dump, parse
-from gossamer.run.experiments.processes import Apart, RunEnd
+from gossamer.run.experiments.processes import RunEnd, RunPool
 from gossamer.run.experiments.shared_start import shared_trunks, stands_at_its_trunk
 from gossamer.settings.schema import Records
 
@@ -41,7 +41,7 @@ def doubts_about(runs: Iterable[ResolvedRun]) -> list[str]:
 
 @with_config(ConfigDict(extra="ignore"))
 class _Ended(TypedDict):
-    """What the lines of a search and of a comparison have in common."""
+    """The common fields of the lines of a search and of a comparison."""
 
     origin: NotRequired[Origin | None]
 
@@ -62,22 +62,24 @@ def train_all(
     enough: Callable[[], bool] = lambda: False,
     asked: Callable[[], bool] = lambda: False,
 ) -> dict[str, Origin | None]:
-    """Trains the runs of an experiment into their folders, by label; one that diverges is a result, and the others still run.
+    """Trains the runs of an experiment into their folders, by label; a diverged run is a result, and the others
+    continue.
 
-    Those that are compared with each other come together: point by point of a sweep, and there seed by seed. Whoever stops it has
-    whole comparisons.
+    Runs that are compared with each other are scheduled together: by point of a sweep, then by seed, so that an early
+    stop leaves complete comparisons.
 
     Args:
-        file: gets a line of each run that has ended, in the order of their ends, after what it has of other runs.
-        jobs: at most so many runs at a time, each in its own process with its share of the cores; one runs here.
+        file: receives a line for each ended run, in the order of their ends, after existing lines of other runs.
+        jobs: the most runs at a time, each in its own process with its share of the cores; one runs here.
         resume: keep the finished runs; those that were stopped continue, and the others start.
-        reuse: a folder of `gossamer tune` or of another comparison, whose finished runs of these settings and seeds are copied.
+        reuse: a folder of `gossamer tune` or of another comparison, whose finished runs of these settings and seeds are
+            copied.
         began, on_end: called for each run that begins here, and for each that ends.
-        enough: is asked after each end; once it is true, no further run begins.
+        enough: called after each end; once true, no further run begins.
         asked: whether to stop, once the runs in progress have saved after their round.
-    Returns: what each run was computed by; None of a finished run without a line.
-    Raises: ConfigError when a finished run had other settings, or none is there to reuse; DataError for a line that is none, and
-        for a finished run whose files lack what the line of it has.
+    Returns: each run's provenance; None for a finished run without a line.
+    Raises: ConfigError when a finished run had other settings, or there is none to reuse; DataError for an invalid
+        line, and for a finished run whose files lack data of its line.
     """
     known = {place_in_experiment(one): one for one in read_results(file)} if file.exists() else {}
     places = {place_in_experiment(run) for run in runs}
@@ -104,11 +106,11 @@ def train_all(
             origins[run.label] = found
             kept.append(_result(run, folders, found))
     waiting = {run.label: run for run in _in_turn(runs) if run.label not in origins}
-    jobs = min(jobs, max(1, len(waiting)))  # a run has no use for the cores of one that does not exist
-    origin("", None)  # asks which commit this is before the first run
+    jobs = min(jobs, max(1, len(waiting)))  # so that no cores are reserved for runs that do not exist
+    origin("", None)  # caches the commit before the first run
     make_folder(file.parent)
     atomic_write(file, result_lines(kept).encode())
-    with _Lines(file) as written, Apart(jobs, began=lambda label: began(waiting[label]), asked=asked) as apart:
+    with _Lines(file) as written, RunPool(jobs, began=lambda label: began(waiting[label]), asked=asked) as apart:
         for label, run in waiting.items():
             trunk = file.parent / "trunks" / trunks[label] if trunks[label] and jobs == 1 else None
             apart.add(label, run.config, folders[label], trunk)
@@ -130,14 +132,16 @@ def _result(run: Point, folders: Mapping[str, Path], found: Origin | None) -> Po
 
 
 def _line_of(run: Point, line: PointResult | None) -> PointResult | None:
-    """The line at a run's place, where this very run has left it; None for one of other settings or without an origin."""
+    """The run's line, if left by exactly this run; None for one of other settings or without an origin."""
     if line is None or line.origin is None or line.origin["digest"] != digest(run.config):
         return None
     return line
 
 
 def _as_recorded(run: Point, folders: Mapping[str, Path], line: PointResult) -> PointResult:
-    """The line of a finished run anew. Raises: DataError where its trace is gone, or lacks messages that the line counts."""
+    """The recomputed line of a finished run. Raises: DataError where its trace is missing, or lacks messages counted in
+    the line.
+    """
     found = _result(run, folders, line.origin)
     had, has = line.row["sent_bytes"], found.row["sent_bytes"]
     if had is not None and (has is None or has < had):
@@ -151,9 +155,9 @@ def _as_recorded(run: Point, folders: Mapping[str, Path], line: PointResult) -> 
 def _copied(
     missing: Sequence[Point], folders: Mapping[str, Path], reuse: Path, *, some: bool
 ) -> list[tuple[Point, Origin]]:
-    """Copies those runs that are finished in a folder of `reuse`; returns them, with what each was computed by.
+    """Copies runs that are finished in a folder of `reuse`; returns them, with each one's provenance.
 
-    Raises: ConfigError when there are no outcomes, and where `some` must be there and none is.
+    Raises: ConfigError when there are no outcomes, or when `some` requires a reusable run and there is none.
     """
     if not (outcomes := reuse / "outcomes.jsonl").is_file():
         raise ConfigError(
@@ -184,7 +188,7 @@ def _copied(
 
 
 def _adopt(run: Point, folders: Mapping[str, Path]) -> None:
-    """Gives a finished run the name that it has in this experiment, and the networks that price it there."""
+    """Sets a finished run's name and networks to those of this experiment."""
     file = folders[run.label] / "run.toml"
     there = parse(load_document(file))
     if (there.name, there.network) != (run.config.name, run.config.network):
@@ -192,7 +196,7 @@ def _adopt(run: Point, folders: Mapping[str, Path]) -> None:
 
 
 def _copy(place: Path, here: Path) -> None:
-    """Copies a run to another folder, where no half of it is ever taken for a run."""
+    """Copies a run to another folder, such that a partial copy is never mistaken for a run."""
     part = here.with_name(f"{here.name}.part")
     for old in (part, here):
         shutil.rmtree(old, ignore_errors=True)

@@ -32,9 +32,9 @@ from gossamer.transport.processes.local import end_with_parent
 log = logging.getLogger("gossamer")
 
 _ENDING_S = 5.0
-"""How long a process without a run may take to end by itself."""
+"""How long an idle process may take to end by itself."""
 _LOOK_S = 0.5
-"""How often is looked whether to stop."""
+"""The polling interval for stop requests."""
 
 
 class RunEnd(NamedTuple):
@@ -48,11 +48,11 @@ class RunEnd(NamedTuple):
     text: str = ""
     """The fingerprint of its text, where that is files."""
     warnings: tuple[str, ...] = ()
-    """What it warned of in its own process."""
+    """Warnings of its process."""
 
 
 class _Lane:
-    """A process that trains one run after the other: what it has imported and compiled, which takes seconds, serves all."""
+    """A process that trains runs sequentially, sharing imports and compiled code, which take seconds."""
 
     def __init__(self, number: int, lanes: int) -> None:
         context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
@@ -61,7 +61,7 @@ class _Lane:
         self.process.start()
         theirs.close()
         self.key: Hashable = None
-        """Of the run that it trains; None while it waits."""
+        """The key of its current run; None while idle."""
 
     def train(self, key: Hashable, config: RunConfig, folder: Path) -> None:
         """Begins a run. Raises: TrainingError for a process that is gone."""
@@ -70,12 +70,12 @@ class _Lane:
             self.link.send((config, folder))
 
     def ask_to_stop(self) -> None:
-        """Has its run save after its round and stop there. Raises: TrainingError for a process that is gone."""
+        """Requests its run to save after its round and stop. Raises: TrainingError for a lost process."""
         with self._there():
             self.link.send(None)
 
     def result(self) -> RunEnd | None:
-        """How its run has ended; None for one that was stopped.
+        """The end of its run; None for one that was stopped.
 
         Raises: GossamerError as `simulate` does; TrainingError for a process that is gone.
         """
@@ -97,12 +97,12 @@ class _Lane:
             ) from None
 
 
-class Apart:
-    """Trains runs, so many at a time; those in progress are ended when it is left.
+class RunPool:
+    """Trains several runs at a time; those in progress are ended on exit.
 
     Args:
-        jobs: with one, a run takes place in this process, as `ended` is called.
-        began: called with the key of each run that begins; warnings are then shown, of several runs with the same each once.
+        jobs: with one, a run is trained in this process, inside `ended`.
+        began: called with the key of each run that begins; identical warnings of several runs are shown once.
         asked: whether to stop; then the runs in progress save after their round.
     """
 
@@ -114,8 +114,8 @@ class Apart:
         self._waiting: list[tuple[Hashable, RunConfig, Path, Path | None]] = []
         self._lanes: list[_Lane] = []
 
-    def __enter__(self) -> "Apart":
-        if self._jobs > 1 and sys.platform == "linux":  # which imports once, and not for each process
+    def __enter__(self) -> "RunPool":
+        if self._jobs > 1 and sys.platform == "linux":  # imports once instead of in each process
             start_forkserver([__name__])
         return self
 
@@ -124,7 +124,7 @@ class Apart:
     ) -> None:
         for lane in self._lanes:
             if lane.key is None:
-                lane.link.close()  # it reads that nobody sends any more, and removes what torch's compiler holds as it ends
+                lane.link.close()  # the process sees the end of its pipe, and cleans up torch's compiler on exit
             else:
                 lane.process.terminate()
         for lane in self._lanes:
@@ -139,11 +139,11 @@ class Apart:
 
     @property
     def busy(self) -> bool:
-        """Whether a run waits or is under way."""
+        """Whether a run is waiting or in progress."""
         return bool(self._waiting or self._running)
 
     def add(self, key: Hashable, config: RunConfig, folder: Path, trunk: Path | None = None) -> None:
-        """Adds a run to those that wait.
+        """Queues a run.
 
         One that was stopped in its folder continues from its newest checkpoint; else the folder is emptied before it begins.
 
@@ -152,14 +152,14 @@ class Apart:
         self._waiting.append((key, config, folder, trunk))
 
     def drop(self) -> None:
-        """Forgets the runs that wait."""
+        """Drops the queued runs."""
         self._waiting.clear()
 
     def ended(self) -> list[tuple[Any, RunEnd]]:
         """Waits until a run has ended, or several.
 
-        Raises: GossamerError as `simulate` does, but for a run that diverges; KeyboardInterrupt once all runs in progress have
-            saved after it was asked to stop.
+        Raises: GossamerError as `simulate` does, but for a run that diverges; KeyboardInterrupt on a stop request, once
+            all runs in progress have saved.
         """
         if self._jobs == 1:
             if self._asked():
@@ -203,13 +203,13 @@ class Apart:
 
 
 def _work(link: Connection, lane: int, lanes: int, quiet: bool) -> None:
-    """A process that trains what it is sent, until nobody sends any more."""
-    end_with_parent()  # also amid a run
-    gc.freeze()  # what was imported is shared with the others, and not collected
-    # Ctrl-C and the hang-up of a terminal reach the parent alone, which has the run save, or ends this process.
+    """The loop of a process that trains received runs, until its pipe is closed."""
+    end_with_parent()  # even during a run
+    gc.freeze()  # imports are shared with the others, and not collected
+    # Ctrl-C and a terminal's hang-up reach only the parent, which lets the run save, or ends this process.
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # in Python, which removes what torch's compiler holds
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # a Python handler, so that torch's compiler cleans up
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, _share(sorted(os.sched_getaffinity(0)), lane, lanes))
     kept = _Kept()
@@ -217,12 +217,12 @@ def _work(link: Connection, lane: int, lanes: int, quiet: bool) -> None:
     log.propagate = False
     with contextlib.suppress(EOFError), quieted(quiet):
         while True:
-            if (job := link.recv()) is None:  # it was asked to stop as its run had just ended
+            if (job := link.recv()) is None:  # stopped right after its run had ended
                 continue
             config, folder = job
             kept.sentences.clear()
             try:
-                # While a run is in progress, all that the parent sends is that it shall stop.
+                # While a run is in progress, the parent only sends stop requests.
                 end = _trained(config, folder, warns=True, asked=link.poll)
                 link.send(end._replace(warnings=tuple(kept.sentences)))
             except KeyboardInterrupt:
@@ -233,7 +233,7 @@ def _work(link: Connection, lane: int, lanes: int, quiet: bool) -> None:
 
 
 class _Kept(logging.Handler):
-    """Keeps the warnings of a process, for its parent, which shows them."""
+    """Collects the warnings of a process, for its parent to show."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -277,14 +277,14 @@ def _trained(
 
 
 def _was_stopped(config: RunConfig, folder: Path) -> bool:
-    """Whether the folder holds this very run up to a checkpoint before its end."""
+    """Whether the folder holds exactly this run up to a checkpoint before its end."""
     if not (folder / "run.toml").exists():
         return False
     try:
         alike = digest(parse(load_run(folder))) == digest(config)
     except (ConfigError, DataError):
         return False
-    # One with a checkpoint of its end has no outcome, so its record is not whole.
+    # One with a final checkpoint but no outcome has an incomplete record.
     return (
         alike
         and 0 < max(checkpoint.rounds(folder / "checkpoints", settings_of(config).owners[0]), default=0) < config.rounds
@@ -292,9 +292,9 @@ def _was_stopped(config: RunConfig, folder: Path) -> bool:
 
 
 def _empty(folder: Path) -> None:
-    """Removes what another run has left in a folder; nothing but a run is ours to remove."""
+    """Removes the files of another run from a folder; refuses anything that is not a run."""
     if (mark := folder / "run.toml").exists():
-        # The mark goes last: what a kill leaves of a run without it could neither be removed by the next process nor be resumed.
+        # The mark is removed last: without it, the remains of a kill could neither be removed nor resumed.
         for path in sorted(folder.iterdir()):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)

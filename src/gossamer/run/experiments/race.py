@@ -1,10 +1,10 @@
 """Candidates of a plan trained against each other in the time that their price gives them.
 
-A small model stands for the planned one: it has as many times fewer bytes as parameters, and every link of the network is so many
-times slower. So a round of it is priced like a round of the planned model, and all that reads a run folder, such as a report or
-`gossamer price`, shows the seconds of the planned one. All candidates get the same seconds. Each trains the whole rounds that fit
-them and one more with as many local steps as fit the rest, and its learning rate comes down at its own end. One machine alone
-and, where there are sites, one site alone are always in the race.
+A small model replaces the planned one, with all links slowed down by the ratio of parameters. So a round of it is
+priced like a round of the planned model, and all readers of a run folder, such as a report or `gossamer price`, show
+the seconds of the planned one. All candidates get the same seconds. Each trains the whole rounds that fit them and one
+more with as many local steps as fit the rest, and its learning rate decays at its own end. One machine alone and,
+where there are sites, one site alone are always in the race.
 
 The losses are those of the small model.
 """
@@ -51,18 +51,18 @@ _SIZES = (
 )
 """Models to race with, the largest first."""
 LENGTHS = (TOKENS_PER_PARAMETER, 10, 5)
-"""Tokens a parameter that the choice reads, the most first; with fewer nothing is learnt by which methods could differ."""
+"""Tokens per parameter of the choice, the most first; with fewer, methods cannot be distinguished."""
 _SEQ_LEN, _SEQUENCES = 64, 32
-"""Of a sequence, and of a step of all workers, of which each takes one at least: those of the measured losses."""
+"""Tokens of a sequence, and sequences of a step of all workers (at least one each), as in the measured losses."""
 _ROUNDS, _FEWEST = 8, 3
-"""Rounds that the choice has at least, and that any candidate must have."""
+"""The fewest rounds of the choice, and of any candidate."""
 _VALIDATIONS, _VALIDATED = 8, 65_536
-"""Of a run, and the tokens of each, or less: where a run is short, a tenth of its time at most is spent on them."""
+"""Validations of a run, and their tokens, reduced for short runs to a tenth of the time."""
 _COMPILED_FROM = 300
 """Inner steps from which compiling pays for itself."""
 _BYTES = 256
 _PLAYED, _LOOKS = 8, 4
-"""Rounds that are played for the price of a shorter one, and how often is looked for more steps that fit."""
+"""Rounds simulated for the price of a shorter one, and search iterations for more steps that fit."""
 
 
 class Entrant(NamedTuple):
@@ -75,7 +75,7 @@ class Entrant(NamedTuple):
     last: tuple[int, ...]
     """Inner steps of each worker in the last round."""
     seconds: float
-    """Of the network; less than the time of the race where not one more step fits."""
+    """Seconds of the network; less than the race's time if no further step fits."""
 
     @property
     def steps(self) -> int:
@@ -97,7 +97,7 @@ class Entrant(NamedTuple):
 
 
 class Course(NamedTuple):
-    """What is raced, how far, and with which model."""
+    """A race: candidates, length and model."""
 
     model: ModelConfig
     parameters: int
@@ -108,7 +108,7 @@ class Course(NamedTuple):
     entrants: tuple[Entrant, ...]
     """The choice of the plan first."""
     left: Mapping[str, str]
-    """Candidates of the shortlist that cannot be raced, and why."""
+    """Candidates of the shortlist that cannot be raced, with reasons."""
 
     @property
     def tokens(self) -> int:
@@ -140,7 +140,7 @@ def alone(made: RunPlan) -> list[Candidate]:
 
 
 def with_alone(made: RunPlan, some: Sequence[Candidate]) -> list[Candidate]:
-    """A shortlist, with what is alone at its end unless it is on it."""
+    """A shortlist, extended by the single machine or site unless included."""
     return [*some, *(one for one in alone(made) if one not in some)]
 
 
@@ -168,7 +168,8 @@ def course_of(
     tokens_per_parameter: float,
     horizon_s: float | None = None,
 ) -> Course:
-    """The race in which the choice reads so many tokens a parameter, and more where that were few rounds.
+    """The race in which the choice trains on `tokens_per_parameter` tokens a parameter, or more if that gives too few
+    rounds.
 
     Args: `horizon_s` is the time; that of the choice unless given.
     """
@@ -182,7 +183,7 @@ def course_of(
     entrants, left = list[Entrant](), dict[str, str]()
     for one in some:
         if any(label_of(one) == entrant.label for entrant in entrants):
-            continue  # it differs in its way back alone, and the one that the plan ranks before it is raced
+            continue  # it differs only in its return codec, and the better-ranked one is raced
         own = math.floor(horizon_s / one.round_s * (1 + 1e-9))
         if _fragments(one) > 1 and model.shape.layers == 1:
             left[label_of(one)] = "it needs a layer for each of its fragments, and the small model has one in all"
@@ -194,7 +195,7 @@ def course_of(
 
 
 def _filling(course: Course, made: RunPlan, one: Candidate, rounds: int) -> Entrant:
-    """A candidate with its whole rounds in the time of a race, and a shorter one in what is left of it.
+    """A candidate with its whole rounds within the time of a race, and a shorter last one in the remaining time.
 
     The seconds of a round with fewer steps are convex in these, so what is interpolated between two that are known is no less.
     """
@@ -358,13 +359,14 @@ def race_standings(
 def carried_over(
     losses: Mapping[str, Sequence[float]], candidates: Mapping[str, Candidate], choice: Pick, raced: LossScale
 ) -> Standing:
-    """How candidates stand for the planned model: `E(planned) + (loss - E(raced)) · gap(planned) / gap(raced)` for each seed.
+    """The standing of candidates for the planned model: `E(planned) + (loss - E(raced)) · gap(planned) / gap(raced)`
+    for each seed.
 
-    E is what the plan expects of a candidate in the time, for the planned model and for the raced one, whose rounds are fewer. So
-    a race that ends as the plan expects it to leaves the plan as it is, and what it finds beyond that shrinks as the gap of all
-    methods to data parallelism does.
+    E is what the plan expects of a candidate in the time, for the planned model and for the raced one, whose rounds are
+    fewer. So a race that ends as expected leaves the plan unchanged, and deviations shrink like the gap of all methods
+    to data parallelism.
 
-    Args: `losses` are those of the race, `choice` is that of the plan, and `raced` what the plan takes the race for.
+    Args: `losses` are those of the race, `choice` is that of the plan, and `raced` the plan's expectation of the race.
     """
     there, shrinks = choice._replace(scale=raced), choice.scale.gap / raced.gap if raced.gap else 1.0
     moved = dict[str, list[float]]()

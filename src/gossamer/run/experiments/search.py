@@ -1,4 +1,4 @@
-"""A search over learning rates and outer settings: a function of losses that reads no files and trains nothing.
+"""A search over learning rates and outer settings: a pure function of losses, without files or training.
 
 On the first rung runs a cross: the learning rates with the first pair (η, γ), then all pairs at the best learning rate, and then
 whatever is missing of the cross through the best setting so far. Each arm grows where the best stands at its end. If there is a
@@ -20,8 +20,8 @@ OuterPair = tuple[float, float]
 """Outer learning rate η and outer momentum γ."""
 _ETA, _GAMMA = 0, 1  # of a pair
 _LARGEST = 0.99  # no γ beyond it is tried
-_NEIGHBOURHOOD = 3  # the best setting and its two neighbours, without which nobody knows that it is the best
-_FINALISTS = 2  # seeds reverse close settings, which are the first ones
+_NEIGHBOURHOOD = 3  # the best setting and its two neighbours, which confirm that it is the best
+_FINALISTS = 2  # the top settings are close, and seeds may reverse them
 
 
 class GridPoint(NamedTuple):
@@ -30,7 +30,7 @@ class GridPoint(NamedTuple):
     doublings: int
     """Of the lowest learning rate of the grid; negative below it."""
     outer: OuterPair | None
-    """None for a method that has no such pair, or is to keep its own."""
+    """None for a method without such a pair, or with a fixed one."""
 
 
 class Trial(NamedTuple):
@@ -42,7 +42,7 @@ class Trial(NamedTuple):
 
 
 class Space(NamedTuple):
-    """What is searched, and what it may cost."""
+    """The search space and its budget."""
 
     rates: int
     """Learning rates of the first grid, each twice the one before."""
@@ -67,17 +67,19 @@ class Space(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a search found."""
+    """The result of a search."""
 
     best: GridPoint | None
     """None if no trial of the final, or without one of the last rung, has a finite loss."""
     edges: tuple[str, ...]
-    """Where the best stands at the edge of what was tried: "lr", "outer_lr", "momentum"; empty at an interior optimum."""
+    """The dimensions in which the best is at the edge of the tried range: "lr", "outer_lr", "momentum"; empty at an
+    interior optimum.
+    """
     spent: int
 
 
 Search = Generator[tuple[Trial, ...], Mapping[Trial, float], Found]
-"""Yields trials to run, takes their losses, and returns what it found."""
+"""A generator that yields trials, receives their losses, and returns the result."""
 
 
 def needed_tokens(space: Space) -> int:
@@ -86,7 +88,7 @@ def needed_tokens(space: Space) -> int:
 
 
 def search(space: Space) -> Search:
-    """Yields batches of trials until the budget or the questions end; equal losses lead to equal trials and the same choice.
+    """Yields batches of trials until the budget is spent or the search is complete; deterministic in the losses.
 
     The rungs share what a final leaves of the budget equally, and a rung keeps enough for the neighbourhood of the best on those
     after it. A loss that is not finite ranks last.
@@ -94,8 +96,8 @@ def search(space: Space) -> Search:
     Raises: ConfigError for a budget below `needed_tokens`.
     Cost: no more tokens than the budget.
     Source: successive halving, arXiv 1502.07943; a grid that grows until its optimum is interior, arXiv 2503.09799.
-    Fails when: of several rungs, short runs rank the settings otherwise than long ones; of a cross, the best pair at the first
-    learning rates is none at the best.
+    Fails when: with several rungs, short runs rank the settings differently than long ones; with a cross, the best pair
+        at the first learning rates is not the best at the optimal one.
 
     >>> asked = search(Space(rates=2, outers=(None,), tokens=(1, 4), budget=30))
     >>> [trial.setting.doublings for trial in next(asked)]
@@ -139,7 +141,7 @@ class _State:
         self.losses: dict[Trial, float] = {}
 
     def affordable(self, settings: Iterable[GridPoint], rung: int) -> tuple[Trial, ...]:
-        """The trials of these settings on a rung that have not run, as many as it can pay for."""
+        """The trials of these settings on a rung that have not run, within the budget."""
         new = [trial for setting in dict.fromkeys(settings) if (trial := Trial(setting, rung)) not in self.losses]
         return tuple(new[: self._left(rung) // self._space.tokens[rung]])
 
@@ -178,7 +180,7 @@ class _State:
         if rung + 1 == len(self._space.tokens):
             return []
         ranked = self._ranked(rung)
-        # One neighbourhood is kept for a best that moves.
+        # Reserves one neighbourhood in case the best moves.
         share = self._left(rung + 1) // self._space.tokens[rung + 1] - (_NEIGHBOURHOOD - 1)
         many = max(_NEIGHBOURHOOD, min(share, math.ceil(len(ranked) / 2)))
         best = ranked[0]

@@ -1,4 +1,4 @@
-"""Trunks: runs that differ in their length only, and whose learning rate comes down at their end, are one run up to there."""
+"""Trunks: runs that differ only in their length, with a final learning-rate decay, share their training up to the decay."""
 
 import dataclasses
 import math
@@ -15,14 +15,14 @@ from gossamer.run.simulated.simulate import simulate_until_asked
 from gossamer.run.simulated.simulation import Simulation
 
 _ROUNDS = 1 << 20
-"""Of a trunk, of which only those are trained that its branches share."""
+"""Nominal rounds of a trunk, of which only the shared ones are trained."""
 
 
 def shared_trunks(runs: Sequence[RunConfig]) -> list[str]:
-    """The name of the trunk that each run may begin with; empty for a run that has nothing in common with another.
+    """The name of the trunk that each run may begin with; empty for a run without a shared start.
 
     A run with `inner.schedule = "wsd"` has a constant learning rate from its warm-up to the decay at its end. So what is before
-    the decay is the same in a longer run. Asynchronous runs have no rounds, and take no part.
+    the decay is the same in a longer run. Asynchronous runs have no rounds, and are excluded.
     """
     names = [digest(_trunk(run)) if _plateau(run) else "" for run in runs]
     many = Counter(names)
@@ -32,14 +32,13 @@ def shared_trunks(runs: Sequence[RunConfig]) -> list[str]:
 def anneal(config: RunConfig, folder: Path, trunk: Path, *, asked: Callable[[], bool] = lambda: False) -> Simulation:
     """Trains a run as a branch of its trunk, which is trained up to the last round before the decay and then copied.
 
-    The bits are those of `simulate(config, folder)`. Shorter branches come first: one that leaves a trunk before the round
-    where it stands is trained whole.
+    Bitwise equal to `simulate(config, folder)`. Shorter branches come first: one that leaves a trunk before the trunk's
+    current round is trained whole.
 
     Args:
-        trunk: its folder, which the first branch makes.
+        trunk: its folder, created by the first branch.
         asked: as in `simulate_until_asked`.
     Raises: as `simulate_until_asked`.
-    Fails when: `record.alignment` is true, as the first round of the decay then has no persistence.
     """
     at, wanted = max(checkpoint.rounds(trunk / "checkpoints", 0), default=0), _plateau(config)
     parts = own_parts(config)
@@ -62,7 +61,7 @@ def stands_at_its_trunk(config: RunConfig, folder: Path) -> bool:
 
 
 def _plateau(config: RunConfig) -> int:
-    """Whole rounds before the learning rate comes down; 0 for a run that has no trunk."""
+    """Whole rounds before the learning rate decays; 0 for a run without a trunk."""
     if config.inner.schedule != "wsd" or config.event_driven or has_shape(config):
         return 0
     return config.timetable.rounds_within(math.floor((1 - config.inner.decay_fraction) * config.run.steps + 1e-9))
@@ -71,7 +70,7 @@ def _plateau(config: RunConfig) -> int:
 def _trunk(config: RunConfig) -> RunConfig:
     """The run without its end, with a checkpoint where this branch leaves it."""
     steps, leaves = config.timetable.begin(_ROUNDS), config.timetable.begin(max(1, _plateau(config)))
-    batches = config.run.eval_batches if config.run.eval_every else 1  # where it stops it is validated for nobody
+    batches = config.run.eval_batches if config.run.eval_every else 1  # no need to validate where it stops
     return dataclasses.replace(
         config,
         name="trunk",

@@ -98,12 +98,12 @@ def sweep(
         grid: lists of values, by keyword of `simulate` or by dotted key of a run file: `{"rule": [gasloc(), diloco()],
             "inner.lr": [1e-3, 2e-3]}`.
         run: the run that all of them vary, as in `simulate`.
-        out: a folder for all run folders; None for a temporary one, which goes with the returned object.
+        out: a folder for all run folders; None for a temporary one, removed with the returned object.
         seeds: run each combination with each of them. A seed decides the first parameters and what is drawn of pairs and
             codecs; of a text also the order of the batches, but your own `data` gives the same batches for every seed.
-        progress: show how each run goes, on stderr.
+        progress: show the progress of each run on stderr.
         given: as in `simulate`, the same for all runs.
-    Raises: as `simulate`; a run that diverges is a result and ends nothing.
+    Raises: as `simulate`; a diverged run is a result and does not end the sweep.
 
     >>> import gossamer, torch
     >>> task = {"model": lambda: torch.nn.Linear(2, 1), "data": lambda worker, step: torch.full((4, 2), float(worker)),

@@ -1,4 +1,4 @@
-"""Tuning every method of an experiment file with the same budget of tokens: what the file asks for, and the runs it takes.
+"""Tuning every method of an experiment file with the same budget of tokens: the methods to tune, and the runs.
 
 The methods are searched at the same time (`gossamer.run.experiments.search`), so that all cores have work. The runs of all of
 them have the same seeds, and with them the same initial parameters, order of data and matchings.
@@ -23,7 +23,7 @@ from gossamer.run.config.document import with_settings
 from gossamer.run.config.experiment_file import OuterValues, TuneConfig, Variant, folder_name, laid_out
 from gossamer.run.config.recipes import TABLES
 from gossamer.run.config.run_file import RunConfig, digest, parse, shortened
-from gossamer.run.experiments.processes import Apart, RunEnd
+from gossamer.run.experiments.processes import RunEnd, RunPool
 from gossamer.run.experiments.search import Found, GridPoint, OuterPair, Search, Space, Trial, search
 from gossamer.settings.options import Number, Positive, options_of
 from gossamer.settings.schema import RECORD, Records, build
@@ -34,7 +34,7 @@ class RunOutcome(TypedDict):
     """A run that has ended, as a line of `outcomes.jsonl`."""
 
     run: str
-    """Of everything that decides its loss."""
+    """Digest of everything that affects its loss."""
     method: str
     lr: Positive
     outer: OuterValues | None
@@ -56,7 +56,7 @@ class Contender(NamedTuple):
     config: RunConfig
     """Of the document."""
     table: str
-    """Where η and γ are: "rule" or "server"; empty if the method has no such pair, or keeps its own."""
+    """The table of η and γ: "rule" or "server"; empty if the method has no such pair, or a fixed one."""
 
     @property
     def space(self) -> Space:
@@ -73,7 +73,7 @@ class Contender(NamedTuple):
         return len(self.asked.rungs) - 1 + bool(self.asked.final_seeds)
 
     def seeds(self, rung: int) -> tuple[int, ...]:
-        """Of the runs on a rung."""
+        """Seeds of the runs on a rung."""
         return self.asked.seeds if rung < len(self.asked.rungs) else self.asked.final_seeds
 
     def steps(self, rung: int) -> int:
@@ -107,31 +107,31 @@ class Contender(NamedTuple):
             "record.export": False,
             "record.keep_checkpoints": False,
         }
-        name = f"{self.row.label} {self.said(trial.setting)} rung={trial.rung} seed={seed}"
+        name = f"{self.row.label} {self.describe(trial.setting)} rung={trial.rung} seed={seed}"
         config = parse(with_settings(self.document, {**self.chosen(trial.setting), **lean, "seed": seed, "name": name}))
         return shortened(config, self.steps(trial.rung))
 
-    def said(self, setting: GridPoint) -> str:
+    def describe(self, setting: GridPoint) -> str:
         """A setting in words."""
         outer = "" if setting.outer is None else " outer={:g},{:g}".format(*setting.outer)
         return f"lr={self.lr(setting):g}{outer}"
 
 
 class Tuned(NamedTuple):
-    """What tuning a method found."""
+    """The result of tuning a method."""
 
     contender: Contender
     found: Found | None
     """None while its search has not ended."""
     losses: Mapping[Trial, Sequence[float]]
-    """Of each seed; NaN where a run diverged. In the order of the trials."""
+    """Losses by trial and seed; NaN where a run diverged. In the order of the trials."""
 
 
 def contenders(document: Mapping[str, Any], *, scale: str = "") -> list[Contender]:
     """The methods of an experiment file with a [tune] table.
 
-    A variant may have a table `tune` of its own, with `lr` and `outer`.
-    Raises: ConfigError for what is no such file.
+    A variant may have its own table `tune`, with `lr` and `outer`.
+    Raises: ConfigError for any other file.
     """
     if "tune" not in document:
         raise ConfigError(
@@ -183,7 +183,9 @@ class _Method:
         self.found: Found | None = None
 
     def ready(self) -> list[tuple[Trial, int]]:
-        """The runs, each a trial and a seed, of the next batch; none while the last is under way, and none when all is found."""
+        """The runs, each a trial and a seed, of the next batch; empty while the last is in progress, and when the
+        search is complete.
+        """
         while self.found is None and not self._left:
             missing = []
             for trial in self._batch:
@@ -245,9 +247,9 @@ def tune(
         label = contender.row.label
         searches[label] = _Method(contender, {one["run"]: one for one in lines if one["method"] == label})
     make_folder(out)
-    origin("", None)  # asks which commit this is before the first run
-    atomic_write(file, "".join(map(json_line, lines)).encode())  # without what a killed process left of a line
-    with _Outcomes(file) as kept, Apart(jobs, asked=asked) as apart:
+    origin("", None)  # caches the commit before the first run
+    atomic_write(file, "".join(map(json_line, lines)).encode())  # without a killed process's partial line
+    with _Outcomes(file) as kept, RunPool(jobs, asked=asked) as apart:
         while True:
             for label, method in searches.items():
                 for trial, seed in method.ready():
@@ -267,10 +269,10 @@ def tune(
 
 
 def searched(methods: Sequence[Contender], outcomes: Path) -> list[Tuned]:
-    """How far the search of each method has come with the runs of `outcomes.jsonl`; trains nothing.
+    """The state of each method's search from the runs in `outcomes.jsonl`, without training.
 
-    A run is recognised by its method, setting, rung, tokens and seed, whatever else has changed in its file since.
-    Raises: DataError for a line that is no outcome.
+    A run is recognised by its method, setting, rung, tokens and seed, regardless of other changes in its file.
+    Raises: DataError for an invalid line.
     """
     lines = [one for _, one in records(outcomes, _OUTCOMES)]
     found = []
@@ -288,7 +290,7 @@ def searched(methods: Sequence[Contender], outcomes: Path) -> list[Tuned]:
 
 
 class _Outcomes(LineWriter):
-    """Writes `outcomes.jsonl`, and says how it goes."""
+    """Writes `outcomes.jsonl`, and reports progress."""
 
     def write(self, outcome: RunOutcome) -> None:
         """Appends one line."""

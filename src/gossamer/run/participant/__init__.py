@@ -1,3 +1,3 @@
-"""The life of one real worker: what workers in rounds, elastic ones, those that wait for nobody and those of a server share."""
+"""The life cycle of one real worker, shared by workers in rounds, elastic, asynchronous and served ones."""
 
 __all__: list[str] = []

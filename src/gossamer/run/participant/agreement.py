@@ -1,4 +1,4 @@
-"""What all processes of a real run have in common: the key by which they know each other, and the bounds of what they say."""
+"""The values that all processes of a real run share: the run's key, and the bounds of letters."""
 
 import hashlib
 from pathlib import Path
@@ -16,13 +16,13 @@ from gossamer.transport.processes.member import Member
 from gossamer.transport.sockets.header import Limits
 
 HERE = "these machines"
-"""What a real run calls the network whose seconds it records."""
+"""The network name in the recorded seconds of a real run."""
 
 
 def prepare(config: ResolvedRun) -> tuple[Task, int]:
-    """What a process does before it looks for the others: it sets its threads and opens its data.
+    """Prepares a process before the rendezvous: sets its threads and opens its data.
 
-    Returns: what it trains, and the key of the run. Raises: ConfigError, DataError.
+    Returns: its task, and the key of the run. Raises: ConfigError, DataError.
     """
     use_threads(config)
     task = task_of(config)
@@ -30,18 +30,18 @@ def prepare(config: ResolvedRun) -> tuple[Task, int]:
 
 
 def use_threads(config: RunSettings) -> None:
-    """Sets the intra-op threads of a process that does not know how many others are on this machine.
+    """Sets the intra-op threads of a process that does not know the number of processes on this machine.
 
-    Those of the run file, or else as many as torch takes by itself, one for each physical core, within the quota of a container.
+    The run file's, or else torch's default, one for each physical core, within a container's quota.
     """
     threads = intra_op_threads(config.run.threads, 1)
     torch.set_num_threads(threads if config.run.threads else min(threads, torch.get_num_threads()))
 
 
 def use_recorded_threads(config: RunSettings, folder: Path, worker: int) -> None:
-    """Sets the intra-op threads with which a worker, or the server after them, has computed before it is resumed.
+    """Sets the recorded intra-op threads of a resumed worker or server.
 
-    With those of another machine its sums would go on in another order. Where the run file names some, these count.
+    Another machine's default would change the order of sums. Threads in the run file take precedence.
     """
     recorded = [one for one in read_machines(folder) if one.worker in (None, worker)]
     if recorded:
@@ -51,9 +51,9 @@ def use_recorded_threads(config: RunSettings, folder: Path, worker: int) -> None
 
 
 def use_equal_threads(config: RunSettings, member: Member) -> None:
-    """Gives all processes of a worker the fewest intra-op threads that one of them has, as it computes as one elsewhere.
+    """Sets the intra-op threads of all processes of a worker to their minimum, as they count as one worker elsewhere.
 
-    Raises: PeerError for what is no number of threads.
+    Raises: PeerError for an invalid number of threads.
     """
     if max(config.processes) == 1:
         return
@@ -68,18 +68,18 @@ def use_equal_threads(config: RunSettings, member: Member) -> None:
 
 
 def run_key(config: RunSettings, task: Task) -> int:
-    """64 bits of what a server and its workers must have in common: the run and the text."""
+    """A 64-bit digest of run and text, which a server and its workers must share."""
     common = f"{config.digest} {found_by_each(task, config.parts)}"
     return int(hashlib.sha256(common.encode()).hexdigest()[:16], 16)
 
 
 def run_settings(config: RunSettings, task: Task) -> dict[str, str]:
-    """What `run_key` is made of, key by key: a server that refuses a worker names those that differ."""
+    """The inputs of `run_key` by key: a server that refuses a worker names differences."""
     return short_settings({**config.decisive, **found_by_each(task, config.parts)})
 
 
 def first_batch(task: Task, worker: int) -> int:
-    """63 bits of the first batch of the user's own function; 0 where the data are ours, which gives each worker its own."""
+    """A 63-bit digest of the first batch of a user's function; 0 for our data, where each worker has its own."""
     return int(task.data.fingerprint(worker), 16) >> 1 or 1 if isinstance(task.data, OwnBatches) else 0
 
 
@@ -94,10 +94,10 @@ def compare_first_batches(member: Member, task: Task, timeout_s: float) -> None:
 
 
 def limits_of(config: RunSettings) -> Limits:
-    """What the processes of a run may say of it at most.
+    """The bounds on numbers in letters of a run.
 
-    Where nobody waits, one worker could take all steps, in as many local phases; a rule that mixes updates exchanges each
-    fragment twice.
+    In an asynchronous run one worker could take all steps, in as many local phases; a rule that mixes updates exchanges
+    each fragment twice.
     """
     steps = config.workers * config.run.steps
     rounds = steps if config.kind in ("pair", "no waiting") else config.rounds

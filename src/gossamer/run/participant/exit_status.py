@@ -1,4 +1,4 @@
-"""How a run has ended whose workers may come and go and were started by a launcher: its exit code, and what became of whom."""
+"""The exit status of a launched run whose workers may come and go: its code, and the fate of each worker."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -8,22 +8,22 @@ from gossamer.record.logs.outcomes import Life
 
 
 class ExitStatus(NamedTuple):
-    """What a launcher says, and its exit code."""
+    """A launcher's final sentences, and its exit code."""
 
     code: int
-    """0 when a worker has trained to the end of the run; its model is finite then, or it would have failed. Else not 0."""
+    """0 if a worker has trained to the end of the run, with a finite model, or it would have failed. Else not 0."""
     sentences: list[str]
 
 
 class HowFar(NamedTuple):
-    """How far the slots of a run are, as its logs say."""
+    """The progress of a run's slots, from its logs."""
 
     behind: Mapping[int, int]
-    """The rounds, or local phases, that each slot has behind it."""
+    """The completed rounds, or local phases, of each slot."""
     whys: Mapping[int, str | None]
-    """Why the newest process of each slot has ended; None for one that runs, or was killed."""
+    """The reason for the end of each slot's newest process; None for one that runs, or was killed."""
     rounds: int | None
-    """Of the whole run; None where local phases are counted."""
+    """Rounds of the whole run; None if local phases are counted."""
 
     def words(self, behind: int) -> str:
         """A number of `behind` in words."""
@@ -31,7 +31,7 @@ class HowFar(NamedTuple):
 
 
 def far_in_rounds(lives: Mapping[int, Sequence[Life]], rounds: int) -> HowFar:
-    """By the log of outcomes of an elastic run with so many rounds."""
+    """Progress from the log of outcomes of an elastic run of `rounds` rounds."""
     behind = {
         i: max((r for life in own for r in (life.begun.after, *(one.round + 1 for one in life.rounds))), default=0)
         for i, own in lives.items()
@@ -41,19 +41,19 @@ def far_in_rounds(lives: Mapping[int, Sequence[Life]], rounds: int) -> HowFar:
 
 
 def far_in_phases(order: Mapping[int, Sequence[OrderLife]]) -> HowFar:
-    """By the order of events of a run that waits for nobody."""
+    """Progress from the order of events of an asynchronous run."""
     ends = {i: own[-1].ended for i, own in order.items() if own}
     behind = {i: phases_in(own) for i, own in order.items()}
     return HowFar(behind, {i: None if end is None else end.why for i, end in ends.items()}, None)
 
 
 def exit_status(codes: Mapping[int, int], lost: Mapping[int, int], far: HowFar) -> ExitStatus:
-    """How a run has ended.
+    """The exit status of a run.
 
     Args:
         codes: of the workers, in the order in which they ended.
-        lost: how far a worker was when it failed; another process may have filled its slot since.
-        far: how far the slots are now.
+        lost: the progress of each failed worker; another process may have filled its slot since.
+        far: the current progress of the slots.
 
     >>> exit_status({1: 137, 0: 0}, {1: 7}, HowFar({0: 20, 1: 7}, {0: "finished", 1: None}, 20))
     ExitStatus(code=0, sentences=['worker 1 ended with code 137 after round 7 of 20'])

@@ -1,7 +1,7 @@
-"""The life of a worker whose peers may come and go: one process in one slot; `Participant.live` is its order.
+"""The life cycle of a worker whose peers may come and go: one process in one slot; see `Participant.live`.
 
-What is the same for all of them stands here. How a worker trains and exchanges, and what its state is, differs: rounds with
-everyone or with neighbours (`gossamer.run.elastic.elastic_rounds`), gossip that waits for nobody
+The common part is here. Training, exchange and state differ: rounds with
+everyone or with neighbours (`gossamer.run.elastic.elastic_rounds`), asynchronous gossip
 (`gossamer.run.asynchronous.gossip_process`), and meetings in pairs (`gossamer.run.asynchronous.pair_process`).
 
 Changes of membership are logged, one sentence for each event.
@@ -21,13 +21,14 @@ from gossamer.errors import DataError, GossamerError
 from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder
 from gossamer.record.locks import holding
-from gossamer.record.packed import cold, frozen, unpacked
+from gossamer.record.logs.seconds import recorded_s
+from gossamer.record.packed import packable_snapshot, unpacked
 from gossamer.record.progress import say
+from gossamer.rounds.stopwatch import Stopwatch
 from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.inputs import must_have_inputs, note_inputs
 from gossamer.run.bookkeeping.journal import Journal, saved_when_unreadable
 from gossamer.run.bookkeeping.resume import Resume
-from gossamer.run.bookkeeping.spent_seconds import Stopwatch, recorded_s
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.agreement import prepare, use_recorded_threads
 from gossamer.run.participant.seat import Brought, Seat, addresses_in, join_run, started
@@ -52,7 +53,7 @@ def say_changes(
     rounds: int = 1 << 31,
     done: Collection[int] = (),
 ) -> dict[int, SlotEntry]:
-    """Says a line for each event that a worker has learnt of since it knew that; returns what it knows now."""
+    """Logs a line for each membership change since `known`; returns the current view."""
     now = {entry.slot: entry for entry in transport.view().entries}
     for sentence in changes(known, now, transport.worker, rounds, transport.why, done):
         say(f"round {round + 1}: {sentence}")
@@ -67,14 +68,14 @@ def changes(
     why: Callable[[int], str],
     done: Collection[int] = (),
 ) -> Iterator[str]:
-    """The sentences about what one worker's view has learnt.
+    """The sentences about the changes in one worker's view.
 
     Args:
-        before: its view when it was last asked; `after` is its view now.
-        me: the worker's own slot, of which nothing is said.
+        before: its previous view; `after` is its current view.
+        me: the worker's own slot, which is skipped.
         rounds: of the whole run.
         why: the reason for which a worker is suspected.
-        done: the workers that have said that they have taken their last step.
+        done: the workers that have announced their last step.
 
     >>> a = SlotEntry(2, 0, 7, MemberStatus.ALIVE, 0, "127.0.0.1:4000")
     >>> [*changes({2: a}, {2: a._replace(status=MemberStatus.SUSPECT)}, 0, 9, lambda slot: "it is silent")]
@@ -89,8 +90,6 @@ def changes(
             yield f"worker {slot} is replaced: another process has taken its slot"
         if now.status == MemberStatus.JOINING:
             yield f"worker {slot} joins, and fetches its state"
-        elif now.status == MemberStatus.GHOST:
-            yield f"worker {slot} warms its inner optimizer as a ghost, of whom nobody hears yet"
         elif now.status == MemberStatus.SUSPECT:
             yield f"worker {slot} is suspected: {why(slot)}"
         elif now.status == MemberStatus.LEFT:
@@ -102,32 +101,34 @@ def changes(
 
 
 KEPT = 4
-"""Checkpoints that a worker keeps: gossip lets workers run ahead, and nobody knows what a worker that is gone has owned."""
+"""Checkpoints that a worker keeps: gossip lets workers run ahead, and the checkpoints of lost workers are unknown."""
 _SAVES_S = 60.0
-"""How long one that is to end at once waits until what it has kept is saved."""
+"""How long an immediate end waits for the kept state to be saved."""
 
 Connections = TypeVar("Connections", bound=ElasticTransport)
 T = TypeVar("T")
 
 
 class Participant(ABC, Generic[Connections]):
-    """One process in its slot. `live` is its life:
+    """One process in its slot, with this life cycle (`live`):
 
-    1. It comes with its **seat** (`gossamer.run.participant.seat`): a slot, the addresses of the others, and whose checkpoint it
-       goes on with. It makes its replica.
-    2. It **connects**. From here on peers reach it, and threads of connections call it.
-    3. It **begins**: takes its state from its own checkpoint or from a worker that has one, keeps a copy for newcomers, and tells
-       the others from when on it takes part.
-    4. It opens its **record**, once it is known from where on what is there is void.
-    5. It trains and exchanges, **phase** by phase. After each one it keeps a copy of its state for newcomers, writes down what it
-       did, validates and saves what is due. Its own thread hands the copy on to whoever asks, so that training never stops.
-    6. It **leaves** at the end of the run, or after the phase in which a signal has asked it to: it saves, says so, and closes
-       its connections. What it has kept is saved at once then: it may be killed before the phase is over.
+    1. It starts with its **seat** (`gossamer.run.participant.seat`): a slot, the addresses of the others, and the
+       checkpoint to resume from. It builds its replica.
+    2. It **connects**. From now on peers reach it, and threads of connections call it.
+    3. It **begins**: takes its state from its own checkpoint or from a worker that has one, keeps a copy for newcomers,
+       and announces the first round that it takes part in.
+    4. It opens its **record**, once the first void round is known.
+    5. It trains and exchanges, **phase** by phase. After each one it keeps a copy of its state for newcomers, records
+       the phase, validates and saves if due. A separate thread sends the copy to newcomers, so that training never
+       stops.
+    6. It **leaves** at the end of the run, or after the phase in which a stop signal arrived: it saves, announces it,
+       and closes its connections. On the signal, the kept state is saved at once, as the process may be killed before
+       the phase is over.
 
     Args:
         seat: its slot. Its listening socket is closed in the end.
-        asked: set to ask it to leave.
-    Cost: besides the model, its gradients and states, a copy of all of these but the gradients.
+        asked: set to request a stop.
+    Cost: besides the model, its gradients and states, a copy of all of these except the gradients.
     """
 
     transport: Connections
@@ -141,23 +142,23 @@ class Participant(ABC, Generic[Connections]):
         self.device = device_of(config.run.device)
         self.replica = Replica(self.slot, config, task, self.device)
         self.round = 0
-        """The round of the run that it is in."""
+        """Its current round of the run."""
         self._phases = self._alone = 0
-        """Local phases that this process has begun, and those that it began with nobody else there."""
+        """Local phases begun by this process, and those begun alone."""
         self._probe = Probe(config, task, self.device)
         self._known = dict(seat.members.entries)
-        self.kept, self._ready = Handover(0, bytes, cold), threading.Event()
+        self.kept, self._ready = Handover(0, bytes), threading.Event()
         self.saving = threading.Lock()
-        """Held by whoever saves: this thread, or the one that saves what is kept."""
+        """The lock for saving: by this thread, or the one that saves the kept state."""
         self.saved_after = -1
-        """Rounds that are over in the newest checkpoint that this process has written."""
+        """Completed rounds in the newest checkpoint of this process."""
         asked.sentence = f"worker {self.slot} is asked to leave after its round"
         asked.left_s = lambda: self.replica.phase_left_s
 
     # --- the life, in order -------------------------------------------------------------------------------------------
 
     def live(self) -> None:
-        """Trains until the end of the run, or until it is asked to leave."""
+        """Trains until the end of the run, or until a stop is requested."""
         failed, unreadable = True, None
         try:
             self.transport = self.connect()
@@ -167,13 +168,13 @@ class Participant(ABC, Generic[Connections]):
                 self.begin()
                 with contextlib.ExitStack() as open_:
                     self.open_record(open_)
-                    if self.transport.closing is None:  # else each round waits for a majority
+                    if self.transport.closing is None:  # with closing, each round waits for a majority anyway
                         self.transport.await_company()
                     self.asked.saves = self._save_kept
                     while self.has_more and not self.asked.is_set():
                         try:
                             self.replica.read_ahead(self.round)
-                        except DataError as error:  # it leaves in order, as nothing of the phase has begun
+                        except DataError as error:  # it leaves regularly, as the phase has not begun
                             unreadable = error
                             self.asked.set()
                         else:
@@ -184,60 +185,62 @@ class Participant(ABC, Generic[Connections]):
                 if unreadable is not None:
                     raise DataError(saved_when_unreadable(unreadable, self.folder))
             except KeyboardInterrupt:
-                failed = not self.asked.is_set()  # the others need not wait for it, and it may come back
+                failed = (
+                    not self.asked.is_set()
+                )  # a requested stop: a requested stop: the others need not wait for it, and it may come back
                 raise KeyboardInterrupt(self._ended_amid()) from None
             finally:
-                self.asked.saves = None  # another process may have the slot now
+                self.asked.saves = None  # the slot may belong to another process now
                 self.part(failed=failed)
         finally:
-            self.seat.endpoint.listener.close()  # also where no transport has taken it over
+            self.seat.endpoint.listener.close()  # also if no transport owns it
 
     @abstractmethod
     def connect(self) -> Connections:
-        """Opens its connections. Whoever asks for its state meanwhile waits for `keep`."""
+        """Opens its connections. Requests for its state wait for `keep`."""
 
     @abstractmethod
     def begin(self) -> None:
-        """Takes over the state that this process begins with, keeps it, and tells the others from when on it takes part."""
+        """Loads the initial state, keeps a copy, and announces the first round that it takes part in."""
 
     @abstractmethod
     def open_record(self, open_: contextlib.ExitStack) -> None:
-        """Opens the files of this worker, which `open_` closes, and drops what is void of them."""
+        """Opens the files of this worker, which `open_` closes, and drops void lines."""
 
     @property
     @abstractmethod
     def has_more(self) -> bool:
-        """Whether there is another phase for this worker to begin."""
+        """Whether this worker has another phase to train."""
 
     @abstractmethod
     def phase(self) -> None:
-        """Trains a local phase, exchanges, keeps its state and records what it did."""
+        """Trains a local phase, exchanges, keeps its state and records the phase."""
 
     @abstractmethod
     def leave(self) -> None:
-        """Ends what it is amid of, saves, and says why it has ended."""
+        """Completes pending operations, saves, and records the reason for its end."""
 
     @abstractmethod
     def part(self, *, failed: bool) -> None:
-        """Ends its connections. Where it says no goodbye, the others notice the loss, as of a process that is killed."""
+        """Ends its connections. Without a goodbye, the others treat it as a killed process."""
 
     # --- what they are made of ----------------------------------------------------------------------------------------
 
     @property
     @abstractmethod
     def x(self) -> Tensor:
-        """Its parameters `[P]` as they are now, which are validated."""
+        """Its current parameters `[P]`, for validation."""
 
     @abstractmethod
     def save(self, finished: int) -> None:
-        """Writes its checkpoint after so many rounds of the run."""
+        """Writes its checkpoint after `finished` rounds of the run."""
 
     def kept_for_checkpoint(self, kept: Handover) -> dict[str, Any]:
-        """What is kept, as a checkpoint has it."""
+        """The kept state in the form of a checkpoint."""
         return unpacked(kept.whole.raw)
 
     def _save_kept(self) -> None:
-        """Saves the state of the last exchange, unless there is a checkpoint of it; in a thread, when it is asked to leave."""
+        """Saves the state of the last exchange, unless it is saved; runs in a thread, on a stop request."""
         with self.saving:
             kept = self.kept
             if kept.after <= max(0, self.saved_after):
@@ -251,7 +254,7 @@ class Participant(ABC, Generic[Connections]):
                 self.saved_after = kept.after
 
     def _ended_amid(self) -> str:
-        """What is left of a worker that ends amid a phase."""
+        """The message about a worker that ends in the middle of a phase."""
         if (saving := self.asked.saving) is not None:
             saving.join(_SAVES_S)
         if self.saved_after < 0:
@@ -263,7 +266,7 @@ class Participant(ABC, Generic[Connections]):
 
     @property
     def joins(self) -> bool:
-        """Whether it has come into a run that is under way, and the others do not count on it yet."""
+        """Whether it is joining a running run, and the others do not wait for it yet."""
         return self.seat.members.own.status == MemberStatus.JOINING
 
     def fetch(
@@ -272,32 +275,29 @@ class Participant(ABC, Generic[Connections]):
         *,
         first: int,
         behind: int,
-        inner: bool = True,
         before: int | None = None,
     ) -> tuple[Offer, T]:
-        """What is made of another worker's state, see `fetch_state`. Raises: PeerError."""
+        """The result of `accept` on another worker's state, see `fetch_state`. Raises: PeerError."""
         return fetch_state(
             self.transport.members,
             self.seat.endpoint,
             first=first,
             behind=behind,
             accept=accept,
-            inner=inner,
             before=before,
             stop=self.asked.is_set,
         )
 
     def keep(self, after: int, state: Mapping[str, Any]) -> None:
-        """Keeps a state for newcomers, with so many rounds behind it. Cost: a copy; it is packed when somebody asks."""
-        # One assignment: a thread that hands the last copy on goes on with that one.
-        self.kept = Handover(after, frozen(state), cold)
+        """Keeps a state after `after` rounds for newcomers. Cost: a copy; it is packed on request."""
+        # One assignment: a thread that is sending the previous copy continues with it.
+        self.kept = Handover(after, packable_snapshot(state))
         self._ready.set()
 
     def host(self, channel: Channel) -> None:
-        """Gives a newcomer a slot and the kept state. The thread that serves newcomers calls it, from `connect` on."""
-        # Before `begin` has kept a state there is none to give, and a ghost's own counts for nobody: who asks may ask another.
-        is_ghost = self.seat.members.own.status == MemberStatus.GHOST
-        if not is_ghost and self._ready.wait(self.seat.endpoint.timeout_s):
+        """Gives a newcomer a slot and the kept state. Called by the serving thread, from `connect` on."""
+        # Before `begin` there is no state to give: newcomers may ask another worker.
+        if self._ready.wait(self.seat.endpoint.timeout_s):
             self.transport.serve(channel, lambda _: self.kept)
 
     def open_folder(
@@ -308,15 +308,15 @@ class Participant(ABC, Generic[Connections]):
         traced_per_round: int = 1,
         void: Callable[[Mapping[str, Any]], bool] = lambda line: False,
     ) -> None:
-        """Opens what every worker records: metrics, trace, seconds, and the journal that validates and saves.
+        """Opens the records of every worker: metrics, trace, seconds, and the journal that validates and saves.
 
-        First of all files: it refuses a folder that holds another run, before anything of that is written over.
+        Before all other files, as it refuses a folder that holds another run before overwriting any of it.
 
         Args:
-            cut: the first round of which nothing counts that is there; None where nothing may be there.
-            void: the lines that do not count besides.
+            cut: the first round whose existing lines are void; None where no lines may exist.
+            void: a predicate for further void lines.
         """
-        before_s = recorded_s(self.folder, self.slot, cut)  # before they are cut
+        before_s = recorded_s(self.folder, self.slot, cut)  # before truncation
         self.record = open_.enter_context(
             RunFolder(
                 self.folder,
@@ -339,13 +339,13 @@ class Participant(ABC, Generic[Connections]):
         self.stopwatch = Stopwatch(self.slot, before_s)
 
     def start_clock(self, *, initial: bool) -> None:
-        """Validates initial values, unless it has others, and counts the seconds from now on."""
-        if initial:  # others may wait for one that joins
+        """Validates initial values if it has them, and starts the stopwatch."""
+        if initial:  # not for a newcomer, as others may wait for it
             self.journal.begin(worker=self.slot)
         self.stopwatch.start()
 
     def count_phase(self, alive: frozenset[int]) -> None:
-        """Counts a phase that begins, with those who take part in its view."""
+        """Counts a phase that begins, with the participants in its view."""
         self._phases += 1
         self._alone += alive == {self.slot}
 
@@ -361,11 +361,11 @@ class Participant(ABC, Generic[Connections]):
             )
 
     def say_changes(self, **how: Any) -> None:
-        """Says what has happened to the others since it was last called."""
+        """Logs membership changes since the last call."""
         self._known = say_changes(self._known, self.transport, round=self.round, **how)
 
     def whose(self, donor: int) -> str:
-        """Whose state it begins with, in words."""
+        """The source of its initial state, in words."""
         return "its own checkpoint" if donor == self.slot else f"the state of worker {donor}"
 
 
@@ -378,15 +378,16 @@ def take_part(
     join: str | None,
     resume: Resume,
 ) -> None:
-    """This process's part in a run: it takes a seat and lives, until the end or until a signal asks it to leave.
+    """Runs this process's part in a run: takes a seat and trains, until the end or a stop signal.
 
     Args:
-        kind: how it trains and exchanges; `brought` goes with it.
-        join: the address of any worker of a running run, "auto" for one that has written its address into `folder`; None to
-            start with all others.
+        kind: the class that trains and exchanges, with its `brought`.
+        join: the address of any worker of a running run, "auto" for the addresses in `folder`; None to start with all
+            others.
         resume: whether a run that starts goes on from its checkpoints; "auto" starts it where there are none.
-    Raises: ConfigError, DataError, CheckpointError, TrainingError; PeerError when the others do not come or nobody can be joined;
-        SlotTakenError when another process has taken the slot of one that has not joined, which asks for another.
+    Raises: ConfigError, DataError, CheckpointError, TrainingError; PeerError when others are missing or no worker can
+        be joined; SlotTakenError when another process has taken the slot, except for a joining process, which requests
+        another slot.
     """
     with contextlib.ExitStack() as open_:
         _take_part(config, folder, kind, brought, open_, join=join, resume=resume)
@@ -407,23 +408,23 @@ def _take_part(
         seat = started(config, folder, task, key, brought, open_, resume=resume)
         if resume:
             use_recorded_threads(config, folder, seat.members.me)
-        # Where nobody waits, those that have no checkpoint of the end take one from the others, and end too.
+        # In asynchronous runs, processes without a final checkpoint take one from the others, and end too.
         if config.run.elastic and seat.after == config.rounds:
             return seat.endpoint.listener.close()
     else:
-        must_have_inputs(config, task, folder, "resume")  # where it had a part in the run before
+        must_have_inputs(config, task, folder, "resume")  # if it took part in the run before
         seat = join_run(config, folder, key, join)
     with leaving() as asked:
         while True:
             if join is not None:
-                # One that hangs may hold the lock: the others of the run have taken its slot away, and it asks for another.
+                # A hanging process may hold the lock: the others have reassigned its slot, and it requests another.
                 open_.enter_context(holding(folder, seat.members.me, strict=False))
             try:
                 return kind(config, folder, task, seat, asked).live()
             except SlotTakenError:
                 if join is None or asked.is_set():
                     raise
-            open_.close()  # the lock of the slot is for whoever has it now
+            open_.close()  # releases the lock for the slot's new owner
             lost, others = seat.members.me, seat.members.with_status(MemberStatus.ALIVE)
             say(f"worker {lost} lost its slot to another process, and asks for a free one")
             seat = join_run(config, folder, key, join, [entry.address for entry in others])

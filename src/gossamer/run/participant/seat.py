@@ -1,7 +1,7 @@
-"""How a process of a run whose workers come and go finds its slot and the others: all start together, or one joins later.
+"""How a process of an elastic or asynchronous run gets its slot and finds the others: by a common start, or by joining.
 
-Those that start together exchange what checkpoints they have, and each decides from the same facts from which round the run
-resumes. The facts depend on the kind of run: `gossamer.run.elastic.train_elastic` for one in rounds,
+Processes that start together exchange lists of their checkpoints, and each derives the round to resume from the same
+facts. The facts depend on the kind of run: `gossamer.run.elastic.train_elastic` for one in rounds,
 `gossamer.run.asynchronous.async_state` for an asynchronous one.
 """
 
@@ -30,10 +30,10 @@ from gossamer.run.bookkeeping.which_round import (
     Held,
     KeptRounds,
     begin_or_resume,
-    faults_heard,
-    heard,
+    decode_faults,
+    decode_kept,
+    encode_kept,
     newest_of_own,
-    said,
 )
 from gossamer.run.config.resolved import RunSettings
 from gossamer.run.participant.agreement import compare_first_batches, limits_of, run_settings
@@ -52,83 +52,82 @@ from gossamer.transport.processes.launch import agree, join, part
 from gossamer.transport.secret import folder_secret
 from gossamer.transport.sockets.addresses import is_loopback, listen, shown, split
 from gossamer.transport.sockets.connection import Endpoint
-from gossamer.transport.sockets.mailbox import MAILBOX, listen_in, opened
 
 log = logging.getLogger("gossamer")
 
 Fact = TypeVar("Fact")
 LISTEN = "GOSSAMER_LISTEN"
-"""The environment variable with the address at which a worker listens for others; what `--listen` says."""
+"""The environment variable with the address at which a worker listens for others; set by `--listen`."""
 _REACH_S, _AGAIN_S = 10.0, 0.5
-"""How long one worker has to answer, and how soon all are asked again."""
+"""The timeout for one worker's answer, and the pause before all are asked again."""
 _MOST_HUNG_UP = 5
 NONCE_BITS = 61
-"""Of the random number by which the others know this process."""
+"""Bits of the random number that identifies this process."""
 
 
 class Seat(NamedTuple):
-    """The slot of this process, and from where it goes on."""
+    """The slot of this process, and its point of resumption."""
 
     members: Members
     endpoint: Endpoint
     line: Lineage
-    """Whose checkpoints belong to the run."""
+    """The lineage of the run's checkpoints."""
     after: int
-    """Rounds that are over in the checkpoint with which it goes on; 0 where there is none, as at the start of a run."""
+    """Completed rounds of the checkpoint it resumes from; 0 without one, as at the start of a run."""
     donor: int
-    """Whose checkpoint that is: its own, or that of the slot that is asked first for its state."""
+    """The owner of that checkpoint: its own slot, or the slot asked first for its state."""
     goes_on: bool
-    """Whether files of this slot may be there already."""
+    """Whether files of this slot may exist already."""
     content: object = None
-    """What `Brought.own` has read of its own checkpoint, which is read once; None for nothing."""
+    """The content of its own checkpoint as read by `Brought.own`, to read it only once; None without one."""
 
 
 class Own(NamedTuple):
-    """What this process has kept of a run that goes on."""
+    """This process's checkpoints of a resumed run."""
 
     kept: KeptRounds
     more: object = None
-    """What else the others have to know, as JSON."""
+    """Further facts for the others, as JSON."""
     content: object = None
-    """What was read of it."""
+    """The content read."""
 
 
 class Progress(NamedTuple):
-    """How far a slot is when a run starts."""
+    """The progress of a slot at the start of a run."""
 
     since: int
-    """The first round that it takes part in."""
+    """The first round in which it takes part."""
     round: int
     steps: int
-    """Inner steps behind which whoever fills it goes on, whatever its own checkpoint says."""
+    """Inner steps after which the slot continues, regardless of its own checkpoint."""
 
 
 class Brought(ABC, Generic[Fact]):
-    """What each process of one kind of run brings to its start, and what all of them decide from it.
+    """The facts that each process of one kind of run contributes to its start, and the common decisions from them.
 
-    All decide for themselves, so every answer must follow from what all have received, in the order of the slots.
+    Each process decides independently, so every answer must depend only on the shared facts, in slot order.
     """
 
     word: ClassVar[str]
-    """In what all must have in common: processes of another kind of run are refused."""
+    """The kind of run, part of the common key: processes of another kind are refused."""
     one_round: ClassVar[bool]
-    """Whether all go on with the same round, and read it before they agree on it; else each goes on with its own newest."""
+    """Whether all resume from the same round, and read it before they agree on it; else each resumes from its own newest."""
 
     @abstractmethod
     def own(self, slot: int, past: History) -> Own:
-        """What this process has kept."""
+        """This process's checkpoints."""
 
     @abstractmethod
     def read(self, more: object) -> Fact | None:
-        """What another process has said in `Own.more`, null where the run begins; None for what no process says."""
+        """Another process's `Own.more`, null at the start of the run; None for invalid JSON."""
 
     @abstractmethod
     def pick(self, held: Mapping[int, Held]) -> int:
-        """The round that counts, among those that each slot has; 0 for none."""
+        """The round to resume from, among those that each slot has; 0 for none."""
 
     @abstractmethod
     def progress(self, slot: int, facts: Sequence[Fact], held: Mapping[int, Held], after: int) -> Progress:
-        """How far a slot is, be it one that nobody fills, as there is no fact of it."""
+        """The progress of a slot, also of an empty one, for which there are no facts."""
 
 
 def started(
@@ -136,10 +135,10 @@ def started(
 ) -> Seat:
     """Waits for all processes of a run that starts, as torchrun's environment variables or our launcher name them.
 
-    They may be fewer than the run has slots; the others are empty until somebody joins.
+    They may be fewer than the run has slots; the others are empty until a process joins.
 
     Args: `open_` holds the lock of its slot in the run folder until it is closed.
-    Raises: ConfigError, CheckpointError; PeerError when workers do not come or run another configuration.
+    Raises: ConfigError, CheckpointError; PeerError when workers are missing or run another configuration.
     """
     wait_s, store, keys = config.run.timeout_s, Store(config, folder), keys_for(config.peers, config.workers)
     member = join(
@@ -153,21 +152,23 @@ def started(
         keys=keys,
     )
     me = member.worker
-    open_.enter_context(holding(folder, me))  # before it reads what of the folder counts, and cuts the rest
+    open_.enter_context(holding(folder, me))  # before it reads valid lines of the folder, and truncates the rest
     past = resumed(config, folder, resume)
-    # Listens before it publishes its address: who reads it may connect at once.
+    # Listens before publishing its address, as readers may connect at once.
     listener, address = listening_towards(os.environ["MASTER_ADDR"])
     nonce = secrets.randbits(NONCE_BITS)
     own = Own(KeptRounds({})) if past is None else brought.own(me, past)
     settings, common = run_settings(config, task), f"{run:016x} {brought.word}"
-    stated = agree(member, common, [address, nonce, said(own.kept), own.more], settings=settings, timeout_s=wait_s)
+    stated = agree(
+        member, common, [address, nonce, encode_kept(own.kept), own.more], settings=settings, timeout_s=wait_s
+    )
     known = [fact_of(slot, value, brought) for slot, value in enumerate(stated)]
 
     def read(round: int) -> dict[int, Fault | None]:
-        if past is None or not brought.one_round:  # each has read its own, and has said what is wrong with them
+        if past is None or not brought.one_round:  # each has read its own, and reported their faults
             return {}
         found = store.fault(round, me, past.lineage) if round in own.kept.whole else None
-        return dict(enumerate(faults_heard(agree(member, common, found and found.said, timeout_s=wait_s))))
+        return dict(enumerate(decode_faults(agree(member, common, found and found.encoded, timeout_s=wait_s))))
 
     try:
         compare_first_batches(member, task, wait_s)
@@ -177,11 +178,11 @@ def started(
         after, kept = start.round, start.choice.kept
         newest = _own_round(own, kept[me], after)
         line = start.go_on([me], back_to=after if brought.one_round else newest)
-    finally:  # also where all are refused: each shall say why, and not that the store is gone
+    finally:  # also on refusal, so that each reports the reason rather than a lost store
         part(member, wait_s)
     warn_of_loopback(address, [one.address for one in known])
     held = {slot: one.whole for slot, one in kept.items()}
-    # Of those that go on with their own rounds, one that is too far behind takes the newest, as one that joins does.
+    # If each resumes from its own round, one too far behind takes the newest state, like a newcomer.
     oldest = max(0, after - config.run.rejoin_rounds)
     has_own = after == 0 or (after in held[me] if brought.one_round else newest >= oldest)
     donor = me if has_own else next(slot for slot in held if after in held[slot])
@@ -194,12 +195,12 @@ def started(
 
 
 def _own_round(own: Own, kept: KeptRounds, after: int) -> int:
-    """The newest round that this process has, where a run goes on after another; 0 where it left in the first, -1 for none."""
+    """This process's newest round, when the run resumes after another one; 0 if it left in the first, -1 for none."""
     return max(kept.whole, default=-1 if own.content is None or not after else 0)
 
 
 def _entries(known: Sequence["Stated[Any]"], how_far: Sequence[Progress]) -> Iterator[SlotEntry]:
-    """What is known of each slot at the start; those that nobody fills come last."""
+    """The initial entry of each slot; empty ones come last."""
     for slot, (since, round, steps) in enumerate(how_far):
         empty = SlotEntry(slot, 0, 0, MemberStatus.LEFT, since, "", round, steps)
         yield (
@@ -210,16 +211,16 @@ def _entries(known: Sequence["Stated[Any]"], how_far: Sequence[Progress]) -> Ite
 
 
 def join_run(config: RunSettings, folder: Path, run: int, where: str, others: Sequence[str] = ()) -> Seat:
-    """Gets a slot of a run that is under way. The state comes later, when this process is ready to train.
+    """Gets a slot of a running run. The state is fetched later, when this process is ready to train.
 
     Args:
         where: the address of any worker, or "auto" for those in the run folder.
         others: addresses to try after it.
-    Raises: PeerError when nobody answers within `run.timeout_s`, or at once when those who do refuse or have no free slot.
+    Raises: PeerError without an answer within `run.timeout_s`, or at once when all that answer refuse or are full.
     """
     keys, wait_s, line = keys_for(config.peers, config.workers), config.run.timeout_s, lineage(config, folder)
     secret = folder_secret(folder) if keys is None else b""
-    # A new number for each slot that is asked for: a process that was taken for dead would be taken for itself again.
+    # A new nonce for each request: with the old one, a process presumed dead would be mistaken for its former self.
     nonce, deadline, tries = secrets.randbits(NONCE_BITS), time.monotonic() + wait_s, _Tries(wait_s)
     while True:
         found = _addresses(folder, where, others)
@@ -248,7 +249,7 @@ def join_run(config: RunSettings, folder: Path, run: int, where: str, others: Se
                 listener.close()
                 tries.failed(address, error)
                 continue
-            # One that waits for nobody reads its own when it begins.
+            # An asynchronous one reads its own when it begins.
             after = 0 if config.event_driven else newest_of_own(Store(config, folder), offer.slot, line).round
             endpoint = Endpoint(listener, run, secret, wait_s, config.run.round_deadline_s, keys)
             announce(folder, Address(offer.slot, own, run))
@@ -260,20 +261,20 @@ def join_run(config: RunSettings, folder: Path, run: int, where: str, others: Se
 
 
 class _Tries:
-    """What came of asking the workers of a run for a slot, until one gives it."""
+    """The attempts at requesting a slot from the workers of a run."""
 
     def __init__(self, wait_s: float) -> None:
         self.why = ""
-        """What came of the last one."""
+        """The result of the last attempt."""
         self.final = set[str]()
-        """The addresses whose answer would be the same for ever."""
+        """Addresses whose refusal is permanent."""
         self._wait_s, self._hung_up, self._told = wait_s, Counter[str](), False
 
     def failed(self, address: str, error: Exception) -> None:
-        """Notes why one did not give a slot."""
+        """Records why an address gave no slot."""
         self.why = f"{address}: {first_line(error)}"
         if isinstance(error, LostConnectionError):
-            # Who has another secret is hung up on without a word; so is one that comes while a worker starts or ends.
+            # A silent hang-up means another secret, or that the worker was starting or ending.
             self._hung_up[address] += 1
             if self._hung_up[address] == _MOST_HUNG_UP:
                 self.final.add(address)
@@ -281,59 +282,46 @@ class _Tries:
             self.final.add(address)
 
     def wait(self, folder: Path, found: Sequence[str]) -> None:
-        """Waits a moment, and says once that it waits."""
+        """Waits a moment, and reports once that it waits."""
         if not self._told:
             self._told = True
-            where = (
-                ", ".join(one for one in found if one not in self.final)
-                or f"an address of a worker in {_places(folder)}"
-            )
+            where = ", ".join(one for one in found if one not in self.final) or f"an address of a worker in '{folder}'"
             say(f"waiting for {where}, up to {self._wait_s:g} s{f' ({self.why})' if self.why else ''}")
         time.sleep(_AGAIN_S)
 
 
 def _addresses(folder: Path, where: str, others: Sequence[str]) -> list[str]:
-    """The addresses to ask, those in the folder or in the mailbox as they are now."""
+    """The addresses to ask, including the current ones in the folder."""
     found = [one.address for one in read_addresses(folder)] if where == "auto" else [where]
-    boxes = opened().addresses() if where == "auto" and os.environ.get(MAILBOX) else []
-    return [*found, *(address for address in [*others, *boxes] if address not in found)]
-
-
-def _places(folder: Path) -> str:
-    box = os.environ.get(MAILBOX)
-    return f"'{folder}'" + (f" or the mailbox '{box}'" if box else "")
+    return [*found, *(address for address in others if address not in found)]
 
 
 def _nobody(folder: Path, wait_s: float, tries: _Tries, found: Sequence[str]) -> GossamerError:
-    """What to raise where no worker has given a slot."""
+    """The error to raise when no worker has given a slot."""
     if found:
         late = "" if tries.final.issuperset(found) else f" within {wait_s:g} s"
         return PeerError(
             f"no worker of the run could be joined{late} ({tries.why}); look whether it runs, with gossamer status "
             f"{quote(str(folder))}"
         )
-    how = (
-        "start the first machine, without --join, with the same mailbox"
-        if os.environ.get(MAILBOX)
-        else "give --join HOST:PORT, as a worker of the run prints it"
+    return ConfigError(
+        f"'{folder}' held no address of a worker for {wait_s:g} s; give --join HOST:PORT, as a worker of the run prints it"
     )
-    return ConfigError(f"{_places(folder)} held no address of a worker for {wait_s:g} s; {how}")
 
 
 def announce(folder: Path, own: Address) -> None:
-    """Writes the address of this process into the run folder, and says it: those who join from elsewhere have no such folder."""
+    """Writes the address of this process into the run folder, and logs it, for joining from elsewhere."""
     write_address(folder, own)
-    how = f"--mailbox {os.environ[MAILBOX]} --join auto" if os.environ.get(MAILBOX) else f"--join {own.address}"
-    say(f"worker {own.slot} listens on {own.address}: another takes a free slot with {how}")
+    say(f"worker {own.slot} listens on {own.address}: another takes a free slot with --join {own.address}")
 
 
 def addresses_in(folder: Path, config: RunSettings, run: int) -> list[tuple[int, str]]:
-    """The slots of a run and the addresses of their newest processes, as its folder on this machine says."""
+    """The slots of a run and the addresses of their newest processes, from its folder on this machine."""
     return [(one.slot, one.address) for one in read_addresses(folder) if one.run == run and one.slot < config.workers]
 
 
 class Stated(NamedTuple, Generic[Fact]):
-    """What a process says of itself at the start."""
+    """A process's facts at the start."""
 
     address: str
     nonce: int
@@ -342,16 +330,16 @@ class Stated(NamedTuple, Generic[Fact]):
 
 
 def fact_of(slot: int, value: object, brought: Brought[Fact]) -> Stated[Fact]:
-    """What a process has published at the start. Raises: PeerError for anything else."""
+    """The facts that a process published at the start. Raises: PeerError for anything else."""
     match value:
         case [str(address), int(nonce), kept, more]:
             if address and is_process(address, nonce) and (fact := brought.read(more)) is not None:
-                return Stated(address, nonce, heard(slot, kept), fact)
+                return Stated(address, nonce, decode_kept(slot, kept), fact)
     raise PeerError(f"worker {slot} published no address ({value!r:.60}); install the same gossamer version everywhere")
 
 
 def warn_of_loopback(own: str, addresses: Sequence[str]) -> None:
-    """Warns where this process listens for itself alone, and others for all."""
+    """Warns where this process listens on loopback, and others do not."""
     if is_loopback(split(own)[0]) and not all(is_loopback(split(one)[0]) for one in addresses):
         log.warning(
             "this worker listens on %s, where processes of other machines cannot reach it, as MASTER_ADDR = '%s' leads to a "
@@ -364,11 +352,9 @@ def warn_of_loopback(own: str, addresses: Sequence[str]) -> None:
 def listening_towards(towards: str) -> tuple[socket.socket, str]:
     """A listening socket on the address of this machine from which `towards` is reached, and its `host:port`.
 
-    Where the user has said where to listen, there; of several processes of this machine each takes the next port. One that
-    listens on all interfaces is announced at an address of this machine. In a run with a mailbox, a box of it.
+    At `--listen` if given; several processes of this machine take consecutive ports. One that
+    listens on all interfaces is announced at an address of this machine.
     """
-    if os.environ.get(MAILBOX):
-        return listen_in(opened())
     host, port = address_towards(towards), 0
     if given := os.environ.get(LISTEN):
         host, port = split(given)

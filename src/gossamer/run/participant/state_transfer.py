@@ -1,4 +1,4 @@
-"""How a worker of a running run takes over the state of another one."""
+"""Fetching the state of another worker in a running run."""
 
 import logging
 import time
@@ -13,7 +13,7 @@ from gossamer.transport.elastic.newcomer import Offer, ask_for_state
 from gossamer.transport.sockets.connection import Endpoint
 
 PAUSE_S = 0.5
-"""Between two times that all are asked."""
+"""Pause between two rounds of requests."""
 
 log = logging.getLogger("gossamer")
 T = TypeVar("T")
@@ -26,29 +26,27 @@ def fetch_state(
     first: int,
     behind: int,
     accept: Callable[[Offer, Any], T],
-    inner: bool = True,
     before: int | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> tuple[Offer, T]:
-    """What `accept` makes of the state of the first worker that gives one which it accepts, and whose that is.
+    """The result of `accept` on the first acceptable state, and its donor.
 
-    One that does not answer is asked again for `timeout_s`: where all start together, it may not be ready yet.
+    Unanswered requests are repeated for `timeout_s`: in a common start, a worker may not be ready yet.
 
     Args:
-        first: who is asked first.
-        accept: raises a CheckpointError for a state that does not fit this worker, and another worker is asked.
-        before: whose state was taken last, without a round since: it is asked when no other has given one.
-        behind: rounds that this worker has behind it itself.
-        inner: whether the state of the inner optimizer is wanted too.
-        stop: whether to ask no more.
-    Raises: PeerError when nobody gives any.
+        first: the worker asked first.
+        accept: raises a CheckpointError for a state that does not fit, and another worker is asked.
+        before: the last donor, without a round since: asked only after all others.
+        behind: completed rounds of this worker.
+        stop: whether to stop asking.
+    Raises: PeerError when no worker gives one.
     """
     why, ended, deadline = "nobody else is alive", set[int](), time.monotonic() + endpoint.timeout_s
     while True:
         alive = [entry for entry in members.with_status(MemberStatus.ALIVE) if entry.nonce not in ended]
         for entry in sorted(alive, key=lambda entry: (entry.slot == before, entry.slot != first)):
             try:
-                offer = ask_for_state(entry, members, endpoint, inner=inner)
+                offer = ask_for_state(entry, members, endpoint)
                 state = accept(offer, unpacked(offer.raw or b""))
             except (OSError, GossamerError) as error:
                 why = f"worker {entry.slot}: {first_line(error)}"
@@ -61,7 +59,7 @@ def fetch_state(
                 continue
             say(f"worker {members.me} takes the state of worker {entry.slot} after round {offer.after}")
             return offer, state
-        others = members.with_status(MemberStatus.JOINING, MemberStatus.GHOST, MemberStatus.ALIVE, MemberStatus.SUSPECT)
+        others = members.with_status(MemberStatus.JOINING, MemberStatus.ALIVE, MemberStatus.SUSPECT)
         if all(entry.nonce in ended for entry in others) or stop() or time.monotonic() >= deadline:
             break
         time.sleep(PAUSE_S)

@@ -17,7 +17,7 @@ from gossamer.errors import ConfigError
 from gossamer.layout import Layout, Leaf
 from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import Network, to_options
-from gossamer.network.timeline import utilisation_in_words
+from gossamer.network.timeline import format_utilisation
 from gossamer.run.config.layouts import layout_for
 from gossamer.run.config.recipes import Recipe, recipe, recipes
 from gossamer.run.config.resolve import resolve
@@ -151,7 +151,7 @@ def recipe_toml(made: RunPlan, chosen: Candidate, *, name: str, run: Mapping[str
     head = (
         f"# {chosen.method} with {chosen.full_steps} local steps, planned for {made.parameters:,} parameters: "
         f"{chosen.round_bytes / 1e6:.4g} MB sent and {chosen.round_s:.4g} s a round, "
-        f"{utilisation_in_words(chosen.utilisation, chosen.between_stages)}.\n"
+        f"{format_utilisation(chosen.utilisation, chosen.between_stages)}.\n"
         f"{without_text(chosen)}{best.source}{made.length_of(chosen, rounds)}"
     )
     return head + tomli_w.dumps({"name": name, **document})

@@ -23,7 +23,7 @@ from gossamer.network.estimates.utilisation import step_seconds
 from gossamer.network.links import Links, MeanKind, Network, PerWorker, links_of, to_options
 from gossamer.network.pacing import Pace, cycle_s, fitting_steps, uplinks_bps, whole_steps
 from gossamer.network.pricing import price, price_everyone, price_together
-from gossamer.network.timeline import Timeline, spread_s, utilisation_in_words
+from gossamer.network.timeline import Timeline, format_utilisation, spread_s
 from gossamer.record.logs.trace import Integers, Trace, from_targets
 from gossamer.report.table import digits_text
 from gossamer.run.planning.choice import ALONE, SITE_ALONE, Candidate, Pick, pick
@@ -586,7 +586,7 @@ def run_toml(
     head = (
         f"# {chosen.method} with {chosen.full_steps} local steps, planned for {plan.parameters:,} parameters: "
         f"{chosen.round_bytes / 1e6:.4g} MB sent and {chosen.round_s:.4g} s a round, "
-        f"{utilisation_in_words(chosen.utilisation, chosen.between_stages)}.\n"
+        f"{format_utilisation(chosen.utilisation, chosen.between_stages)}.\n"
         f"{without_text(chosen)}{_uneven(chosen)}{_sites_text(chosen)}"
         f"{best.source}"
         f"{plan.length_of(chosen, rounds)}"

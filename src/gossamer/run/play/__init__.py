@@ -1,3 +1,3 @@
-"""A run that a visitor plays with: he kills workers, slows links, cuts the network and changes the method while it trains."""
+"""An interactive run: a visitor kills workers, slows links, partitions the network and changes the method during training."""
 
 __all__: list[str] = []

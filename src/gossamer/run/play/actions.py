@@ -1,4 +1,5 @@
-"""What a visitor may do between two rounds, and what then holds: `acted(conditions, action) -> conditions`, without torch.
+"""The actions of a visitor between two rounds, and the resulting conditions: `acted(conditions, action) -> conditions`,
+without torch.
 
 ["kill", 3]   ["revive", 3]   ["slow", 7]   ["mend", 7]   ["cut"]   ["heal"]
 ["method", "gasloc"]   ["local_steps", 20]   ["momentum", 0.5]
@@ -12,35 +13,35 @@ from gossamer.record.jsonl import short
 
 WORKERS = 8
 SIDES: tuple[frozenset[int], ...] = (frozenset(range(5)), frozenset(range(5, WORKERS)))
-"""The two parts that a cut leaves; the first has more than half of the workers."""
+"""The two sides of a partition; the first has more than half of the workers."""
 METHODS: Mapping[str, tuple[str, float | None]] = {
     "diloco": ("DiLoCo", 0.5),
     "gossip": ("gossip", None),
     "gasloc": ("GASLoC", 0.3),
 }
-"""By the name of its rule: what a method is called, and the outer momentum that it begins with; None for one without."""
+"""Methods by rule name: title, and initial outer momentum; None for one without momentum."""
 LOCAL_STEPS = (1, 2, 5, 10, 20, 40)
 MOMENTA = tuple(round(0.05 * k, 2) for k in range(20))
 SLOWER = 10
-"""How many times slower the uplink of a slow worker is."""
+"""The slowdown factor of a slow worker's uplink."""
 _OF_A_WORKER = ("kill", "revive", "slow", "mend")
 _WITHOUT_VALUE = ("cut", "heal")
 _CHOICES: Mapping[str, Sequence[Any]] = {"method": [*METHODS], "local_steps": LOCAL_STEPS, "momentum": MOMENTA}
 
 
 class Action(NamedTuple):
-    """One thing that a visitor does."""
+    """One action of a visitor."""
 
     do: str
     value: int | float | str | None = None
 
     def plain(self) -> list[Any]:
-        """As a film has it, from which `action_of` makes it again."""
+        """The action as JSON for a film, the inverse of `action_of`."""
         return [self.do] if self.value is None else [self.do, self.value]
 
 
 class Conditions(NamedTuple):
-    """What holds in a round."""
+    """Conditions in force during a round."""
 
     method: str = "diloco"
     local_steps: int = 10
@@ -48,7 +49,7 @@ class Conditions(NamedTuple):
     """By method, as each keeps its own."""
     alive: frozenset[int] = frozenset(range(WORKERS))
     slow: frozenset[int] = frozenset()
-    """Workers whose uplink has a part of its bandwidth."""
+    """Workers with a slowed uplink."""
     cut: bool = False
 
     @property
@@ -58,18 +59,18 @@ class Conditions(NamedTuple):
 
     @property
     def sides(self) -> tuple[frozenset[int], ...]:
-        """The workers that are alive, by who reaches whom."""
+        """The live workers, by side of the partition."""
         return tuple(part & self.alive for part in SIDES) if self.cut else (self.alive,)
 
     def side_of(self, worker: int) -> frozenset[int]:
-        """Whom a worker reaches, itself included."""
+        """The workers reachable from a worker, itself included."""
         return next((side for side in self.sides if worker in side), frozenset({worker}))
 
     def taking_part(self) -> frozenset[int]:
         """The workers that train in a round.
 
-        A mean over everyone is closed by more than half of all slots, as in an elastic run of real processes: at most one side
-        of a cut goes on, and the other waits. Gossip goes on in both.
+        A mean over everyone is closed by more than half of all slots, as in an elastic run of real processes: at most
+        one side of a partition continues, and the other waits. Gossip continues on both.
         """
         if self.method != "diloco":
             return self.alive
@@ -77,7 +78,7 @@ class Conditions(NamedTuple):
 
 
 def action_of(raw: object) -> Action:
-    """The action that a list of JSON stands for. Raises: ConfigError when it is none."""
+    """The action encoded by a JSON list. Raises: ConfigError for an invalid one."""
     match raw:
         case [str(do), int(worker)] if do in _OF_A_WORKER and type(worker) is int:
             if worker not in range(WORKERS):
@@ -96,7 +97,7 @@ def action_of(raw: object) -> Action:
 
 
 def acted(conditions: Conditions, action: Action) -> Conditions:
-    """What holds after an action; the same conditions where it changes nothing, as to kill the dead.
+    """The conditions after an action; unchanged if it has no effect, such as killing a dead worker.
 
     >>> acted(Conditions(), Action("kill", 3)).alive == frozenset(range(8)) - {3}
     True
@@ -122,8 +123,8 @@ def acted(conditions: Conditions, action: Action) -> Conditions:
     return conditions._replace(momenta=momenta)
 
 
-def told(action: Action, before: Conditions) -> str:
-    """What an action does, in a sentence for the visitor who did it."""
+def describe(action: Action, before: Conditions) -> str:
+    """The description of an action's effect, for the visitor."""
     value = action.value
     match action:
         case Action("kill"):

@@ -1,7 +1,7 @@
-"""A film: what a visitor did and what was seen, round by round, as lines of JSON; read and shown without torch.
+"""A film: a visitor's actions and the recorded rounds, as lines of JSON; read and shown without torch.
 
-The first line says what the film is of, and each other line is a round. The actions in the lines and the seed make the film
-again: training is repeated from them, and all numbers of a line follow.
+The first line describes the film, and each further line is a round. The film can be reproduced from the actions in its
+lines and the seed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,7 +28,7 @@ _Eight = Field(min_length=WORKERS, max_length=WORKERS)
 
 @with_config(RECORD)
 class Head(TypedDict):
-    """What a film is of."""
+    """The description of a film."""
 
     film: Literal[1]
     """The version of this format."""
@@ -48,12 +48,12 @@ class Head(TypedDict):
 
 @with_config(RECORD)
 class Frame(TypedDict):
-    """A round: what was done before it, what held, and what came of it."""
+    """A round: the actions before it, its conditions, and its results."""
 
     round: Annotated[int, Field(ge=0, lt=MOST_ROUNDS)]
     actions: Annotated[tuple[tuple[Any, ...], ...], Field(max_length=64)]
     told: Annotated[tuple[_Text, ...], Field(max_length=64)]
-    """What the actions do, in sentences."""
+    """The effects of the actions, in sentences."""
     method: Annotated[str, Field(pattern=f"^({'|'.join(METHODS)})$")]
     local_steps: Annotated[int, Field(ge=1, le=1000)]
     momentum: Annotated[float, Field(ge=0, lt=1)] | None
@@ -61,19 +61,19 @@ class Frame(TypedDict):
     slow: _Workers
     cut: bool
     there: _Workers
-    """Who trained in this round; the others are dead or wait."""
+    """The workers that trained in this round; the others are dead or wait."""
     mean: _Workers
-    """Over whom a mean was taken."""
+    """The participants of a mean."""
     pairs: Annotated[tuple[tuple[_Worker, _Worker], ...], Field(max_length=64)]
-    """Who exchanged with whom, the lower number first."""
+    """The pairs that exchanged, the lower number first."""
     sent_bytes: Annotated[int, Field(ge=0, lt=2**50)]
-    """By a worker, the mean over those that trained."""
+    """Bytes sent per worker, averaged over those that trained."""
     seconds: Annotated[tuple[tuple[_Seconds, _Seconds, _Seconds, _Worker | None, _Seconds] | None, ...], _Eight]
-    """Of each worker when it began, and the seconds computing, waiting, for whom most, and in transfer; null of the dead."""
+    """For each worker its start, and seconds computing, waiting, mostly for which peer, and in transfer; null for the dead."""
     clock_s: _Seconds
-    """Up to when any worker has computed, exchanged or waited."""
+    """The latest clock of any worker."""
     loss: float | None
-    """Validation loss of the mean of those that trained, in nats per token; null where nobody did."""
+    """Validation loss of the mean of those that trained, in nats per token; null if none did."""
     losses: Annotated[tuple[float | None, ...], _Eight]
     """Of each that trained."""
     disagreement: _Seconds | None
@@ -82,14 +82,14 @@ class Frame(TypedDict):
     """The parameters of each worker, seen in the plane in which they differ most; the mean is at zero, units as of
     `disagreement`."""
     says: _Text
-    """What the round was, in a sentence."""
+    """A sentence about the round."""
 
 
 _HEAD, _FRAME = Records[Head](Head), Records[Frame](Frame)
 
 
 class Tempo(NamedTuple):
-    """How long a round is shown: a share of its priced seconds, within limits, so that waiting can be felt."""
+    """The display time of a round: a share of its priced seconds, within limits, so that waiting is visible."""
 
     share: float = 0.35
     least_s: float = 0.35
@@ -115,22 +115,22 @@ class Film(NamedTuple):
 
     @property
     def actions(self) -> list[list[Action]]:
-        """What was done before each round."""
+        """The actions before each round."""
         return [[action_of([*one]) for one in frame["actions"]] for frame in self.frames]
 
 
 def write_film(file: Path, film: Film) -> None:
-    """Writes a film whole or not at all. Raises: DiskError."""
+    """Writes a film atomically. Raises: DiskError."""
     atomic_write(file, film_lines(film))
 
 
 def film_lines(film: Film) -> bytes:
-    """A film as its file has it."""
+    """A film in its file format."""
     return "".join(map(json_line, [film.head, *film.frames])).encode()
 
 
 def read_film(file: Path) -> Film:
-    """The film of a file. Raises: DataError for a file that is missing, too large, or holds none."""
+    """The film of a file. Raises: DataError for a file that is missing, too large, or invalid."""
     try:
         if file.stat().st_size > _MOST_BYTES:
             raise DataError(
@@ -160,7 +160,7 @@ def read_film(file: Path) -> Film:
 
 
 def film_contents(head: Head, frames: Iterable[Frame], *, live: bool) -> dict[str, Any]:
-    """What a page of a film is made of: the film, and what the page is to call things."""
+    """The contents of a film's page: the film and labels."""
     return {
         "live": live,
         "head": head,

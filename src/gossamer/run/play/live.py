@@ -1,4 +1,4 @@
-"""A film while it is made: a thread trains round after round, a page looks on, and its visitor acts between two rounds."""
+"""A live film: a thread trains round after round for a page, whose visitor acts between rounds."""
 
 import contextlib
 import json
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from gossamer.rounds.exchange import Each
 
 _UNSEEN_S = 15.0
-"""How long it trains on when no page asks for what is new."""
+"""How long it keeps training without requests from a page."""
 SPEEDS = (0.5, 1.0, 2.0, 4.0)
 _MOST_QUEUED = 64
 
 
 class Live:
-    """A film that goes on until it is closed; any thread may ask and act.
+    """A film in production until it is closed; thread-safe.
 
-    The thread alone holds the scene. Everything else is shared under one condition, which also wakes the thread.
+    Only the thread uses the scene. Everything else is shared under one condition, which also wakes the thread.
 
     Args:
         seed: of the first film.
-        playing: whether it trains before anybody asks for it.
+        playing: whether it trains before the first request.
     """
 
     def __init__(self, seed: int, *, playing: bool = True) -> None:
@@ -38,7 +38,7 @@ class Live:
         self._closed, self._problem, self._seen_s = False, "", time.monotonic()
         self._warnings: tuple[str, ...] = ()
         self._begin()
-        # One thread trains, and pages ask from others: none of them waits for a round.
+        # One thread trains, and requests come from others, which never wait for a round.
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def _begin(self) -> None:
@@ -52,7 +52,7 @@ class Live:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """In here it trains."""
+        """A context in which it trains."""
         self._thread.start()
         try:
             yield
@@ -64,7 +64,7 @@ class Live:
 
     @property
     def film(self) -> Film | None:
-        """What has been seen so far; None before the first round."""
+        """The film so far; None before the first round."""
         with self._changed:
             return None if self._head is None or not self._frames else Film(self._head, [*self._frames])
 
@@ -74,7 +74,7 @@ class Live:
         return b"" if film is None else film_lines(film)
 
     def data(self, name: str, have: int) -> bytes:
-        """What a page that has so many frames of the film of this name does not have yet, as JSON."""
+        """The frames after the first `have` of the film of this name, as JSON."""
         with self._changed:
             self._seen_s = time.monotonic()
             self._changed.notify_all()
@@ -103,7 +103,7 @@ class Live:
         return json.dumps(now, allow_nan=False).encode()
 
     def act(self, body: bytes) -> bytes:
-        """Does what a page asks for: `{"actions": [...]}`, `{"playing": true}`, `{"speed": 2}`, `{"step": true}`, or
+        """Executes a page's request: `{"actions": [...]}`, `{"playing": true}`, `{"speed": 2}`, `{"step": true}`, or
         `{"again": SEED}`, which begins a new film. Raises: ConfigError for anything else."""
         asked = _asked(body)
         with self._changed:
@@ -137,10 +137,10 @@ class Live:
             while (name := self._name) and not self._closed:
                 try:
                     self._shoot(name, each)
-                except GossamerError as error:  # of a film that has diverged, or of a text that cannot be read
+                except GossamerError as error:  # a diverged film, or unreadable text
                     with self._changed:
                         if name == self._name:
-                            self._problem = _told(error)
+                            self._problem = _error_sentence(error)
                         self._changed.wait_for(lambda name=name: self._closed or name != self._name)
 
     def _shoot(self, name: str, each: "Each") -> None:
@@ -175,7 +175,7 @@ class Live:
                         raise DataError(f"the film has {MOST_ROUNDS:,} rounds, and no more fit; begin a new one")
 
     def _may_train(self, due_s: float) -> bool:
-        """Whether the next round is due: what the visitor has done is not kept waiting."""
+        """Whether the next round is due; a visitor's actions are processed at once."""
         now_s = time.monotonic()
         if self._steps:
             return True
@@ -184,13 +184,13 @@ class Live:
         return now_s >= due_s or bool(self._queue)
 
     def _pause_s(self, due_s: float) -> float:
-        """How long the thread may sleep before it asks itself again."""
+        """How long the thread may sleep before its next check."""
         left_s = due_s - time.monotonic()
         return min(left_s, 1.0) if left_s > 0 else 1.0
 
 
 def filmed(seed: int, actions: Sequence[Sequence[Action]]) -> Iterator[tuple[Head, Frame]]:
-    """Trains so many rounds with these actions before each, and gives the frames as they come.
+    """Trains a round for each list of actions, and yields the frames.
 
     Raises: DataError, TrainingError.
     """
@@ -206,7 +206,7 @@ def filmed(seed: int, actions: Sequence[Sequence[Action]]) -> Iterator[tuple[Hea
 
 @contextlib.contextmanager
 def one_thread() -> Iterator["Each"]:
-    """In here torch computes with one thread, so that sums have one order on every machine; gives what maps over workers."""
+    """A context in which torch uses one thread, so that sums have the same order on every machine; yields a map over workers."""
     import torch
 
     before = torch.get_num_threads()
@@ -224,8 +224,8 @@ def _asked(body: bytes) -> object:
         raise ConfigError(f"{short(body)} is not JSON; send an object") from None
 
 
-def _told(error: GossamerError) -> str:
-    """What went wrong, for the visitor."""
+def _error_sentence(error: GossamerError) -> str:
+    """The error sentence for the visitor."""
     if isinstance(error, TrainingError):
         return f"It has diverged: {error}."
     return str(error)

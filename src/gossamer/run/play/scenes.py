@@ -1,7 +1,7 @@
 """One round of a film: `next_scene(studio, scene, actions) -> (scene, frame)`, a function of the states of all workers.
 
-The workers are those of a simulation: replicas, outer loops, mailboxes, prices. Who is dead or cut off reaches a loop as an
-elastic run tells it (`OuterLoop.alive`), so that a topology is drawn and a mean is taken over those that a worker reaches.
+The workers are those of a simulation: replicas, outer loops, mailboxes, prices. Deaths and partitions reach a loop
+through its membership, as in an elastic run, so that topologies and means cover the reachable workers.
 """
 
 import copy
@@ -29,9 +29,9 @@ from gossamer.run.bookkeeping.spent_seconds import priced
 from gossamer.run.config.resolve import resolve_document
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.config.user_parts import BUILT_IN
-from gossamer.run.play.actions import SLOWER, WORKERS, Action, Conditions, acted, told
+from gossamer.run.play.actions import SLOWER, WORKERS, Action, Conditions, acted, describe
 from gossamer.run.play.film import MOST_ROUNDS, Frame, Head
-from gossamer.run.simulated.rounds import crew, train_together
+from gossamer.run.simulated.rounds import make_workers, train_together
 from gossamer.run.worker.task import Task, task_of
 from gossamer.run.worker.worker import RoundReport, Worker
 from gossamer.transport.memory import MemoryNetwork
@@ -55,7 +55,7 @@ _RULES: Mapping[str, dict[str, Any]] = {
 
 
 class Studio(NamedTuple):
-    """What all scenes of a film have in common."""
+    """The objects shared by all scenes of a film."""
 
     seed: int
     task: Task
@@ -66,16 +66,16 @@ class Studio(NamedTuple):
 
 
 class Scene(NamedTuple):
-    """All that the next round follows from. Its tensors are never written again."""
+    """The complete state for the next round. Its tensors are never modified."""
 
     round: int
     conditions: Conditions
     states: tuple[dict[str, Any], ...]
-    """Of each worker, also of the dead: what a checkpoint would hold."""
+    """The checkpoint state of each worker, including dead ones."""
     clock_s: tuple[float, ...]
-    """Up to when each has computed, exchanged or waited."""
+    """The clock of each worker."""
     newest: tuple[int, ...]
-    """The last round that each took part in; -1 for none."""
+    """The last round of each worker; -1 for none."""
     places: tuple[tuple[float, float], ...]
 
 
@@ -88,7 +88,7 @@ def studio_of(seed: int, each: Each) -> Studio:
 
 
 def head_of(studio: Studio) -> Head:
-    """What a film of this studio is of."""
+    """The description of a film of this studio."""
     return {
         "film": 1,
         "seed": studio.seed,
@@ -110,17 +110,17 @@ def first_scene(studio: Studio) -> Scene:
 
 
 def run_of(seed: int, conditions: Conditions) -> ResolvedRun:
-    """The run whose workers these are: `gossamer.simulate` of its document computes the same while nothing is done."""
+    """The run of these workers: without actions, `gossamer.simulate` of its document computes the same."""
     return _resolved(seed, conditions.method, conditions.local_steps, conditions.momentum)
 
 
 def scene_warnings(seed: int, conditions: Conditions) -> tuple[str, ...]:
-    """What will probably go wrong with these conditions, as a run with them would say."""
+    """The warnings of a run with these conditions."""
     return run_of(seed, conditions).warnings
 
 
 def next_scene(studio: Studio, scene: Scene, actions: Sequence[Action]) -> tuple[Scene, Frame]:
-    """Does what the visitor asks for, and trains the round. Pure: the same arguments give the same scene and frame.
+    """Applies the visitor's actions, and trains the round. Pure: equal arguments give equal scenes and frames.
 
     Raises: TrainingError when a number is not finite.
     Cost: about half a second of one core with 10 local steps.
@@ -130,7 +130,7 @@ def next_scene(studio: Studio, scene: Scene, actions: Sequence[Action]) -> tuple
         after = acted(conditions, action)
         if after != conditions:
             done.append(action)
-            sentences.append(told(action, conditions))
+            sentences.append(describe(action, conditions))
         conditions = after
     begun = _begun(scene, conditions, branch=any(action.do == "method" for action in done))
     there = sorted(conditions.taking_part())
@@ -140,7 +140,7 @@ def next_scene(studio: Studio, scene: Scene, actions: Sequence[Action]) -> tuple
     for worker in workers:
         states[worker.index], newest[worker.index] = worker.state(), scene.round
     bill = _bill(begun.clock_s, conditions, scene.round, dict(zip(there, reports, strict=True)))
-    # Who waits for more than half of the workers waits as long as the others train; where nobody trains, for a local phase.
+    # A worker without a majority waits as long as the others train; if none trains, for a local phase.
     until_s = max((bill.end_s[i] for i in there), default=max(begun.clock_s) + conditions.local_steps * STEP_S)
     ends_s = [
         bill.end_s[i] if i in there else max(until_s, begun.clock_s[i]) if i in conditions.alive else begun.clock_s[i]
@@ -158,21 +158,21 @@ def next_scene(studio: Studio, scene: Scene, actions: Sequence[Action]) -> tuple
 
 
 class _Begun(NamedTuple):
-    """The workers as they are when a round begins."""
+    """The workers at the start of a round."""
 
     states: tuple[dict[str, Any], ...]
-    """Without an outer state (None) where it is to be made from the parameters, as at the start of a run."""
+    """States, with outer state None if it must be initialised from the parameters, as at the start of a run."""
     clock_s: tuple[float, ...]
 
 
 def _begun(scene: Scene, conditions: Conditions, *, branch: bool) -> _Begun:
-    """Lets a method begin, and whoever is back or was left behind take over another's state."""
+    """Initialises a changed method, and lets returned or lagging workers take over another's state."""
     states, clock_s, newest = list(scene.states), list(scene.clock_s), list(scene.newest)
     if branch:
         states = [{**state, "outer": None} for state in states]
 
     def take_over(worker: int, donors: Collection[int]) -> None:
-        donor = max(sorted(donors), key=lambda one: newest[one])  # the first of those with the newest state
+        donor = max(sorted(donors), key=lambda one: newest[one])  # the lowest-numbered with the newest state
         states[worker], newest[worker] = states[donor], newest[donor]
         clock_s[worker] = max(clock_s[worker], clock_s[donor])
 
@@ -181,7 +181,7 @@ def _begun(scene: Scene, conditions: Conditions, *, branch: bool) -> _Begun:
         if donors := conditions.side_of(worker) - back:
             take_over(worker, donors)
         else:
-            clock_s[worker] = max(scene.clock_s)  # it goes on from its own
+            clock_s[worker] = max(scene.clock_s)  # it continues from its own
     if conditions.method == "diloco":
         _alike(sorted(conditions.taking_part()), states, newest, take_over)
     return _Begun(tuple(states), tuple(clock_s))
@@ -193,7 +193,7 @@ def _alike(
     newest: Sequence[int],
     take_over: Callable[[int, Collection[int]], None],
 ) -> None:
-    """Lets workers that take one mean of all begin alike: with the state of those who have gone on, or at their mean."""
+    """Equalises workers of a global mean: with the state of the most advanced ones, or their mean."""
     started = [worker for worker in there if states[worker]["outer"] is not None]
     if not started:
         mean = mean_of([states[worker]["x"] for worker in there]) if there else None
@@ -221,12 +221,12 @@ def _cast(studio: Studio, begun: _Begun, conditions: Conditions, there: Sequence
         worker, state = (
             everyone[i],
             copy.deepcopy(begun.states[i]),
-        )  # an optimizer would go on in the tensors that it is given
+        )  # an optimizer would modify the given tensors
         if state["outer"] is None:
             worker.replica.x.copy_(state["x"])
             worker.replica.restore(state)
             worker.replica.steps_taken = state["steps_taken"]
-            # A loop makes its outer state from the parameters that it finds.
+            # A loop initialises its outer state from the parameters.
             transport = worker.loop.fragments[0].transport
             worker = Worker(worker.replica, config.in_rounds, transport, membership=membership(i))
         else:
@@ -239,7 +239,7 @@ def _crew(
     studio: Studio, config: ResolvedRun, membership: Callable[[int], Membership] = lambda worker: EVERYONE
 ) -> list[Worker]:
     transport = MemoryNetwork(WORKERS).transport
-    return crew(config, studio.task, config.in_rounds, studio.like, transport, membership=membership)
+    return make_workers(config, studio.task, config.in_rounds, studio.like, transport, membership=membership)
 
 
 @functools.lru_cache(maxsize=256)
@@ -265,11 +265,11 @@ class _Bill(NamedTuple):
 
 
 def _bill(start_s: Sequence[float], conditions: Conditions, round: int, reports: Mapping[int, RoundReport]) -> _Bill:
-    """Prices the round from where each worker's clock is."""
+    """Prices the round from each worker's clock."""
     uplinks_bps = tuple(UPLINK_BPS / (SLOWER if i in conditions.slow else 1) for i in range(WORKERS))
     factors = jitter_factors(_NETWORK, round, WORKERS)
     operations = {i: [one for some in report.operations for one in some] for i, report in reports.items()}
-    # What was before stands as its own round that takes as long, since a price begins at zero.
+    # Earlier time is represented by a preceding round of that length, since a price begins at zero.
     entries = [Entry(0, i, 1, start_s[i], ()) for i in range(WORKERS)]
     for i in range(WORKERS):
         steps = len(reports[i].whole.losses) if i in reports else 0
@@ -282,7 +282,7 @@ def _bill(start_s: Sequence[float], conditions: Conditions, round: int, reports:
 
 
 def _says(conditions: Conditions, there: Sequence[int], bill: _Bill) -> str:
-    """What a round was, in a sentence or two."""
+    """A description of a round, in a sentence or two."""
     waiting = sorted(conditions.alive - {*there})
     if not conditions.alive:
         return "Nobody is alive. Revive a worker: it goes on from its own parameters."
@@ -372,7 +372,8 @@ def _seconds(
 def _places(
     models: Sequence[Tensor], present: Sequence[int], before: Sequence[tuple[float, float]]
 ) -> tuple[tuple[float, float], ...]:
-    """The models in the plane in which they differ most, turned so that they move as little as possible since the round before.
+    """The models in the plane in which they differ most, rotated to move as little as possible since the previous
+    round.
 
     With deviations D from the mean of those present, `[n, P]`, the plane is that of the two largest eigenvectors of `D Dᵀ / P`,
     and the turn is that of Procrustes.
@@ -390,5 +391,5 @@ def _places(
 
 
 def _digits(value: float, digits: int) -> float:
-    """So many digits, which is more than a screen shows."""
+    """A value rounded to `digits` digits."""
     return float(f"{value:.{digits}g}") if math.isfinite(value) else value

@@ -1,3 +1,3 @@
-"""Recorded real runs, computed again in one process to the last bit."""
+"""Replay of recorded real runs in one process, bit for bit."""
 
 __all__: list[str] = []

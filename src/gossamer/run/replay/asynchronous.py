@@ -1,7 +1,7 @@
-"""Computes a real run that waited for nobody again, in one process from the order of its events, with the same bits.
+"""Replays an asynchronous run in one process from the order of its events, bit for bit.
 
-Every process of the run is computed as far as its events go, also those that died, came back or were resumed. What a slot has
-trained again counts once in the metrics: as its last process has trained it.
+Every process of the run is computed as far as its events go, including those that died, came back or were resumed.
+Repeated phases of a slot count once in the metrics, as trained by its last process.
 
 The run folder gets the metrics, events and checkpoints of its workers, one validation at the end, and a copy of the record, so
 that the two folders can be compared.
@@ -43,9 +43,9 @@ from gossamer.record.machines import Threads
 from gossamer.record.packed import packed, unpacked
 from gossamer.record.whole_files import worker_suffix
 from gossamer.rounds.compatibility.combine import Method
+from gossamer.run.asynchronous.async_participant import due_round, save_state
 from gossamer.run.asynchronous.async_state import Core, Source, adopt, content_of, state_of
 from gossamer.run.asynchronous.pair_process import pair_rule_of
-from gossamer.run.asynchronous.without_waiting import due_round, save_state
 from gossamer.run.bookkeeping.evaluate import Probe, Probes, Result, assess
 from gossamer.run.bookkeeping.finished import must_be_record_of
 from gossamer.run.bookkeeping.inputs import must_have_inputs, note_inputs
@@ -62,16 +62,16 @@ from gossamer.transport.processes.launch import one_device
 from gossamer.tree import Tree
 
 Key = tuple[int, ...]
-"""Names a message: its slot, life and version, or its slot and the meeting: the starter, its life and a number."""
+"""The key of a message: slot, life and version, or slot and meeting (starter, its life and a number)."""
 _NEVER = 1 << 31
 
 
 def replay_asynchronous(config: ResolvedRun, folder: Path, recorded: Path) -> Result:
-    """Computes the run in the folder `recorded` again and records it in `folder`, as far as its events go.
+    """Replays the run in the folder `recorded` and records it in `folder`, as far as its events go.
 
     Raises: ConfigError when the record is of another run or of none, or `folder` holds one; DataError for a record that
         contradicts itself.
-    Cost: the models of all workers, and the messages that somebody has yet to hear.
+    Cost: the models of all workers, and messages still to be received.
     """
     must_be_record_of(config, recorded)
     order = read_order(recorded)
@@ -97,14 +97,14 @@ def replay_asynchronous(config: ResolvedRun, folder: Path, recorded: Path) -> Re
 def _must_be_whole(config: ResolvedRun, recorded: Path, order: Mapping[int, Sequence[OrderLife]]) -> None:
     """Raises DataError where the newest checkpoint of a worker is of later events than its record has.
 
-    Rounds do not tell it: a worker saves what is due once it has ended a phase, and may be killed before it records the next.
+    Rounds do not show it: a worker saves after a phase, and may be killed before it records the next.
     """
     store, events = recorded / "checkpoints", {one.life: len(one.events) for some in order.values() for one in some}
     for slot in order:
         for round in checkpoint.rounds(store, slot, config.line)[-1:]:
             try:
                 state = state_of(checkpoint.load(store, round, slot, config.line), round, limits_of(config))
-            except CheckpointError:  # of its damage others speak; it says nothing of the record
+            except CheckpointError:  # damage is reported elsewhere, and does not concern the record
                 continue
             worker, life, place = state.source
             if place > events.get(life, 0):
@@ -112,7 +112,7 @@ def _must_be_whole(config: ResolvedRun, recorded: Path, order: Mapping[int, Sequ
 
 
 class _Run:
-    """A run that is computed again, with its record: what its processes give each other, and where they write."""
+    """A replayed run with its record: the messages and states shared by its processes, and their output."""
 
     record: RunFolder
     events: EventWriter
@@ -124,19 +124,19 @@ class _Run:
         self._probe = Probe(config, self.task, self._device)
         self._probe.threads = threads.at(0, 0)
         self.states: dict[Source, bytes | None] = {}
-        """Those with which processes begin; None for one that is yet to come."""
+        """Initial states of processes; None for one not computed yet."""
         self.tokens, self.time_s, self.loss = 0, 0.0, math.nan
 
     def replica(self, slot: int, round: int) -> Replica:
-        """A worker's replica as it is at the start of the run, in a process that begins in this round."""
+        """A worker's replica at the start of the run, for a process that begins in this round."""
         replica = Replica(slot, self.config.unpaced(), self.task, self._device)
         replica.threads = self._threads.at(slot, round)
         return replica
 
     def compute(self, recorded: Path, order: Mapping[int, list[OrderLife]]) -> None:
-        """Lets all events take place."""
+        """Processes all events."""
         config, probe, n = self.config, self._probe, self.config.workers
-        make = _InPairs if isinstance(self.config.method, InPairs) else _Gossip
+        make = _PairReplay if isinstance(self.config.method, InPairs) else _Gossip
         processes = [
             make(self, slot, one, lives[k + 1 :], recorded / f"order{worker_suffix(slot)}.jsonl")
             for slot, lives in sorted(order.items())
@@ -157,7 +157,7 @@ class _Run:
             for one, _ in follow(processes):
                 if not one.left and one is not last[one.slot]:
                     one.forget()
-            # The workers that were there at the end are scored, or all if nobody was.
+            # The workers present at the end are scored, or all if none was.
             chosen = [one for one in last.values() if one.ended] or [*last.values()]
             xs, buffers = [one.core.x for one in chosen], [one.replica.buffers for one in chosen]
             over = max(one.round for one in last.values())
@@ -165,14 +165,14 @@ class _Run:
 
     def _validate(self, over: int, xs: Sequence[Tensor], buffers: Sequence[Sequence[Tensor]]) -> float:
         figures = assess(xs, Probes([self._probe]), buffers).figures()
-        if over or not self.tokens:  # else it is amid the first round, before which the initial values were validated
+        if over or not self.tokens:  # else it is in the first round, after validation of the initial values
             step = over * self.config.full_steps
             self.record.log("eval", round=over - 1, step=step, tokens=self.tokens, **figures)
         return figures["loss"]
 
 
 class _Messages:
-    """The messages that somebody has yet to hear, as others decode them."""
+    """Messages still to be received, as others decode them."""
 
     def __init__(self, config: ResolvedRun, processes: Sequence["_Process[Any]"]) -> None:
         self._options = LoopOptions(codec=config.method.codec, seed=config.seed)
@@ -183,7 +183,7 @@ class _Messages:
         """Of one message."""
 
     def missing(self, key: Key) -> Missing | None:
-        """What is said of a message that is not there yet."""
+        """The reason for waiting for a message."""
         if key in self._held:
             return None
         what = f"its version {key[2]}" if len(key) == 3 else f"of meeting {key[3]} that worker {key[1]} started"
@@ -191,14 +191,14 @@ class _Messages:
         return Missing(why, self._senders.get(key))
 
     def keep(self, key: Key, replica: Replica, message: Tree, number: int, fragment: int = 0) -> Tree:
-        """A message as others decode it, which is kept for those that hear it."""
+        """A message as others decode it, kept for its receivers."""
         decoded, self.bytes = self._options.transmit(message, replica.layout, key[0], number, fragment)
         if self._wanted[key]:
             self._held[key] = decoded
         return decoded
 
-    def heard(self, key: Key) -> Tree:
-        """A message, which goes once everybody has heard it."""
+    def take(self, key: Key) -> Tree:
+        """A message, dropped after its last receiver."""
         message = self._held[key]
         must_be_finite({f"the message of worker {key[0]}": message})
         self._wanted[key] -= 1
@@ -208,22 +208,22 @@ class _Messages:
 
 
 class _Process(Actor["Entered | OrderEvent"], Generic[Core]):
-    """One process of a run, and the worker that it is."""
+    """One process of a run, with its worker."""
 
     core: Core
     replica: Replica
     kinds: ClassVar[tuple[type, ...]]
-    """The events of such a run, besides the begin and the end."""
+    """The events of such a run, except begin and end."""
 
     def __init__(self, run: _Run, slot: int, one: OrderLife, later: Sequence[OrderLife], file: Path) -> None:
         super().__init__((slot, one.life), f"worker {slot}", file, [one.begun, *one.events])
         self.slot, self.life, self.ended, self._run = slot, one.life, one.ended is not None, run
-        # The slot went on from there, so what is recorded of this process from that round or phase on is void. It may have gone
-        # back further the second time.
+        # The slot resumed from there, so this process's records from that round or phase on are void. A second resume
+        # may go back further.
         self._void_round = min((life.begun.round for life in later), default=_NEVER)
         self._void_phase = min((life.begun.number for life in later), default=_NEVER)
         self._taken = -1
-        """Events, without the begin."""
+        """The number of events, without the begin."""
         self.round, self._phases = one.begun.round, one.begun.number
 
     def named(self, event: Entered | OrderEvent) -> str:
@@ -268,21 +268,21 @@ class _Process(Actor["Entered | OrderEvent"], Generic[Core]):
                         end_s=event.time_s,
                     )
         self._taken += 1
-        # A process that begins with this state had it as it was right after this event, amid a local phase or not.
+        # A process that begins with this state got it as of right after this event, within a local phase or not.
         if self._source in run.states:
             run.states[self._source] = packed(self._state())
         due = 0
         if isinstance(event, Finished):
             due = self.round = event.round
         elif isinstance(event, Mixed | Learned):
-            # A worker saves what is due when it next looks how far the run is, which its next phase tells.
+            # A worker saves when it next checks the run's progress, in its next phase.
             reached = (one.round for one in self.left if isinstance(one, Published | Learned))
             due = due_round(run.config, self.round, next(reached, self.round))
         if 0 < due <= self._void_round:
             save_state(run.line, run.folder, due, self.slot, self._state())
 
     def forget(self) -> None:
-        """Nothing more comes of it."""
+        """Frees its state after its last event."""
         del self.core, self.replica
 
     @property
@@ -328,7 +328,7 @@ class _Process(Actor["Entered | OrderEvent"], Generic[Core]):
 
     @abstractmethod
     def exchange(self, event: Any) -> Iterable[tuple[str, int]]:
-        """An event that is none of training; returns what was received, and from whom."""
+        """Processes an event other than training; returns the received message and its sender."""
 
 
 class _Gossip(_Process[GossipWorker]):
@@ -338,7 +338,7 @@ class _Gossip(_Process[GossipWorker]):
         super().__init__(run, slot, one, later, file)
         assert isinstance(run.config.method, Method)
         self._method, self._own = run.config.method, dict[int, Tree]()
-        # What a worker publishes depends on its peers, who are in the line of the mix that follows.
+        # A published message depends on the peers, which are in the following mix event.
         self._alive = {event.number: event.alive for event in one.events if isinstance(event, Mixed)}
 
     def made(self) -> GossipWorker:
@@ -363,9 +363,9 @@ class _Gossip(_Process[GossipWorker]):
         known = mixing.receives_from(self.slot)
         if not {*peers} <= {*known}:
             raise Contradiction(f"after phase {number} it heard workers {sorted(peers)}, and {known} were its peers")
-        # The version of each peer's message, and over whom the topology was drawn, decide the numbers of a mix; that all
-        # messages are added up in the order of the mixing matrix makes it no matter which of them came first.
-        received = {key[0]: self._run.messages.heard(key) for key in self.needs(event)}
+        # A mix depends on the versions of the peers' messages and the workers of the topology, not on the order of
+        # arrival, as messages are summed in the order of the mixing matrix.
+        received = {key[0]: self._run.messages.take(key) for key in self.needs(event)}
         self.core.mix(number, self._own.pop(number), received, mixing)
         return [("fetch", j) for j in peers]
 
@@ -380,7 +380,7 @@ class _Gossip(_Process[GossipWorker]):
         return self._method.topology.mixing(number, alive)
 
 
-class _InPairs(_Process[PairWorker]):
+class _PairReplay(_Process[PairWorker]):
     kinds = (Learned, Told, Met)
 
     def made(self) -> PairWorker:
@@ -401,8 +401,8 @@ class _InPairs(_Process[PairWorker]):
         return [(self.slot, *event[1:4])] if isinstance(event, Told) else []
 
     def trained(self, event: Learned) -> None:
-        # The drift is added to what meetings have made of the parameters since the phase began. Time passes first, as in
-        # each event here: momentum mixes with the exact seconds that the worker recorded, and with no others.
+        # The drift is added to the parameters as changed by meetings since the phase began. Time advances first, as in
+        # every event: momentum mixes with exactly the recorded seconds.
         self.core.advance(event.dt)
         self.core.learn()
         self.core.begin()
@@ -412,11 +412,11 @@ class _InPairs(_Process[PairWorker]):
         if isinstance(event, Finished):
             return []
         if isinstance(event, Told):
-            # A message is of this very moment: phases may end between it and the meeting, and count in the latter alone.
+            # The message is of this moment: phases that end between it and the meeting only count in the latter.
             (key,) = self.sends(event)
             self._run.messages.keep(key, self.replica, self.core.tell(), event.number, event.starter)
             return []
-        own, theirs = map(self._run.messages.heard, self.needs(event))
+        own, theirs = map(self._run.messages.take, self.needs(event))
         assert isinstance(own, Tensor) and isinstance(theirs, Tensor)
         self.core.meet(own, theirs)
         return [("meet", event.peer)]

@@ -1,10 +1,10 @@
-"""Looks whether the workers of a recorded run computed what they should have: trains them again, and compares hashes.
+"""Audits a recorded run: trains its workers again, and compares hashes.
 
-With `record.hash` a worker hashes what it is about to send: its parameters, its outer state and its place in the data, before
-anybody has heard of them. So the first hash that differs is that of the worker whose numbers went wrong. What goes wrong after
-the last message of a worker is found in its last checkpoint, if it is kept.
+With `record.hash` a worker hashes its parameters, outer state and position in the data before each send. So the first
+differing hash belongs to the faulty worker. Errors after a worker's last message show in its last checkpoint, if it is
+kept.
 
-A hash that is missing is no hash that agrees: a record that lacks one is refused, unless its worker may have been stopped there.
+A missing hash is not a match: a record without it is refused, unless its worker may have been stopped there.
 """
 
 import logging
@@ -32,7 +32,7 @@ from gossamer.run.config.user_parts import UserParts
 from gossamer.run.replay.repeat import Repeat
 from gossamer.run.replay.script import Script, calm, script_of
 from gossamer.run.replay.stretches import Stretch, stretches
-from gossamer.run.simulated.threads import Lanes
+from gossamer.run.simulated.threads import WorkerThreads
 from gossamer.run.worker.numerics import threads_of
 from gossamer.run.worker.task import task_of
 from gossamer.run.worker.worker import Worker
@@ -45,22 +45,22 @@ Hashes = dict[int, dict[int, list[str]]]
 
 
 class Difference(NamedTuple):
-    """Where a run first differs from what it should have been."""
+    """The first difference of a run from its repetition."""
 
     round: int
     worker: int
     what: str
-    """What differs: the message that it sent, or its checkpoint after the round."""
+    """The differing item: a sent message, or a checkpoint after the round."""
 
 
 class Audit(NamedTuple):
-    """What an audit has found."""
+    """The result of an audit."""
 
     first: int
-    """The first of the rounds that were compared."""
+    """The first compared round."""
     last: int
     snapshot: int
-    """The rounds behind the checkpoints that the workers were trained from again; 0 for the start."""
+    """The round of the checkpoints from which the workers were trained again; 0 for the start."""
     compared: int
     """Hashes."""
     difference: Difference | None
@@ -73,13 +73,14 @@ def audit(
     rounds: tuple[int | None, int | None] = (None, None),
     parts: UserParts | None = None,
 ) -> Audit:
-    """Trains the workers of the run in a folder again, from the newest checkpoints of all of them, and compares what they sent.
+    """Trains the workers of the run in a folder again, from their newest common checkpoints, and compares hashes.
 
     Args:
-        worker: compare this worker alone; all are trained.
-        rounds: the first and the last round to compare, from 0; by default all that are recorded.
-        parts: the user's own, where the run names none that can be imported.
-    Raises: ConfigError for a run that cannot be repeated here or has no hashes; DataError for a record that contradicts itself.
+        worker: compare only this worker; all are trained.
+        rounds: the first and the last round to compare, from 0; by default all recorded ones.
+        parts: the user's parts, if the run names none that can be imported.
+    Raises: ConfigError for a run that cannot be repeated here or has no hashes; DataError for a record that contradicts
+        itself.
     Cost: as a simulation of the rounds from the checkpoints on.
     """
     changed_code(settings_in(folder), folder, "repeat", speaks=False)
@@ -108,7 +109,7 @@ def audit(
     snapshot = next(q for q in _candidates(sound, first) if _usable(script, q, sound))
     task, threads = task_of(config), threads_of(config, folder)
     must_have_inputs(config, task, folder, "repeat")
-    lanes, like = Lanes(device, config, threads), Probe(config, task, device).x
+    lanes, like = WorkerThreads(device, config, threads), Probe(config, task, device).x
     repeat = Repeat(some, task, script, folder, like, logged=bool(lives), threads=threads)
     repeat.restore(folder, snapshot, line)
     compared = 0
@@ -165,12 +166,12 @@ def _repeatable(config: ResolvedRun, folder: Path, *, real: bool) -> ResolvedRun
 
 
 def _stretches(config: ResolvedRun, folder: Path, *, real: bool) -> list[Stretch]:
-    """Those of a run, with hashes in each of them: what is compared decides what is recorded here."""
+    """The stretches of a run, with hashes enabled in each."""
     return [Stretch(first, replace(one, record=config.record)) for first, one in stretches(config, folder, real=real)]
 
 
 def _hashes(folder: Path) -> Hashes:
-    """What each worker has recorded. Hashes that are none differ from all. Raises: DataError for a round that has two."""
+    """The recorded hashes of each worker. Invalid ones match none. Raises: DataError for a round with two."""
     found: Hashes = {}
     for line in read_metrics(folder):
         match line:
@@ -187,7 +188,7 @@ def _hashes(folder: Path) -> Hashes:
 
 
 def _must_be_of_this_run(recorded: Hashes, folder: Path, workers: int, rounds: int, *, real: bool) -> None:
-    """Raises DataError for hashes of rounds or workers that the run does not have, and where nobody says what computed them."""
+    """Raises DataError for hashes of rounds or workers that the run does not have, and without a record of the machines."""
     owners = sorted({worker for some in recorded.values() for worker in some})
     if max(recorded) >= rounds or owners[-1] >= workers:
         raise DataError(
@@ -196,7 +197,7 @@ def _must_be_of_this_run(recorded: Hashes, folder: Path, workers: int, rounds: i
         )
     simulated = folder / "machines.jsonl"
     files = [folder / f"machines{worker_suffix(one)}.jsonl" for one in owners]
-    # Without them another machine would call the numbers of this one wrong.
+    # Without it an audit on another machine would report false differences.
     missing = [one for one in files if not any(map(_says_anything, (one, simulated)))]
     if missing:
         raise DataError(
@@ -219,7 +220,7 @@ def _must_be_whole(
     *,
     logged: bool,
 ) -> None:
-    """Says which hashes are missing where a worker was stopped. Raises: DataError for one that is missing elsewhere."""
+    """Reports hashes missing because a worker was stopped. Raises: DataError for one that is missing elsewhere."""
     stopped, some = dict[int, int](), False
     for round in rounds:
         there = script.turns[round].outcomes if round in script.turns else ()
@@ -260,11 +261,11 @@ def _may_be_stopped(slot: int, round: int, recorded: Hashes, script: Script, sou
 
 
 _Sound = Set[tuple[int, int]]
-"""The checkpoints that are here and sound, by slot and round."""
+"""Sound local checkpoints, by slot and round."""
 
 
 def _sound(folder: Path, slots: Sequence[int], line: Lineage) -> _Sound:
-    """Those of a run; it says which are damaged. Cost: reads them."""
+    """The sound checkpoints of a run; reports damaged ones. Cost: reads them."""
     store, sound = folder / "checkpoints", set[tuple[int, int]]()
     for slot in slots:
         for round, found in checkpoint.generation_faults(store, slot, line).items():
@@ -282,14 +283,14 @@ def _candidates(sound: _Sound, first: int) -> Iterator[int]:
 
 
 def _usable(script: Script, round: int, sound: _Sound) -> bool:
-    """Whether the checkpoints are here and sound with which the script can be followed from a round on."""
+    """Whether the checkpoints needed to follow the script from a round are here and sound."""
     needed = {(slot, round) for slot in script.running(round)}
     needed |= {(slot, after) for slot, after in script.taken_over(round) if 0 < after <= round}
     return needed <= sound or round == 0
 
 
 def _difference(round: int, said: dict[int, list[str]], found: dict[int, list[str]]) -> Difference | None:
-    """The first hash that differs, by the order in which they were sent."""
+    """The first differing hash, in sending order."""
     for k in range(max(map(len, found.values()), default=0)):
         for worker in sorted(said):
             if said[worker][k : k + 1] != found[worker][k : k + 1]:
@@ -310,7 +311,8 @@ def _spoilt(round: int, workers: Sequence[Worker], folder: Path, line: Lineage, 
 def _alike(saved: Mapping[Any, Any], mine: Mapping[str, Any]) -> bool:
     """Whether two states have the same parameters, outer state and inner optimizer, bit for bit.
 
-    The place in the data is that of all workers here, and what is under way is not taken over by an elastic one.
+    Ignores the position in the data, which is shared here, and messages in flight, which elastic workers do not take
+    over.
     """
     trees, found = list[Any](), list[dict[str, Tensor]]()
     for state in (saved, mine):
@@ -324,5 +326,5 @@ def _alike(saved: Mapping[Any, Any], mine: Mapping[str, Any]) -> bool:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """By which a number that is not one is like itself."""
+    """The bits of a tensor, so that NaN equals itself."""
     return tensor.reshape(-1).view(torch.uint8)

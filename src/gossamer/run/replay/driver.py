@@ -1,7 +1,7 @@
-"""The driver of all replays: takes the recorded events of several actors, each as soon as what it needs is there.
+"""The driver of all replays: processes the recorded events of several actors, each as soon as its inputs are available.
 
-An actor is whoever recorded events in its own order, such as one process of a worker. Nothing orders the events of two
-actors but what one needs of the other: a message, a state, or that a round is over. So no common clock is needed.
+An actor has recorded events in its own order, for example one process of a worker. Events of two actors are ordered
+only by dependencies: a message, a state, or the end of a round. So no common clock is needed.
 """
 
 from abc import ABC, abstractmethod
@@ -17,25 +17,25 @@ A = TypeVar("A", bound="Actor[Any]")
 
 
 class Missing(NamedTuple):
-    """What an event waits for."""
+    """The missing input of an event."""
 
     why: str
-    """A clause, such as 'it heard a message of worker 3 that was never sent'."""
+    """A clause, such as 'it waits for a message of worker 3 that was never sent'."""
     source: Hashable = None
-    """The key of the actor one of whose events brings it; None if there is none."""
+    """The key of the actor that provides it; None if there is none."""
 
 
 class Contradiction(Exception):
-    """An event that cannot have taken place; its text is the clause that says why, and the driver adds where it is recorded."""
+    """An impossible event; its text is a clause with the reason, and the driver adds its location."""
 
 
 class Actor(ABC, Generic[E]):
-    """The recorded events of one actor that have yet to take place.
+    """The unprocessed events of one actor.
 
     Args:
-        key: names it among the actors of a run.
-        who: names it in sentences.
-        file: where its events are recorded.
+        key: its identifier among the actors of a run.
+        who: its name in sentences.
+        file: the file of its events.
     """
 
     def __init__(self, key: Hashable, who: str, file: Path, events: Iterable[E]) -> None:
@@ -47,21 +47,21 @@ class Actor(ABC, Generic[E]):
 
     @abstractmethod
     def missing(self, event: E) -> Missing | None:
-        """What the next event waits for; None if it can take place. Raises Contradiction."""
+        """The missing input of the next event; None if it is ready. Raises Contradiction."""
 
     @abstractmethod
     def take(self, event: E) -> None:
-        """The event takes place, and is not `left` any more. Raises Contradiction."""
+        """Processes an event, which is removed from `left`. Raises Contradiction."""
 
 
 def follow(actors: Sequence[A]) -> Iterator[tuple[A, Any]]:
-    """Lets all events take place, and gives each one with its actor when it has.
+    """Processes all events, yielding each one with its actor.
 
-    The events of one actor keep their order, which decides numbers. Which of several actors goes first decides none: an event
-    computes from the state of its actor and from what its record names of others (the version of a message, the state after so
-    many events, the round), never from what happens to be there.
+    The events of one actor keep their order, which affects results. The order between actors does not: an event depends
+    on its actor's state and on recorded inputs from others (a message's version, a state after a number of events, a
+    round), never on availability.
 
-    Raises: DataError, naming an event, its actor, its file and what it waits for, when nobody can go on.
+    Raises: DataError, naming an event, its actor, its file and its missing input, when no actor can proceed.
     """
     while waiting := [one for one in actors if one.left]:
         took = 0
@@ -86,11 +86,11 @@ def _missing(one: Actor[Any]) -> Missing | None:
 
 
 def _stuck(waiting: Sequence[Actor[Any]]) -> DataError:
-    """Names whoever is at the end of the chain of those that wait for each other, as the others would go on after it."""
+    """The error that names the actor at the end of the chain of dependencies."""
     by_key, one, seen = {one.key: one for one in waiting}, waiting[0], set[Hashable]()
     while True:
         missing = _missing(one)
-        assert missing is not None  # else it would have gone on
+        assert missing is not None  # else it would have proceeded
         seen.add(one.key)
         if missing.source not in by_key or missing.source in seen:
             return _at(one, one.left[0], missing.why)
@@ -102,7 +102,7 @@ def _at(one: Actor[Any], event: Any, why: str) -> DataError:
 
 
 def ends_early(file: Path, round: int, owner: str) -> DataError:
-    """A record was cut at its end: its folder has a checkpoint of an owner, after so many rounds, to which it does not lead."""
+    """The error for a truncated record: its folder has a checkpoint after rounds that the record does not reach."""
     return DataError(
         f"the record in '{file}' ends before round {round}, of which the folder has a checkpoint of {owner}, so lines at its end "
         "are missing; restore the files of all workers as the run wrote them"
@@ -110,7 +110,7 @@ def ends_early(file: Path, round: int, owner: str) -> DataError:
 
 
 def contradiction(file: Path, who: str, event: str, why: str) -> DataError:
-    """The record of a run contradicts itself at an event of an actor."""
+    """The error for a record that contradicts itself at an event of an actor."""
     return DataError(
         f"the record in '{file}' contradicts itself at {who} in {event}: {why}; restore the files of all workers as "
         "the run wrote them"

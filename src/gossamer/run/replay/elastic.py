@@ -1,9 +1,9 @@
-"""Computes an elastic run again, in one process from its log of outcomes, with the same bits.
+"""Replays an elastic run in one process from its log of outcomes, bit for bit.
 
-Deaths, deadlines and joins decided which messages counted and who took over whose state; the log has all of it
-(`gossamer.record.logs.outcomes`). The run folder gets the metrics, the trace and the checkpoints of a simulation, and a copy of
-the log, so that the two folders can be compared. A validation scores the workers that were there in its round. What a worker
-computed in a round that it did not survive is in neither. Rounds before a change of settings are computed with those of then.
+Deaths, deadlines and joins decided which messages counted and which states were taken over; the log has all of it
+(`gossamer.record.logs.outcomes`). The run folder gets the metrics, the trace and the checkpoints of a simulation, and a
+copy of the log, so that the two folders can be compared. A validation scores the workers present in its round. Work of
+a worker in a round that it did not survive is in neither. Rounds before a change of settings use the earlier settings.
 """
 
 import math
@@ -27,7 +27,7 @@ from gossamer.run.replay.driver import ends_early
 from gossamer.run.replay.repeat import Repeat, Reports
 from gossamer.run.replay.script import script_of
 from gossamer.run.replay.stretches import stretches
-from gossamer.run.simulated.threads import Lanes
+from gossamer.run.simulated.threads import WorkerThreads
 from gossamer.run.worker.numerics import threads_of
 from gossamer.run.worker.task import task_of
 from gossamer.run.worker.worker import Worker
@@ -35,7 +35,7 @@ from gossamer.transport.processes.launch import one_device
 
 
 def replay_elastic(config: ResolvedRun, folder: Path, recorded: Path) -> Result:
-    """Computes the elastic run in the folder `recorded` again and records it in `folder`, as far as its log goes.
+    """Replays the elastic run in the folder `recorded` and records it in `folder`, as far as its log goes.
 
     Raises: ConfigError when the record is of another run or of none, or `folder` holds one; DataError for a log that contradicts
         itself.
@@ -61,7 +61,7 @@ def replay_elastic(config: ResolvedRun, folder: Path, recorded: Path) -> Result:
 
 
 class _Replay:
-    """An elastic run that is computed again, with its record."""
+    """A replayed elastic run, with its record."""
 
     def __init__(self, config: ResolvedRun, folder: Path, lives: Mapping[int, Sequence[Life]], recorded: Path) -> None:
         self._config, self._folder = config, folder
@@ -70,7 +70,7 @@ class _Replay:
         self._task = task
         probe, method = Probe(config, task, device), config.in_rounds
         self._threads = threads_of(config, recorded)
-        self._probes, self._lanes = Probes([probe]), Lanes(device, config, self._threads)
+        self._probes, self._lanes = Probes([probe]), WorkerThreads(device, config, self._threads)
         probe.threads = self._threads.at(0, 0)
         self._sends_per_round = method.sends_per_round
         rounds = max(one.config.rounds for one in some)
@@ -78,7 +78,7 @@ class _Replay:
         self._repeat = Repeat(some, task, self._script, recorded, probe.x, logged=True, threads=self._threads)
         self._present: list[Worker] = []
         self.loss = math.nan
-        """Of the mean of the workers that were there in the round of the last validation."""
+        """Loss of the mean of the workers present in the round of the last validation."""
 
     def run(self) -> None:
         """Trains all rounds of the script, and records them."""
@@ -104,17 +104,17 @@ class _Replay:
             self.loss = self._validate()["loss"] if math.isnan(journal.loss) else journal.loss
 
     def tokens(self) -> int:
-        """Those that the workers have trained on whose work was not lost."""
+        """Tokens of the workers whose work was not lost."""
         return sum(worker.replica.steps_taken for worker in self._repeat.workers) * self._config.step_tokens
 
     def _journal(self, record: RunFolder) -> Journal:
-        """That of a stretch of rounds, whose settings decide what is due."""
+        """The journal of a stretch of rounds with its settings."""
         return Journal(self._repeat.stretch.config, lambda: record, self._validate, self._save_all)
 
     def _record(self, round: int, reports: Reports, journal: Journal) -> None:
         config, finished, turn = journal.config, round + 1, self._script.turns[round]
         for worker, report in reports:
-            journal.enter(worker, round, report)
+            journal.log(worker, round, report)
         if reports:
             self._present = [worker for worker, _ in reports if worker.index not in turn.overruled]
             journal.end_round(finished, step=config.timetable.begin(finished), tokens=self.tokens())
@@ -123,7 +123,9 @@ class _Replay:
             for exchange in worker.loop.pop_rest():
                 exchange.finish()
                 worker.replica.recompute()
-            if end.behind < config.rounds or not end.trained:  # as a worker saves that leaves, or whose peers had ended
+            if (
+                end.behind < config.rounds or not end.trained
+            ):  # a worker saves when it leaves, or when its peers have ended
                 self._save(worker, end.behind if end.left else config.rounds)
 
     def _validate(self) -> dict[str, Any]:

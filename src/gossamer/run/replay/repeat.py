@@ -1,8 +1,8 @@
-"""All workers of a recorded run in rounds in one process again, with the bits that they had.
+"""The workers of a recorded run in rounds, repeated in one process, bit for bit.
 
-What they do is the same code as everywhere. Messages pass through the mailboxes of a simulation, except that those arrive which
-the log of outcomes counts, and no others. Two kinds of events take place: a process begins in a slot, with its own state or that
-of another worker, and a round, which all that are there train together.
+Workers run the same code as elsewhere. Messages pass through the mailboxes of a simulation, filtered to those that the
+log of outcomes counts. There are two kinds of events: the begin of a process in a slot, with its own or another
+worker's state, and a round, which all present workers train together.
 """
 
 import hashlib
@@ -17,16 +17,16 @@ from torch import Tensor
 from gossamer.errors import ConfigError
 from gossamer.record import checkpoint
 from gossamer.record.lineage import Lineage
-from gossamer.record.logs.outcomes import Begun, Followed
+from gossamer.record.logs.outcomes import Begun
 from gossamer.record.machines import Threads
-from gossamer.record.packed import cold, packed, unpacked
+from gossamer.record.packed import packed, unpacked
 from gossamer.rounds.compatibility.combine import Method
 from gossamer.rounds.exchange import Each
 from gossamer.rounds.loop import EVERYONE, Membership
 from gossamer.run.replay.driver import Actor, Missing, contradiction, follow
 from gossamer.run.replay.script import Message, Script, outcomes_file
 from gossamer.run.replay.stretches import Stretch, stretch_of
-from gossamer.run.simulated.rounds import crew, train_together
+from gossamer.run.simulated.rounds import make_workers, train_together
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.task import Task, task_of
 from gossamer.run.worker.worker import RoundReport, Worker
@@ -47,7 +47,7 @@ class Repeat:
         recorded: its folder.
         threads: those of its workers.
         like: a vector of parameters of the task's model.
-        logged: whether the script tells which messages counted; all do otherwise.
+        logged: whether the script has the counted messages; otherwise all count.
     Raises: ConfigError unless the workers start alike, and where only some rounds are in the log.
     """
 
@@ -75,17 +75,17 @@ class Repeat:
         self._slots = range(some[0].config.workers)
         self._processes = [_Process(slot, script) for slot in self._slots]
         self._kept = defaultdict[tuple[int, int], list[bytes]](list)
-        """By slot and rounds behind it: the states with which others begin, all that its workers had there."""
+        """By slot and completed rounds: the states taken over by others."""
         self._needed, self._replaced = script.taken_over(), list[Worker]()
         begun = [life.begun for lives in script.lives.values() for life in lives]
         self._shared: dict[int, list[Tensor]] = {one.round: [] for one in begun if self._adds_means(one)}
-        """By round that somebody begins with an older state and the means since then: what is equal on all workers then."""
+        """By round in which a process begins with an older state and later means: the state shared by all workers then."""
         self._go_into(stretch_of(0, some))
         for worker in self.workers:
             self._keep(worker, 0)
 
     def restore(self, folder: Path, round: int, line: Lineage) -> None:
-        """Goes to the start of a round, with the checkpoints that were written before it. Raises: CheckpointError."""
+        """Restores the start of a round from the checkpoints before it. Raises: CheckpointError."""
         store = folder / "checkpoints"
         if (there := stretch_of(round, self._stretches)) is not self.stretch:
             self._go_into(there)
@@ -99,7 +99,7 @@ class Repeat:
             self._share(round, self.workers[slot])
 
     def rounds(self, each: Each, first: int = 0, last: int = _NEVER) -> Iterator[tuple[int, Reports]]:
-        """Trains the rounds from `first` to `last`; gives after each what those did that were there at its end.
+        """Trains the rounds from `first` to `last`; yields after each the reports of the workers present at its end.
 
         Raises: TrainingError; DataError for a log that contradicts itself.
         """
@@ -111,11 +111,11 @@ class Repeat:
                 yield round, self.trained.reports
 
     def begin(self, slot: int, begun: Begun) -> None:
-        """A process begins in a slot."""
+        """Begins a process in a slot."""
         self._reach(begun.round)
         process = self._processes[slot]
         if (slot, process.number) in self.script.turns[begun.round].lost and process.begun != begun:
-            self._replaced.append(self.workers[slot])  # it has a part in the round too
+            self._replaced.append(self.workers[slot])  # it takes part in the round too
             self._replace(slot)
         self._take_over(slot, begun)
 
@@ -125,12 +125,12 @@ class Repeat:
         return self._logged and everyone and begun.after < begun.round
 
     def _share(self, round: int, worker: Worker) -> None:
-        """Keeps what is equal on all workers before a round, where somebody begins there with it."""
+        """Keeps the state shared by all workers before a round, if a process begins with it."""
         if round in self._shared:
             self._shared[round] = [tensor.clone() for tensor in worker.loop.shared]
 
     def train(self, round: int, each: Each) -> Reports:
-        """One round of all that are there; returns what those did that were there at its end."""
+        """Trains one round of all present workers; returns the reports of those present at its end."""
         self._reach(round)
         turn, replaced = self.script.turns[round], self._replaced
         there = set(turn.outcomes) | {slot for slot, k in turn.lost if self._processes[slot].number == k}
@@ -156,27 +156,25 @@ class Repeat:
         return present
 
     def _take_threads(self, slot: int, round: int) -> None:
-        """Gives the worker of a slot the intra-op threads of its process, or of this round where no processes are logged."""
+        """Sets the worker's intra-op threads to its process's, or to this round's without a log of processes."""
         begun = self._processes[slot].begun if self._logged else None
         since = round if begun is None else begun.round
         self.workers[slot].replica.threads = self._threads.at(slot, since)
 
-    def candidates(self, one: Begun | Followed) -> tuple[list[bytes], bool]:
-        """The states that the donor had after so many rounds, and whether those with the hash that was recorded are among them.
+    def candidates(self, one: Begun) -> tuple[list[bytes], bool]:
+        """The donor's states after a number of rounds, and whether any matches the recorded hash.
 
-        Which of them it gave away decides numbers: a worker that took over another's state had two after the same round.
+        The choice affects results: a worker that took over another's state had two after the same round.
         """
         found = self._kept.get((one.donor, one.after), [])
-        if isinstance(one, Followed) or one.followed:
-            found = [cold(raw) for raw in found]
         named = [raw for raw in found if one.sha256 in ("", hashlib.sha256(raw).hexdigest())]
         return [*named, *found], bool(named)
 
     def _reach(self, round: int) -> None:
-        """Goes on with the settings of a round, from the states that the workers have now.
+        """Switches to the settings of a round, keeping the workers' states.
 
-        A run that is resumed goes on from the checkpoints of the round before, which hold just these states; messages in flight
-        are in them, except those of elastic workers, who begin again without.
+        A resumed run continues from the checkpoints of the previous round, which hold exactly these states, including
+        messages in flight except for elastic workers.
         """
         there = stretch_of(round, self._stretches)
         if there is not self.stretch:
@@ -186,24 +184,20 @@ class Repeat:
                 worker.restore({**state, "under_way": []} if self._logged else state)
 
     def _replace(self, slot: int) -> None:
-        """Lets another worker go on in a slot."""
+        """Replaces the worker of a slot."""
         process = self._processes[slot] = _Process(slot, self.script, self._processes[slot].number)
         process.inner = self._network.transport(slot)
         replica = Replica(slot, self.stretch.config.unpaced(), self._task, self._like.device)
         self.workers[slot] = Worker(replica, self._method, process, membership=process.membership())
 
     def _take_over(self, slot: int, begun: Begun) -> None:
-        """A process begins in a slot, with the state of a worker."""
-        if begun.followed:
-            self._replace(slot)  # its inner optimizer was cold
+        """Begins a process in a slot with the state of a worker."""
         worker, process, lives = self.workers[slot], self._processes[slot], self.script.lives[slot]
         process.number = next(k for k, one in enumerate(lives) if one.begun is begun)
         if self.script.is_first(slot, begun):
             worker.replica.steps_taken = begun.steps
         else:
             self._take_threads(slot, begun.round)
-            for one in begun.followed:
-                worker.rehearse(one.after, self._taken(slot, one, begun.round))
             worker.take_over(self._taken(slot, begun, begun.round))
             if not self._adds_means(begun):
                 self._keep(worker, begun.after)
@@ -215,7 +209,7 @@ class Repeat:
             worker.loop.send_ahead(begun.round)
 
     def _go_into(self, there: Stretch) -> None:
-        """Makes all workers with the settings of a stretch, as they are at the start of a run."""
+        """Creates all workers with the settings of a stretch, as at the start of a run."""
         self.stretch, config = there, there.config.unpaced()
         # An optimizer of the user may take its options from the settings.
         self._task = self._given if there is self._stretches[-1] else task_of(there.config)
@@ -226,7 +220,7 @@ class Repeat:
             process.inner = inner
         transports: Sequence[Transport] = self._processes if self._logged else plain
         membership = [one.membership() if self._logged else EVERYONE for one in self._processes]
-        self.workers = crew(
+        self.workers = make_workers(
             config,
             self._task,
             self._method,
@@ -235,11 +229,11 @@ class Repeat:
             membership=membership.__getitem__,
         )
 
-    def _taken(self, slot: int, one: Begun | Followed, round: int) -> dict[str, Any]:
-        """The state that the process which began so in a slot took over, at last or as a ghost."""
+    def _taken(self, slot: int, one: Begun, round: int) -> dict[str, Any]:
+        """The state taken over by a process on this begin event."""
         (raw, *_), named = self.candidates(one)
         closes, streams = self._method.rule.needs == "everyone", "streams" in self._task.data.state()
-        if not named and not closes and not streams:  # whose states hold what is not repeated here
+        if not named and not closes and not streams:  # their states contain data not repeated here
             log.warning(
                 "worker %d began at round %d with a state of worker %d that hashes to %s, and here it is another: this is not "
                 "what was computed then to the last bit; use the same processor and version of torch",
@@ -248,7 +242,7 @@ class Repeat:
                 one.donor,
                 one.sha256[:12],
             )
-        # The place in the data is that of the slot; here the data of all workers are one object.
+        # The position in the data is the slot's; here all workers share one data object.
         return {**unpacked(raw), "data": self._task.data.state(), "steps_taken": one.steps, "under_way": []}
 
     def _keep(self, worker: Worker, after: int) -> None:
@@ -257,7 +251,7 @@ class Repeat:
 
 
 class _Begins(Actor[Begun]):
-    """The processes that begin in a slot, one after the other."""
+    """The begin events of a slot, in order."""
 
     def __init__(self, repeat: Repeat, slot: int, span: range) -> None:
         begun = [life.begun for life in repeat.script.lives[slot] if life.begun.round in span]
@@ -273,9 +267,9 @@ class _Begins(Actor[Begun]):
         repeat = self._repeat
         if event.round > repeat.trained.next:
             return Missing("the rounds before have not been trained", repeat.trained.key)
-        for one in () if repeat.script.is_first(self._slot, event) else (*event.followed, event):
+        for one in () if repeat.script.is_first(self._slot, event) else (event,):
             found, named = repeat.candidates(one)
-            # The donor may have taken over that very state at the same time: then it has two, and the later is meant.
+            # The donor may have taken over a state after the same round: then it has two, and the later one is meant.
             donor = next((other for other in repeat.begins if other.key == one.donor and other is not self), None)
             comes = donor is not None and bool(donor.left) and donor.left[0].round == event.round
             if not found or (comes and not named):
@@ -291,18 +285,18 @@ class _Begins(Actor[Begun]):
 
 
 class _Trained(Actor[int]):
-    """The rounds of a run, which all that are there train together."""
+    """The rounds of a run, which all present workers train together."""
 
     def __init__(self, repeat: Repeat, span: range, each: Each) -> None:
         rounds = sorted(round for round in repeat.script.turns if round in span)
         super().__init__("rounds", "all workers", outcomes_file(repeat.recorded), rounds)
         self._repeat, self._each = repeat, each
         self.reports: Reports = []
-        """What was done in the last round."""
+        """The reports of the last round."""
 
     @property
     def next(self) -> int:
-        """The round that is trained next."""
+        """The next round."""
         return self.left[0] if self.left else -1
 
     def named(self, event: int) -> str:
@@ -320,9 +314,9 @@ class _Trained(Actor[int]):
 
 
 class _Process:
-    """The transport of one process, for the messages that the script counts, and what else its log decides.
+    """The transport of one process, restricted to counted messages, and further decisions of its log.
 
-    Whether a message counts is known when it is sent, so that whoever receives it waits for those alone.
+    Whether a message counts is known when it is sent, so that receivers wait only for counted ones.
     """
 
     keeps_frames = True
@@ -330,18 +324,18 @@ class _Process:
 
     def __init__(self, slot: int, script: Script, number: int = 0) -> None:
         self.worker, self._script, self.number = slot, script, number
-        """The number tells which of the lives in its slot it is."""
+        """The worker, the script, and the index of the process's life in its slot."""
 
     @property
     def begun(self) -> Begun | None:
-        """How it began; None in a slot that nobody has filled."""
+        """Its begin event; None for an empty slot."""
         lives = self._script.lives.get(self.worker, [])
         return lives[self.number].begun if lives else None
 
     def membership(self) -> Membership:
-        """Who takes part in which round, as its log says."""
+        """The participants of each round, from its log."""
         script, alone = self._script, frozenset({self.worker})
-        # Who took part in an exchange in its view decides the weights of a mix, also of messages that did not count.
+        # The participants in its view determine the weights of a mix, even for messages that did not count.
         return Membership(
             lambda of, part: script.alive.get(((self.worker, self.number), of, part), alone),
             lambda round: script.next.get(((self.worker, self.number), round)),
@@ -349,7 +343,7 @@ class _Process:
 
     def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor], sound: Sound | None = None) -> None:
         """See `gossamer.transport.contract.Transport`."""
-        if (Message(ticket.round, ticket.fragment, self.worker, peer), self.number) in self._script.heard:
+        if (Message(ticket.round, ticket.fragment, self.worker, peer), self.number) in self._script.received:
             self.inner.expect(ticket, peer, like)
 
     def post(self, ticket: Ticket, peer: int, frames: Sequence[Tensor]) -> None:
@@ -375,5 +369,5 @@ class _Process:
 
 
 def _packed(state: Mapping[str, Any]) -> bytes:
-    """A state as a donor packs it, so that it has the same hash: where no rounds are closed, their hash is 0."""
+    """A state packed as by the donor, for the same hash: without closed rounds, their hash is 0."""
     return packed({**state, "under_way": [], "line": 0})

@@ -1,4 +1,4 @@
-"""Computes any recorded run again, by its kind: from the record of what happened when, or from its settings alone."""
+"""Replays any recorded run by its kind: from its event record, or from its settings only."""
 
 import shutil
 from collections.abc import Callable
@@ -19,9 +19,9 @@ from gossamer.run.simulated.simulate import engine_of
 
 
 def replay(resolved: Callable[[bool], ResolvedRun], folder: Path, recorded: Path) -> Result:
-    """Computes the run in the folder `recorded` again and records it in `folder`.
+    """Replays the run in the folder `recorded` and records it in `folder`.
 
-    Args: `resolved` gives the run as real processes have it, or as a simulation has it (False).
+    Args: `resolved` returns the run resolved for real processes, or for a simulation (False).
     Raises: ConfigError when the record is of another run or of none, or cannot be followed; DataError for one that contradicts
         itself.
     Cost: as a simulation of the run.
@@ -42,14 +42,14 @@ def replay(resolved: Callable[[bool], ResolvedRun], folder: Path, recorded: Path
 
 
 def _resumed_alike(config: ResolvedRun, folder: Path, recorded: Path) -> Result:
-    """A run that follows from its settings alone, each of its rounds with those that it had.
+    """Replays a run determined by its settings, with the recorded settings of each round.
 
-    It is simulated up to each change and resumed there, as it was: the round had a checkpoint then, and has one again.
+    It is simulated up to each change and resumed there, like the original, which had a checkpoint at that round.
     """
     must_be_record_of(config, recorded)
     some, result = stretches(config, recorded, real=False), None
     for one, until in zip(some, [*(after.first for after in some[1:]), config.rounds], strict=True):
-        if until > one.first:  # else the run went back behind it, and no round has these settings
+        if until > one.first:  # else the run was rewound past it, and no round has these settings
             engine = engine_of(one.config, folder, resume=result is not None, recorded=recorded)
             must_have_inputs(one.config, engine.task, recorded, "repeat")
             with engine.opened():

@@ -1,7 +1,8 @@
-"""What the log of outcomes of an elastic run says of each round: who trained, with whose state, and whose messages counted.
+"""The script of an elastic run from its log of outcomes: for each round the workers, their states, and the counted
+messages.
 
-A worker that is killed after it has sent leaves no line for the round, and others may have counted its message: it has a part in
-the round as one that was lost.
+A worker killed after a send leaves no line for the round, although others may have counted its message: it takes part
+in the round as lost.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from gossamer.run.replay.driver import contradiction
 from gossamer.settings.over_time import Timetable
 
 Process = tuple[int, int]
-"""A slot, and which of the lives in it, from 0."""
+"""A slot, and the index of a life in it."""
 
 
 class Message(NamedTuple):
@@ -29,29 +30,30 @@ class Message(NamedTuple):
     sender: int
 
 
-class OwnEnd(NamedTuple):
-    """A process that ends on purpose."""
+class ProcessExit(NamedTuple):
+    """A process that ends regularly."""
 
     left: bool
-    """Whether it was asked to, before the end of the run."""
+    """Whether it left on request, before the end of the run."""
     behind: int
-    """How many rounds are behind its state."""
+    """Completed rounds of its state."""
     trained: bool
-    """Whether it has ended a round itself; else its state is still the one that it has taken over."""
+    """Whether it has completed a round itself; else its state is still the one taken over."""
 
 
 class RoundScript(NamedTuple):
-    """What one round was for all workers."""
+    """One round of all workers."""
 
     outcomes: dict[int, RoundOutcome]
-    """By slot: those that were there at its end."""
+    """Outcomes by slot, of the workers present at its end."""
     lost: set[Process]
-    """Those that were lost in it after they had sent."""
-    ends: dict[int, OwnEnd]
-    """By slot: whose process ends on purpose after this round or before its first."""
+    """Workers lost in it after a send."""
+    ends: dict[int, ProcessExit]
+    """By slot: processes that end regularly after this round or before their first."""
     overruled: set[int]
-    """Slots that had closed the round over other workers than were named in the end. Their outer step counts for nothing, as they
-    took over another's state next."""
+    """Slots that had closed the round over another set than the final one. Their outer step is discarded, as they took
+    over another's state next.
+    """
 
 
 class Script(NamedTuple):
@@ -59,35 +61,35 @@ class Script(NamedTuple):
 
     turns: dict[int, RoundScript]
     lives: dict[int, list[Life]]
-    heard: set[tuple[Message, int]]
-    """The messages that counted, each with which of the lives in its slot received it."""
+    received: set[tuple[Message, int]]
+    """The counted messages, each with the receiver's life."""
     sent: set[tuple[Message, int]]
-    """The same, each with which of the lives in its slot sent it."""
+    """The same, each with the sender's life."""
     alive: dict[tuple[Process, int, int], frozenset[int] | None]
-    """By process, round that is followed and fragment: who took part in the exchange in its view; None for everyone."""
+    """By process, topology round and fragment: the participants of the exchange in its view; None for all."""
     next: dict[tuple[Process, int], int]
-    """By process and round: the round that it took part in after that, as far as anybody saw it."""
+    """By process and round: its next round, as far as observed."""
 
     def is_first(self, slot: int, begun: Begun) -> bool:
-        """Whether a process begins with the state of the start of the run, which nobody has to give it."""
+        """Whether a process begins with the initial state of the run, without a donor."""
         return begun is self.lives[slot][0].begun and (begun.after, begun.donor) == (0, slot)
 
     def taken_over(self, first: int = 0) -> set[tuple[int, int]]:
-        """The states, by slot and rounds behind it, that those take over who begin in round `first` or later."""
+        """The states, by slot and completed rounds, taken over by processes that begin in round `first` or later."""
         begun = [
             life.begun
             for slot, lives in self.lives.items()
             for life in lives
             if life.begun.round >= first and not self.is_first(slot, life.begun)
         ]
-        return {(one.donor, one.after) for some in begun for one in (some, *some.followed)}
+        return {(one.donor, one.after) for one in begun}
 
     def life_at(self, slot: int, round: int) -> int:
-        """Which of the lives in a slot had begun before a round."""
+        """The newest life of a slot begun before a round."""
         return max((k for k, life in enumerate(self.lives[slot]) if life.begun.round < round), default=0)
 
     def running(self, round: int) -> set[int]:
-        """The slots whose worker trains in this round or a later one with the state that it had before."""
+        """The slots whose worker trains in this or a later round with its earlier state."""
         found: set[int] = set()
         for slot, lives in self.lives.items():
             for k, life in enumerate(lives):
@@ -98,7 +100,7 @@ class Script(NamedTuple):
 
 
 def calm(timetable: Timetable, workers: int, rounds: int) -> Script:
-    """A run in which nothing was missed."""
+    """The script of a run without losses."""
     nobody = frozenset[int]()
     begun = [Begun(0, 0, i, 0, 0) for i in range(workers)]
     turns = {
@@ -115,12 +117,12 @@ def calm(timetable: Timetable, workers: int, rounds: int) -> Script:
 
 
 def outcomes_file(folder: Path, slot: int | None = None) -> Path:
-    """Where the log of outcomes of a slot is, or that of all."""
+    """The path of a slot's log of outcomes, or of all slots'."""
     return folder / f"outcomes{'-*' if slot is None else worker_suffix(slot)}.jsonl"
 
 
 def script_of(lives: Mapping[int, Sequence[Life]], method: Method, rounds: int, seed: int, recorded: Path) -> Script:
-    """The script of a run of at most so many rounds from its log of outcomes, which is recorded in this folder.
+    """The script of a run of at most `rounds` rounds from its log of outcomes in this folder.
 
     Raises: DataError for a log that contradicts itself.
     """
@@ -157,7 +159,8 @@ class _Reader:
     def _enter(self, process: Process, life: Life) -> None:
         (slot, _), n, script, rounds = process, self._n, self.script, self._rounds
         begun, trained, ended, exchanges = life
-        # Who was left out of the last round begins behind it with the state of one that has ended it, and trains no more.
+        # A worker left out of the last round begins after it with the state of one that completed it, and trains no
+        # more.
         if begun.after > begun.round or begun.donor >= n or begun.round > rounds:
             raise self._contradiction(
                 slot, begun.round, f"a process begins there, of {rounds} rounds, with a state after {begun.after}"
@@ -183,13 +186,13 @@ class _Reader:
         if ended is not None:
             last = trained[-1].round if trained else begun.round
             behind = trained[-1].round + 1 if trained else begun.after
-            self._turn(last).ends[slot] = OwnEnd(ended.why == "left", behind, bool(trained))
+            self._turn(last).ends[slot] = ProcessExit(ended.why == "left", behind, bool(trained))
 
     def _or_all(self, alive: frozenset[int] | None) -> frozenset[int] | None:
         return None if alive is not None and len(alive) == self._n else alive
 
     def _overrule(self) -> None:
-        """Leaves those alone in an exchange who closed it over a worker that closed it otherwise."""
+        """Removes the messages between workers that closed an exchange over different sets."""
         everyone = frozenset(range(self._n))
         named: dict[tuple[int, int], dict[int, tuple[int, frozenset[int]]]] = {}
         for (slot, k), own in self._exchanges.items():
@@ -206,7 +209,7 @@ class _Reader:
                 own[of, fragment] = own[of, fragment]._replace(alive=frozenset({i}))
 
     def _count(self, process: Process, outcome: ExchangeOutcome) -> None:
-        """Enters whose messages counted in an exchange."""
+        """Adds the counted messages of an exchange."""
         i, (_, of, fragment, alive, *_) = process[0], outcome
         self.script.alive[process, of, fragment] = alive
         peers = {*self._hears_from(i, of, fragment, alive)}
@@ -218,10 +221,10 @@ class _Reader:
             self._hear(process, j, outcome)
 
     def _hear(self, process: Process, j: int, outcome: ExchangeOutcome) -> None:
-        """Enters that a process counted the message of worker j in an exchange."""
+        """Adds that a process counted the message of worker j in an exchange."""
         i, k = process
         message = Message(outcome.of, outcome.fragment, i, j)
-        self.script.heard.add((message, k))
+        self.script.received.add((message, k))
         sender = self._sender(i, j, outcome)
         self.script.sent.add((message, sender[1]))
         self._send(sender, message)
@@ -230,14 +233,14 @@ class _Reader:
         return self._topology_of(fragment).mixing(of, alive).receives_from(i)
 
     def _sender(self, i: int, j: int, outcome: ExchangeOutcome) -> Process:
-        """Which process of slot j sent what worker i counted in an exchange."""
+        """The process of slot j that sent the message counted by worker i in an exchange."""
         key = outcome.of, outcome.fragment
         for k in range(len(self.script.lives.get(j, ()))):
             theirs = self._exchanges[j, k].get(key)
             if theirs is not None and i not in theirs.missed and theirs.alive == outcome.alive:
                 return j, k
         for k, life in enumerate(self.script.lives.get(j, ())):
-            # One that was killed, or left out, before this exchange had ended at its end.
+            # Killed, or left out, before this exchange had ended at its side.
             before = max([_last(life), *(one.round for one in life.exchanges)])
             if any((j, k) in turn.lost for r, turn in self.script.turns.items() if r != outcome.of):
                 continue
@@ -249,17 +252,17 @@ class _Reader:
         raise self._contradiction(i, outcome.of, f"it counted a message of worker {j}, who did not send it")
 
     def _lose(self, process: Process, i: int, outcome: ExchangeOutcome) -> None:
-        """Notes in whose view a process sent that did not live to see what became of it."""
+        """Adds the membership view of a process that sent and died before the outcome."""
         (j, k), (_, of, fragment, alive, *_) = process, outcome
         if self.script.alive.setdefault((process, of, fragment), alive) != alive:
-            raise self._contradiction(i, of, f"worker {j} was heard by workers in whose view others took part")
+            raise self._contradiction(i, of, f"worker {j} was received by workers in whose view others took part")
         if self._closes:
             for other in self._hears_from(j, of, fragment, alive):
-                if (Message(of, fragment, j, other), k) not in self.script.heard:
+                if (Message(of, fragment, j, other), k) not in self.script.received:
                     self._hear(process, other, outcome)
 
     def _send(self, sender: Process, message: Message) -> None:
-        """Enters in which round a process sent a message that counted, where it has no line of that round."""
+        """Adds the round in which a process sent a counted message, if it has no line of that round."""
         j, k = sender
         life, ahead = self.script.lives[j][k], self._method.rule.sends_ahead
         if ahead and message.fragment < self._method.schedule.fragments:
@@ -270,5 +273,5 @@ class _Reader:
 
 
 def _last(life: Life) -> int:
-    """The last round that a process had finished."""
+    """The last completed round of a process."""
     return life.rounds[-1].round if life.rounds else life.begun.round - 1

@@ -1,13 +1,13 @@
-"""Computes the run of a real server again, in one process from the record of arrivals, with the same bits.
+"""Replays the run of a real server in one process from the record of arrivals, bit for bit.
 
-The server's decisions follow from its inputs and their times, which `gossamer.record.logs.arrivals` keeps, and a worker's
-numbers from the starting points it got and the checkpoint it restored. A phase whose push never arrived, as its server stopped or
-its worker died, changed no other number. It is in the record of its worker, which wrote it before it pushed, unless that worker
-joined again and dropped it; so it is computed for the record where it is there. One that a server absorbed and lost when it died
-is computed, as others saw what it did, and leaves the record of the replay when its worker joins again, as it leaves the worker's
-own: otherwise it would be there twice, and readers that go by rounds would take either.
+The server's decisions follow from its inputs and their times, which `gossamer.record.logs.arrivals` keeps, and a
+worker's results from the starting points it received and the checkpoint it restored. A phase whose push never arrived,
+as its server stopped or its worker died, affected no other result. It is in the record of its worker, written before
+the push, unless that worker rejoined and dropped it; so it is replayed for the record if present. A phase that a server
+absorbed and lost at its death is replayed, as others saw its effect, and dropped from the replay's record when its
+worker rejoins, as from the worker's own: otherwise it would be recorded twice.
 
-A server that was resumed with other settings is computed with those that each of its processes had, which its record names.
+A server resumed with other settings is replayed with the recorded settings of each of its processes.
 """
 
 import shutil
@@ -40,7 +40,7 @@ from gossamer.tree import nbytes
 
 
 def replay_server(config: ResolvedRun, folder: Path, recorded: Path) -> Result:
-    """Computes the server run in the folder `recorded` again and records it in `folder`.
+    """Replays the server run in the folder `recorded` and records it in `folder`.
 
     It ends where the record ends, so an interrupted run is replayed up to its interruption.
 
@@ -51,7 +51,7 @@ def replay_server(config: ResolvedRun, folder: Path, recorded: Path) -> Result:
         raise ConfigError(
             f"a replay needs a run with a [server], and '{config.name}' has none; give the run file of the server"
         )
-    if any(recorded.glob("arrivals-*.jsonl")):  # of servers of regions
+    if any(recorded.glob("arrivals-*.jsonl")):  # regional servers
         raise ConfigError(
             f"'{recorded}' was recorded by 0.1.0 with real regions; this version replays servers without regions"
         )
@@ -70,7 +70,7 @@ def replay_server(config: ResolvedRun, folder: Path, recorded: Path) -> Result:
             using_threads(probe.threads),
             open_session(now, folder, probe, begin.round or None, replays=threads) as session,
         ):
-            # Now that the folder is known to be of this run: its checkpoints before a change of settings count after it.
+            # Checked first that the folder is of this run: its checkpoints from before a change of settings stay valid.
             for path in recorded.glob("branches.json"):
                 shutil.copyfile(path, folder / path.name)
             note_inputs(now, task, folder, None)
@@ -79,7 +79,7 @@ def replay_server(config: ResolvedRun, folder: Path, recorded: Path) -> Result:
             for _ in follow([server]):
                 pass
             server.end()
-            if session.core.over:
+            if session.core.is_finished:
                 session.close(lines[-1].time_s)
             journal = session.journal
     assert journal is not None  # a record begins with a process
@@ -89,7 +89,7 @@ def replay_server(config: ResolvedRun, folder: Path, recorded: Path) -> Result:
 
 
 class _Unpushed:
-    """The phases that workers recorded and whose pushes never arrived: at most the last one of each."""
+    """Recorded phases whose pushes never arrived: at most the last one of each worker."""
 
     def __init__(self, inputs: Sequence[ServerInput], recorded: Path) -> None:
         self._last_joins = {item.worker: item for item in inputs if item.event == "join"}
@@ -99,7 +99,7 @@ class _Unpushed:
                 self._steps[worker] = max(self._steps.get(worker, 0), line.get("step", 0))
 
     def has(self, join: ServerInput, phases: int, local_steps: int) -> bool:
-        """Whether the worker that joined so has recorded the phase after these, and no other process has dropped it."""
+        """Whether the worker of this join has recorded the phase after these, and no later process dropped it."""
         return self._last_joins[join.worker] is join and self._steps.get(join.worker, 0) > phases * local_steps
 
 
@@ -108,7 +108,7 @@ def _settings(begin: ServerInput, some: Sequence[Stretch], recorded: Path) -> Re
     found = [one.config for one in some if one.config.digest == begin.digest and one.first <= begin.round]
     now = some[-1].config
     if not found or begin.workers != now.workers:
-        must_be_record_of(now, recorded)  # which names what differs
+        must_be_record_of(now, recorded)  # names the difference
         raise ConfigError(
             f"'{recorded}' is a run of {begin.workers} workers with digest {begin.digest} and the run file has {now.workers} "
             f"with {now.digest}; replay it with its own run.toml"
@@ -126,8 +126,7 @@ def _processes(inputs: Sequence[ServerInput]) -> Iterator[tuple[ServerInput, lis
 class _Server(Actor[ServerInput]):
     """One process of a server, with its workers as objects in this one.
 
-    Everything here follows from the order of its inputs and from their times: which pushes a window takes, how stale each is, and
-    who gets which steps of the budget.
+    Windows, staleness and budget depend only on the order and times of its inputs.
     """
 
     def __init__(
@@ -146,14 +145,14 @@ class _Server(Actor[ServerInput]):
         self._session, self._config, self._task, self._folder = session, config, task, folder
         self._threads = threads
         self._device = one_device(config.run.device)
-        """Of the workers; the server computes on the host."""
+        """The workers' device; the server computes on the host."""
         self._options = LoopOptions(codec=config.with_server.codec, seed=config.seed)
         self._workers: dict[int, ServedWorker] = {}  # those that are present
         self._restored = {(item.worker, item.checkpoint) for item in inputs if item.event == "join"}
-        self._joins: dict[int, ServerInput] = {}  # of those who have no starting point yet
+        self._joins: dict[int, ServerInput] = {}  # of workers without a starting point yet
         self._trained: dict[int, Trained] = {}  # their last phases
         self._sent_s: dict[int, float] = {}  # when their last starting points were sent
-        self._unpushed, self._present = unpushed, dict[int, ServerInput]()  # by which joins workers are present
+        self._unpushed, self._present = unpushed, dict[int, ServerInput]()  # the join events of present workers
         self._now_s = 0.0
 
     def named(self, event: ServerInput) -> str:
@@ -161,7 +160,7 @@ class _Server(Actor[ServerInput]):
         return f"'{event.event}' of worker {event.worker}, phase {event.phase}, fragment {event.fragment} at {event.time_s:g} s"
 
     def missing(self, event: ServerInput) -> Missing | None:
-        """See `Actor`. A server waits for nothing but its next input, so what lacks can never come."""
+        """See `Actor`. A server only waits for its next input, so a missing one can never arrive."""
         worker, core = event.worker, self._session.core
         if event.event not in ("join", "push", "leave", "tick"):
             raise Contradiction("it is none of such a server")
@@ -184,18 +183,18 @@ class _Server(Actor[ServerInput]):
         elif event.event == "push":
             self._push(event)
         else:
-            # One that was asked to leave has saved first; of one that died no process has restored such a checkpoint.
-            if worker not in self._joins and (worker, self._workers[worker].over) in self._restored:
+            # A worker stopped on request saved first; for a dead one no process has restored such a checkpoint.
+            if worker not in self._joins and (worker, self._workers[worker].finished_rounds) in self._restored:
                 self._workers[worker].save()
             self._record_unpushed(worker)
-            # Why it left is not recorded. Whether that was a loss follows, as a server tells it, from what it was told last.
+            # The reason is not recorded. Whether it was a loss follows, as in a server, from the last reply.
             reason = None if worker not in self._joins and self._workers[worker].is_done else ""
             del self._workers[worker]
             self._joins.pop(worker, None)
             self._receive(session.leave(worker, reason, now_s), now_s)
 
     def end(self) -> None:
-        """Nothing comes any more: records what workers that are present had trained and could not push."""
+        """Ends the process: records the unpushed phases of present workers."""
         for worker in sorted(self._workers):
             self._record_unpushed(worker)
 
@@ -215,7 +214,7 @@ class _Server(Actor[ServerInput]):
 
     def _push(self, item: ServerInput) -> None:
         worker, session = item.worker, self._session
-        # It may train as late as now, as it computes from the starting points that it was sent, whatever came in since.
+        # Training can be deferred until now, as it only depends on the starting points sent.
         trained = self._trained[worker] = self._workers[worker].train()
         self._workers[worker].log(
             session.records.record, session.records.events, trained, self._sent_s[worker], item.time_s
@@ -252,6 +251,6 @@ class _Server(Actor[ServerInput]):
             served.join(reply.send.starts, reply.terms)
             begun = reply.terms.cut_round if reply.terms.again else 0
             served.learner.threads = self._threads.at(worker, begun)
-            if reply.terms.again:  # what a server had absorbed and lost when it died, as the worker itself drops it
+            if reply.terms.again:  # phases lost with a dead server, which the worker drops too
                 records.record.drop(served.uncounted(reply.terms))
                 records.events.drop(served.uncounted(reply.terms))

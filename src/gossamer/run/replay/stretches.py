@@ -1,4 +1,4 @@
-"""Which settings held in which rounds of a recorded run: those that a run was resumed with are part of its record.
+"""The settings of each round of a recorded run, including those it was resumed with.
 
 A run that was resumed with other settings (`gossamer.record.lineage`) falls into stretches of rounds, and its `run.toml` has the
 settings of the last one.
@@ -17,32 +17,32 @@ from gossamer.settings.schema import parse_toml
 
 
 class Stretch(NamedTuple):
-    """Rounds of a run that had the same settings."""
+    """A stretch of rounds with the same settings."""
 
     first: int
-    """The first of them; the last is before that of the next stretch."""
+    """Its first round; it ends before the next stretch."""
     config: ResolvedRun
 
 
 def stretches(config: ResolvedRun, folder: Path, *, real: bool) -> list[Stretch]:
-    """The stretches of the run in a folder, which has these settings now; what they say otherwise than its record stays so.
+    """The stretches of the run in a folder with these settings; differences between them and its record are kept.
 
     Args: `real` is as in `resolve`. Raises: DataError when the settings before a branch cannot be recovered.
     """
     found, branches = [config], read_branches(folder)
     for branch in reversed(branches):
         found.insert(0, _before(branch, found[0], folder, real=real))
-    # A run that went back behind a branch has it at the round from which it went on: of two at one round the later counts.
+    # A run rewound past a branch has it at the round of resumption: of two at one round the later counts.
     return [Stretch(first, one) for first, one in zip([0, *(one["round"] for one in branches)], found, strict=True)]
 
 
 def stretch_of(round: int, some: Sequence[Stretch]) -> Stretch:
-    """The one with the settings of a round."""
+    """The stretch that contains a round."""
     return [one for one in some if one.first <= round][-1]
 
 
 def must_not_have_changed(config: RunSettings, folder: Path, why: str) -> None:
-    """Raises ConfigError where settings that decide numbers changed on the way of a run that cannot be followed then."""
+    """Raises ConfigError where settings that affect results changed during a run of a kind that cannot be replayed then."""
     branches = read_branches(folder)
     digests = [*(one["digest"] for one in branches), config.digest]
     if changed := [one for one, now in zip(branches, digests[1:], strict=True) if one["digest"] != now]:
@@ -57,24 +57,24 @@ def _before(branch: Branch, config: ResolvedRun, folder: Path, *, real: bool) ->
     document = parse_toml(config.document, "a run")
     now, earlier = flat(document), dict[str, Any]()
     for key, (old, new) in branch["changes"].items():
-        if not may_change(key):  # else the record could give any option to the user's own code
-            raise _unknown(branch, folder, f"{key} is among the changes, which a resumed run keeps")
-        if now.get(key) == new:  # else whoever computes the run again has set it, such as the device
+        if not may_change(key):  # else the record could pass any option to the user's code
+            raise _unrecoverable(branch, folder, f"{key} is among the changes, which a resumed run keeps")
+        if now.get(key) == new:  # else overridden for the replay, such as the device
             _remove(document, key)
             earlier |= {} if old is None else {key: old}
     try:
         before = resolve_document(with_settings(document, earlier), config.parts, real=real)
     except GossamerError as error:
-        raise _unknown(branch, folder, str(error)) from None
+        raise _unrecoverable(branch, folder, str(error)) from None
     if before.digest != branch["digest"]:
-        raise _unknown(
+        raise _unrecoverable(
             branch, folder, f"they had digest {branch['digest']}, and without the change it is {before.digest}"
         )
     return before
 
 
 def _remove(table: dict[str, Any], key: str) -> None:
-    """Removes a dotted key if it is there, and the tables that it leaves empty."""
+    """Removes a dotted key if present, and tables left empty."""
     first, dot, rest = key.partition(".")
     if dot and isinstance(table.get(first), dict):
         _remove(table[first], rest)
@@ -82,7 +82,7 @@ def _remove(table: dict[str, Any], key: str) -> None:
         table.pop(first, None)
 
 
-def _unknown(branch: Branch, folder: Path, why: str) -> DataError:
+def _unrecoverable(branch: Branch, folder: Path, why: str) -> DataError:
     return DataError(
         f"the settings of '{folder}' before they changed {described(branch)}, cannot be recovered: {why}; restore its run.toml "
         "and branches.json as the run wrote them"

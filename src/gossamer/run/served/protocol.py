@@ -1,4 +1,4 @@
-"""What a server and its workers say to each other: the server's address, and the numbers sent with every starting point."""
+"""The protocol of a server and its workers: the server's address, and the numbers sent with every starting point."""
 
 from typing import NamedTuple
 
@@ -19,24 +19,24 @@ _LONGEST_US = 1 << 50
 
 
 class Terms(NamedTuple):
-    """What the server sends with every starting point, as whole numbers."""
+    """The integers that the server sends with every starting point."""
 
     updates: int
     """Updates of this fragment that the server has made."""
     round: int
-    """Rounds that are over."""
+    """Completed rounds."""
     go: int
-    """1 to train another phase, 0 when there is nothing left to begin."""
+    """1 to train another phase, 0 when no phase is left."""
     phases: int
     """Local phases of this worker whose push the server has received."""
     again: int
     """1 for a worker that has been in the run before."""
     cut_round: int
-    """What the worker has recorded of this round and of later ones is void: an interrupted run continues from there."""
+    """The worker's records of this and later rounds are void: an interrupted run resumes from there."""
     checkpoint: int
     """The round of the worker's own checkpoint that it restores its inner optimizer from; 0 for a new inner optimizer."""
     elapsed_us: int
-    """Since the run began."""
+    """Microseconds since the run began."""
 
 
 def terms_of(numbers: Tensor, limits: Limits) -> Terms:
@@ -51,10 +51,10 @@ def terms_of(numbers: Tensor, limits: Limits) -> Terms:
     return terms
 
 
-def address(text: str) -> tuple[str, int]:
+def parse_address(text: str) -> tuple[str, int]:
     """Host and port of `HOST:PORT`.
 
-    >>> address("127.0.0.1:29400"), address("[::1]:29400")
+    >>> parse_address"127.0.0.1:29400"), address("[::1]:29400")
     (('127.0.0.1', 29400), ('::1', 29400))
     """
     try:

@@ -1,7 +1,8 @@
-"""What one process of a server writes: its inputs, its events, and the rounds that end, which it validates and saves.
+"""The records of one server process: inputs, events, and completed rounds, which it validates and saves.
 
-Nobody waits for a validation or a snapshot: a round that ends is validated and saved in a thread, as the server was then, while
-the next messages are absorbed and answered. A round that is due before the last is done waits for it: at most one is under way.
+Validations and snapshots do not block: a completed round is validated and saved in a thread, from the server's state at
+its end, while the next messages are absorbed and answered. A round that is due before the last one is done waits for
+it: at most one is in progress.
 """
 
 import contextlib
@@ -28,30 +29,30 @@ from gossamer.run.participant.agreement import HERE
 
 
 class ServerFiles(NamedTuple):
-    """Where a server process writes, and with what."""
+    """The output files of a server process."""
 
     record: RunFolder
     events: EventWriter
     arrivals: ArrivalWriter | None = None
-    """Where every input is written first; None in a replay."""
+    """The log of inputs, written first; None in a replay."""
     aside: ThreadPoolExecutor | None = None
-    """The thread that validates and saves; None to do so at once."""
+    """The thread that validates and saves; None to do so synchronously."""
 
 
 class Snapshots(NamedTuple):
-    """What is validated and saved at the end of a round."""
+    """The state to validate and save at the end of a round."""
 
     folder: Path
     probe: Probe
     state: Callable[[], dict[str, Any]]
-    """What a checkpoint holds; `x` in it are the parameters."""
+    """The content of a checkpoint; `x` in it are the parameters."""
 
 
 class ServerRecords:
     """The records of one server process; it writes in one thread, with the seconds since the run began.
 
     Args:
-        round: rounds that are over when this process begins, with the `steps` that count for them.
+        round: completed rounds when this process begins, with the `steps` that count for them.
     """
 
     def __init__(
@@ -63,13 +64,13 @@ class ServerRecords:
         self._in_flight = Future[None]()
         self._in_flight.set_result(None)
         self._ended: dict[str, Any] = {}
-        """The server as it was at the end of the round that is validated and saved. No rule writes into its old state."""
+        """The server's state at the end of the round being validated and saved. Rules never write into an old state."""
         self.now_s = begin_s
-        """When the newest input came."""
+        """The time of the newest input."""
         self.asked: Callable[[], bool] = lambda: False
-        """Whether the server has been asked to stop after the round under way."""
+        """Whether a stop after the current round was requested."""
         self.stops: Collection[int] = ()
-        """Rounds after which a recorded server saved as it was asked to, which a replay saves too."""
+        """Rounds after which a recorded server saved on a stop request, for the replay."""
         self._stopped: int | None = None
         kept, folder = 3 if self._arrivals is None else 2, snapshots.folder
         save = saver(lineage(config, folder), folder, lambda: [(config.workers, self._ended)], keep=kept)
@@ -78,18 +79,18 @@ class ServerRecords:
         self.journal.round, self.journal.steps = round, steps
 
     def write(self, event: str, now_s: float, **fields: Any) -> None:
-        """Writes an input, before anybody can see what it did."""
+        """Writes an input, before its effect is visible."""
         self.now_s = now_s
-        # In the record before its effect: whatever a worker has got in answer, a replay of the record gives it too.
+        # Recorded before its effect, so that a replay reproduces every answer sent to a worker.
         if self._arrivals is not None:
             self._arrivals.append(ServerInput(event, now_s, **fields))
 
-    def enter(self, event: Record, local_steps: Sequence[int] = ()) -> None:
+    def log(self, event: Record, local_steps: Sequence[int] = ()) -> None:
         """Writes an event, and ends the rounds that end with it."""
-        self.journal.enter(event, self.now_s, local_steps)
+        self.journal.log(event, self.now_s, local_steps)
 
     def check(self) -> None:
-        """Raises what validating or saving has raised, and KeyboardInterrupt once all is saved that a stop waits for."""
+        """Re-raises errors of validating or saving, and KeyboardInterrupt once a requested stop has saved everything."""
         if self._in_flight.done():
             self._in_flight.result()
             if self._stopped is not None:
@@ -104,20 +105,20 @@ class ServerRecords:
         self._write(self.journal.begin)
 
     def close(self, now_s: float) -> None:
-        """The last round is over: validates and saves."""
+        """Validates and saves after the last round."""
         self.now_s = self.journal.time_s = now_s
         self.journal.end()
         self._in_flight.result()
 
     def _end_round(self, finished: int, **behind: Any) -> None:
-        """Has the end of a round validated and saved, after that of the one before."""
-        if self._stopped is not None:  # what ends while that is written belongs to the life that goes on from it
+        """Schedules validation and saving of a completed round, after the previous one."""
+        if self._stopped is not None:  # later rounds belong to the resumed process
             return
         run, stops = self._config.run, self.asked() and finished < self._config.rounds
         kept = stops or finished in self.stops
         if not kept and not any(self._config.due(every, finished) for every in (run.eval_every, run.checkpoint_every)):
             return
-        self._in_flight.result()  # the one before still reads `_ended`, and a run goes on from rounds in their order
+        self._in_flight.result()  # the previous one still reads `_ended`, and checkpoints must be written in order
         self._ended = {**self._snapshots.state(), "time_s": self.now_s}
 
         def write() -> None:
@@ -129,7 +130,7 @@ class ServerRecords:
         self._stopped = finished if stops else None
 
     def _write(self, what: Callable[[], None]) -> None:
-        """Has this done by the thread that writes, or at once where there is none."""
+        """Runs a task in the writing thread, or at once without one."""
         if self._aside is None:
             what()
         else:
@@ -146,7 +147,7 @@ def open_files(
     """The files of a server process, which a replay writes for the workers as well.
 
     Args:
-        start: the number of rounds that are over, whose lines are kept; 0 for a run that starts again, None for a new one.
+        start: the number of completed rounds, whose lines are kept; 0 for a restarted run, None for a new one.
         replays: the threads of all, in a replay.
     Raises: CheckpointError and ConfigError.
     """
@@ -167,7 +168,7 @@ def open_files(
 
 
 def restored(config: RunSettings, folder: Path, start: int | None) -> dict[str, Any]:
-    """The server's checkpoint of a round, empty where there is none to restore; those of later rounds are removed.
+    """The server's checkpoint of a round, empty without one; later ones are removed.
 
     Raises: CheckpointError for one that is damaged or of a simulation.
     """

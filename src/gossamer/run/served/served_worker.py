@@ -1,7 +1,7 @@
-"""One worker of a server: what it does between two messages, and the process that does it over a connection.
+"""One worker of a server: its work between two messages, and the process that runs it over a connection.
 
-A worker that loses its connection drops the phase it is in, and joins again as a process that was started again would: from the
-server's starting points and its own last checkpoint. The server's record of arrivals therefore needs no word about it.
+A worker that loses its connection drops its current phase, and rejoins like a restarted process: from the server's
+starting points and its own last checkpoint. So the server's record of arrivals need not mention it.
 """
 
 import logging
@@ -24,13 +24,14 @@ from gossamer.record.folder import RunFolder
 from gossamer.record.lineage import Lineage
 from gossamer.record.locks import holding
 from gossamer.record.logs.events import EventWriter
+from gossamer.record.logs.seconds import recorded_s
 from gossamer.record.progress import say
 from gossamer.record.whole_files import worker_suffix
 from gossamer.rng import key as random_key
+from gossamer.rounds.stopwatch import Stopwatch
 from gossamer.run.bookkeeping.inputs import must_have_inputs, note_inputs
 from gossamer.run.bookkeeping.journal import log_phase, saved_when_unreadable
 from gossamer.run.bookkeeping.resume import History, Resume, lineage, resumed
-from gossamer.run.bookkeeping.spent_seconds import Stopwatch, recorded_s
 from gossamer.run.bookkeeping.which_round import kept_by, must_lose_nothing, tell_unverified
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.run.participant.agreement import (
@@ -62,11 +63,11 @@ log = logging.getLogger("gossamer")
 
 
 class Trained(NamedTuple):
-    """A local phase that is over."""
+    """A completed local phase."""
 
     number: int
     round: int
-    """The round of the run that was under way."""
+    """The current round of the run."""
     report: LocalPhase
     push: Push
 
@@ -74,7 +75,7 @@ class Trained(NamedTuple):
 class ServedWorker:
     """A worker of a server with its model, data, records and checkpoints, and without a connection.
 
-    Args: `line` tells whose checkpoints it may go on from.
+    Args: `line` is the lineage of checkpoints that it may resume from.
     """
 
     def __init__(
@@ -90,27 +91,27 @@ class ServedWorker:
         self.learner = Replica(index, config, task, device)
         self._store, self._lineage = folder / "checkpoints", line or lineage(config, folder)
         self._damaged = 0
-        """The newest round of which its checkpoint is damaged."""
+        """The newest round with a damaged checkpoint."""
         self._terms: Terms
         self._worker: ServerWorker
 
     @property
-    def over(self) -> int:
-        """The rounds that are over, as the server said last."""
+    def finished_rounds(self) -> int:
+        """Completed rounds, as last reported by the server."""
         return min(self._terms.round, self.config.rounds)
 
     @property
     def phases(self) -> int:
-        """Its local phases that the server has, as it said last."""
+        """Its local phases received by the server, as last reported."""
         return self._terms.phases
 
     @property
     def is_done(self) -> bool:
-        """Whether the server has said that nothing is left for it to train."""
+        """Whether the server has reported that no phase is left for it."""
         return not self._terms.go
 
     def owned(self) -> list[int]:
-        """The newest rounds of which it has a sound checkpoint; it says which are damaged."""
+        """The newest rounds of which it has a sound checkpoint; reports damaged ones."""
         found = checkpoint.generation_faults(self._store, self.index, self._lineage)
         newest = [r for r, why in found.items() if why is None][-OWNED:]
         found |= {r: checkpoint.fault(self._store, r, self.index, self._lineage) for r in newest}
@@ -121,7 +122,7 @@ class ServedWorker:
         return [r for r in newest if found[r] is None]
 
     def join(self, starts: Mapping[int, StartingPoint], terms: Terms) -> None:
-        """Begins from the server's reply, and from the own checkpoint that this names. Raises CheckpointError."""
+        """Starts from the server's reply, and its own checkpoint named there. Raises CheckpointError."""
         if terms.again:
             checkpoint.rewind(self._store, terms.checkpoint, self.index, aside=self._damaged > terms.checkpoint)
             if terms.checkpoint:
@@ -143,7 +144,7 @@ class ServedWorker:
         log_phase(record, events, trained.round, phase, self.learner.local_steps)
 
     def uncounted(self, terms: Terms) -> Callable[[Mapping[str, Any]], bool]:
-        """Whether a line is of a phase of this worker that its server does not know, which is trained again."""
+        """Whether a line is about a phase that the server has not received, which is repeated."""
         steps = terms.phases * self.learner.local_steps
 
         def void(line: Mapping[str, Any]) -> bool:
@@ -155,7 +156,7 @@ class ServedWorker:
         return void
 
     def receive(self, trained: Trained, starts: Mapping[int, StartingPoint], terms: Terms) -> range:
-        """Continues from the reply to the push of a phase, and saves what is due; returns the rounds that are over since."""
+        """Continues from the reply to a push, and saves if due; returns the newly completed rounds."""
         self._worker.receive(starts)
         self._terms = terms
         finished = range(trained.round + 1, min(terms.round, self.config.rounds) + 1)
@@ -164,22 +165,23 @@ class ServedWorker:
         return finished
 
     def save(self) -> None:
-        """Saves its inner state as it leaves, under the rounds that are over, unless it has a checkpoint of them."""
-        round = self.over
+        """Saves its inner state on leaving, under the completed rounds, unless it has a checkpoint of them."""
+        round = self.finished_rounds
         if round and round not in checkpoint.rounds(self._store, self.index, self._lineage):
             checkpoint.save(self._store, round, self.index, self.learner.state(), digest=self._lineage)
 
 
 def work(config: ResolvedRun, folder: Path, host: str, port: int, worker: int, *, resume: Resume = False) -> None:
-    """Trains one worker of the server at this address until there is nothing left to train.
+    """Trains one worker of the server at this address until no phase is left.
 
-    Both prove that they know the secret of the run, which is in GOSSAMER_SECRET or the run folder. When the connection breaks it
-    tries again for `run.timeout_s`, in which the server may be resumed. A signal to stop asks it to leave: once the server has
-    answered the push of its local phase it saves and returns, or ends at once where there is no server.
+    Both ends authenticate with the secret of the run, from GOSSAMER_SECRET or the run folder. When the connection
+    breaks it retries for `run.timeout_s`, in which the server may be resumed. On a stop signal it saves and returns
+    once the server has answered the push of its local phase, or ends at once without a server.
 
-    Args: `resume` lets settings differ from those in the folder, as the server does; with "auto" the run may also start again.
-    Raises: ConfigError, DataError, TrainingError; PeerError when the server is gone or refuses it; KeyboardInterrupt when it was
-        asked to leave and its server is gone.
+    Args: `resume` lets settings differ from those in the folder, as the server does; with "auto" the run may also
+        restart.
+    Raises: ConfigError, DataError, TrainingError; PeerError when the server is gone or refuses it; KeyboardInterrupt on
+        a stop request when its server is gone.
     Cost: one model, its gradients and inner state, and one starting point.
     """
     use_threads(config)
@@ -189,7 +191,7 @@ def work(config: ResolvedRun, folder: Path, host: str, port: int, worker: int, *
         )
     if resume:
         use_recorded_threads(config, folder, worker)
-    # Who comes twice is for its server to decide; whoever looks at the folder sees by the lock that it is there.
+    # The server decides about duplicates; the lock only shows that this worker is running.
     with holding(folder, worker, strict=False):
         _work(config, folder, host, port, worker, resume)
 
@@ -203,8 +205,8 @@ def _work(config: ResolvedRun, folder: Path, host: str, port: int, worker: int, 
     patience, device = Patience(config.run.timeout_s), device_of(config.run.device, worker)
     while True:
         past = resumed(config, folder, resume)
-        # Made before the connection, as it takes seconds in which the server would wait for a word; and anew for each, as the
-        # state of a phase that was cut is nobody's.
+        # Created before the connection, as it takes seconds during which the server would wait; and again for each
+        # connection, as the state of an aborted phase is dropped.
         served = ServedWorker(worker, config, folder, task, device, past and past.lineage)
         hello = torch.tensor([first_batch(task, worker), *([0] * OWNED + served.owned())[-OWNED:]])
         client = connect(
@@ -249,12 +251,12 @@ def _take_part(
     *,
     auto: bool,
 ) -> None:
-    """Joins the server at the other end of a connection, and trains until it has nothing left."""
+    """Joins the server at the other end of a connection, and trains until no phase is left."""
     config, worker = served.config, served.index
     arrived = [_starting_point(client, served, p) for p in range(len(served.learner.spans))]
     terms = arrived[-1][1]
     served.join({p: start for p, (start, _) in enumerate(arrived)}, terms)
-    # The server decides which rounds stand, as its snapshot may be older than what this worker has written.
+    # The server decides which rounds are valid, as its snapshot may be older than this worker's records.
     cut = terms.cut_round if terms.again else 0 if auto else None
     if auto and past is not None and not terms.again:
         store = Store(config, folder)
@@ -285,10 +287,10 @@ def _train(
     stopwatch: Stopwatch,
     asked: Callable[[], bool],
 ) -> None:
-    """Trains and pushes until the server has nothing left, or this worker is asked to leave."""
+    """Trains and pushes until no phase is left, or a stop is requested."""
     config, spans = served.config, served.learner.spans
     codecs = [fitted(codec, served.learner.layout.slice(*span)) for span in spans]
-    # The server's clock, as far as the way of its letter allows: events of all workers are on one axis.
+    # The server's clock, up to the letter's latency, so that events of all workers share one axis.
     early_s = terms.elapsed_us / 1e6 - time.monotonic()
     while terms.go:
         began_s = time.monotonic() + early_s
@@ -304,7 +306,7 @@ def _train(
         start, terms = _starting_point(client, served, p, number)
         replied_s = time.monotonic() + early_s
         stopwatch.phase(trained.report.compute_s, sent_s - ended_s, replied_s - sent_s)
-        # The reply says that the server has the push. Saved before, the inner optimizer could be a phase ahead of the server.
+        # The reply confirms the push. If saved earlier, the inner optimizer could be a phase ahead of the server.
         finished = served.receive(trained, {p: start}, terms)
         events.write(
             trained.round,
@@ -318,7 +320,7 @@ def _train(
         )
         if finished or not terms.go:
             record.log_seconds(stopwatch.round(trained.round))
-        # The server has all that this worker has trained, and grants it nothing more as its connection ends.
+        # The server has all of this worker's phases, and grants no more once its connection ends.
         if terms.go:
             try:
                 served.learner.read_ahead()

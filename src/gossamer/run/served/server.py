@@ -1,15 +1,16 @@
-"""The process of a server: threads carry the frames of its workers' connections, and one session decides and computes.
+"""The process of a server: threads transport the frames of its workers' connections, and one session decides and
+computes.
 
-Every push is absorbed when it arrives, whatever its staleness. With one worker the bits equal a simulation's; with
-more, `gossamer.run.replay.served` recomputes them from the record of arrivals.
+Every push is absorbed when it arrives, whatever its staleness. With one worker the result is bitwise equal to a
+simulation's; with more, `gossamer.run.replay.served` recomputes them from the record of arrivals.
 
-A worker may die, hang or come late: its connection ends, the other workers take its unfinished steps, and when it returns
-it receives the server's model and continues with its own last checkpoint of the inner optimizer. That may be older than the
-server's, which is written first, as neither waits for the other.
+A worker may die, hang or arrive late: its connection ends, the other workers take its unfinished steps, and on its
+return it receives the server's model and continues with its own last checkpoint of the inner optimizer. That may be
+older than the server's, which is written first, as neither waits for the other.
 
-The server may die too. One that is resumed goes on from its newest snapshot, and its workers, which try again for
-`run.timeout_s`, join it as workers that return do. It grants every phase anew, so what they were training when it died, and what
-it absorbed after its snapshot, is trained again and counts once.
+The server may die too. A resumed one continues from its newest snapshot, and its workers, which retry for
+`run.timeout_s`, rejoin. It grants every phase again, so phases in progress at its death, and pushes absorbed after its
+snapshot, are repeated and count once.
 """
 
 import logging
@@ -52,12 +53,12 @@ log = logging.getLogger("gossamer")
 def serve(config: ResolvedRun, folder: Path, host: str, port: int, *, resume: Resume = False) -> None:
     """Serves workers until together they have taken all inner steps of the run.
 
-    Workers prove that they know the secret of the run, which is in GOSSAMER_SECRET, or else in the run folder, where a new one is
-    written if there is none.
+    Workers authenticate with the secret of the run, from GOSSAMER_SECRET, or else from the run folder, where a new one
+    is written if there is none.
 
-    Args: `resume` goes on from the newest sound checkpoint of the server; "auto" starts where there is none.
+    Args: `resume` continues from the newest sound checkpoint of the server; "auto" starts if there is none.
     Raises: ConfigError, CheckpointError; PeerError when no worker is left and none comes within `run.timeout_s`;
-        KeyboardInterrupt when a signal has asked it to stop, once the round under way is over and saved, or no worker is there.
+        KeyboardInterrupt on a stop signal, once the current round is over and saved, or no worker is connected.
     Cost: the rule's state; one message and one starting point per worker in flight.
     """
     use_threads(config)
@@ -95,18 +96,18 @@ def _serve(config: ResolvedRun, folder: Path, host: str, port: int, resume: Resu
             server.open()
             session.records.asked = asked.is_set
             server.run(session, session.records.now_s, asked.is_set)
-            if not session.over:
+            if not session.is_finished:
                 raise KeyboardInterrupt(
                     f"stopped without a worker that could end the round under way, and {session.progress}; go on from the newest "
                     f"checkpoint with --resume {folder}, or auto where there is none"
                 )
-            protocol.compare_batches()  # also where some were too slow to come before the others had taken all steps
+            protocol.compare_batches()  # also if some were too slow to join before the others had taken all steps
         finally:
             server.close()
 
 
 class _WithWorkers:
-    """What a server and its workers say to each other (`gossamer.transport.sockets.connection_server.PeerProtocol`).
+    """The messages between a server and its workers (`gossamer.transport.sockets.connection_server.PeerProtocol`).
 
     Each starting point is answered with a push. Their frames are those of `gossamer.transport.wire.pack_frames`.
     """
@@ -120,7 +121,7 @@ class _WithWorkers:
         self._likes = [torch.empty(b - a) for a, b in spans]
         self._payloads = [payload_like(codec, like) for codec, like in zip(self._codecs, self._likes, strict=True)]
         self._begin_with: dict[int, int] = {}
-        """The fingerprint of the first batch of each worker that has one to compare."""
+        """The fingerprint of each worker's first batch, if it has one."""
         self._compared = False
 
     def hello(self, peer: int, body: Tensor) -> list[int]:
@@ -129,20 +130,20 @@ class _WithWorkers:
         if not all(0 <= round <= self.limits.rounds for round in owned):
             raise RefusedError("bounds", f"it has checkpoints of rounds {owned} and the run has {self.limits.rounds}")
         if fingerprint and peer not in self._begin_with:
-            # Threads of several connections come here; a dictionary takes them, and the last of them finds all.
+            # Called in threads of several connections; dictionary writes are atomic, and the last of them sees all.
             self._begin_with[peer] = fingerprint
             if len(self._begin_with) == self.limits.workers:
                 self.compare_batches()
         return owned
 
     def compare_batches(self) -> None:
-        """Warns once where all workers that have come begin with the same batch."""
+        """Warns once where all workers that have joined begin with the same batch."""
         if not self._compared:
             self._compared = True
             warn_of_equal_batches([*self._begin_with.values()])
 
     def letters(self, reply: Reply) -> list[Callable[[], Letter]]:
-        """The starting points; copied in the thread that sends them, so that nobody else waits for the copy."""
+        """The starting points; copied in the sending thread, so that no other thread waits for the copy."""
         return [partial(self._start, reply.terms._replace(updates=u), p, x) for p, (x, u) in reply.send.starts.items()]
 
     def awaited(self, reply: Reply) -> Awaited | None:

@@ -1,4 +1,4 @@
-"""One process of a real server without its connections: the core, its records and its checkpoints.
+"""One server process without its connections: the core, its records and its checkpoints.
 
 Sockets (`gossamer.run.served.server`) and the replay of a record (`gossamer.run.replay.served`) give it the same inputs.
 """
@@ -25,14 +25,14 @@ log = logging.getLogger("gossamer")
 
 
 class Reply(NamedTuple):
-    """Starting points for a worker, and what goes with them."""
+    """Starting points for a worker, with their terms."""
 
     send: Send
     terms: Terms
 
     @property
     def peer(self) -> int:
-        """Whom it is for."""
+        """The worker it is for."""
         return self.send.worker
 
 
@@ -50,13 +50,13 @@ class ServerSession:
 
     Args:
         core: with the budget that its workers share.
-        resumed: rounds that were over when the run was resumed; None where it was not.
+        resumed: completed rounds when the run was resumed; None if it was not.
     """
 
     def __init__(self, config: ResolvedRun, core: ServerCore, records: ServerRecords, resumed: int | None) -> None:
         self.config, self.core, self.records, self.journal = config, core, records, records.journal
         self._resumed = resumed
-        self._joined: dict[int, Terms] = {}  # of those who have joined and have no starting point yet
+        self._joined: dict[int, Terms] = {}  # of workers that have joined without a starting point yet
         self._local_steps = [config.local_steps_of(i) for i in range(config.workers)]
 
     def join(self, worker: int, owned: Sequence[int], now_s: float) -> list[Reply]:
@@ -66,7 +66,7 @@ class ServerSession:
         restored = max((r for r in owned if 0 < r <= cut), default=0) if again else 0
         self.records.write("join", now_s, worker=worker, checkpoint=restored)
         if again:
-            self.records.enter(Absence(now_s, worker, "return"))
+            self.records.log(Absence(now_s, worker, "return"))
         self._joined[worker] = Terms(0, 0, 0, 0, int(again), cut, restored, 0)
         return self._perform(self.core.join(worker))
 
@@ -74,7 +74,7 @@ class ServerSession:
         """The next push that the server expects of this worker has arrived, with `size` bytes."""
         phase, _ = self.core.may_push(worker) or (0, 0)
         self.records.write("push", now_s, worker=worker, phase=phase, fragment=fragment)
-        self.records.enter(Transfer("push", start_s, now_s, worker, SERVER, fragment, size))
+        self.records.log(Transfer("push", start_s, now_s, worker, SERVER, fragment, size))
         push = self.core.counted(worker, fragment, message, self.config.step_tokens)
         return self._perform(self.core.push(worker, push, now_s))
 
@@ -83,17 +83,17 @@ class ServerSession:
         return self.push(worker, *content, now_s)
 
     def leave(self, worker: int, reason: str | None, now_s: float) -> list[Reply]:
-        """A worker is gone, because of a reason, empty in a replay; None for one to which nothing was left to train."""
+        """A worker is gone, with a reason (empty in a replay); None for one with no phase left."""
         self.records.write("leave", now_s, worker=worker)
         if reason:
             log.warning("worker %d is gone (%s); the others go on", worker, reason)
         if reason is not None:
-            self.records.enter(Absence(now_s, worker, "leave"))
+            self.records.log(Absence(now_s, worker, "leave"))
         self._joined.pop(worker, None)
         return self._perform(self.core.leave(worker, now_s))
 
     def tick(self, now_s: float) -> list[Reply]:
-        """Closes the windows that are due. Raises what validating or saving has raised."""
+        """Closes windows that are due. Re-raises errors of validating or saving."""
         self.records.check()
         replies: list[Reply] = []
         while actions := self.core.tick(now_s):
@@ -102,9 +102,9 @@ class ServerSession:
         return replies
 
     @property
-    def over(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether all steps have been taken and absorbed."""
-        return self.core.over
+        return self.core.is_finished
 
     @property
     def next_closing_s(self) -> float:
@@ -113,11 +113,11 @@ class ServerSession:
 
     @property
     def progress(self) -> str:
-        """How far the run is, in words."""
+        """The progress of the run, in words."""
         return f"{self.core.absorbed_steps} of {self.config.workers * self.config.run.steps} inner steps are done"
 
     def close(self, now_s: float) -> None:
-        """The last round is over: validates and saves."""
+        """Validates and saves after the last round."""
         self.records.close(now_s)
 
     def _perform(self, actions: Sequence[ServerAction]) -> list[Reply]:
@@ -125,7 +125,7 @@ class ServerSession:
         for action in actions:
             if isinstance(action, Update):
                 self.journal.tokens = self.core.absorbed_steps * self.config.step_tokens
-                self.records.enter(action, self._local_steps)
+                self.records.log(action, self._local_steps)
             elif isinstance(action, Send):
                 none = Terms(0, 0, 0, 0, 0, self.config.rounds, 0, 0)
                 terms = self._joined.pop(action.worker, none)._replace(
@@ -145,12 +145,11 @@ def open_session(
     """The session of a server that serves all workers, with its files. Raises CheckpointError and ConfigError.
 
     Args:
-        start: the number of rounds that are over, whose checkpoint is restored; 0 for a run that starts again, None for a new
-            one.
+        start: the number of completed rounds, whose checkpoint is restored; 0 for a restarted run, None for a new one.
         replays: as in `open_files`.
     """
     n = config.workers
-    saved = restored(config, folder, start)  # before its files are cut to the round of that checkpoint
+    saved = restored(config, folder, start)  # before its files are truncated to the round of that checkpoint
     with open_files(config, folder, start, replays=replays) as files:
         begin_s = saved.get("time_s", 0.0)
         layout, spans = arrange(layout_of(probe.model), *config.fragments)

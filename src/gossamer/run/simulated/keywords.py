@@ -1,4 +1,4 @@
-"""What is given to `gossamer.simulate` by keyword: objects and settings, made into a run file and the user's own parts."""
+"""The keywords of `gossamer.simulate`: objects and settings, converted into a run file and the user's parts."""
 
 import contextlib
 import re
@@ -36,7 +36,7 @@ class Keywords(TypedDict, total=False):
     """The keywords of `gossamer.simulate` and `gossamer.sweep`. Every one has a default."""
 
     model: Callable[[], nn.Module] | str | Path
-    """Returns a new model, which it draws from torch's generator alone; or a size of the built-in Llama, or a folder that
+    """Returns a new model, drawn only from torch's generator; or a size of the built-in Llama, or a folder that
     `transformers` can open."""
     data: Callable[[int, int], Any] | str | Path
     """`data(worker, step)` returns a batch, always the same for the same numbers; or a text, as in data.source."""
@@ -85,7 +85,7 @@ Run = str | Path | Mapping[str, Any] | RunConfig | None
 
 @contextlib.contextmanager
 def in_keywords(given: Keywords) -> Iterator[None]:
-    """Lets errors name the keyword that a part was given by, where a run file has a key for it.
+    """Rewords errors to name the keyword of a part in place of its key in a run file.
 
     >>> with in_keywords({"loss": lambda model, batch: None}):
     ...     raise ConfigError("model.loss is 'python:<lambda>.<locals>.<lambda>', which returned a NoneType")
@@ -105,7 +105,7 @@ def in_keywords(given: Keywords) -> Iterator[None]:
 
 
 def run_and_parts(run: Run, given: Keywords) -> tuple[RunConfig, UserParts]:
-    """The run that is meant, and the parts that are the user's own; the code that a run file names is imported.
+    """The run and the user's parts; imports code that a run file names.
 
     Raises: ConfigError for unknown keywords and objects of the wrong kind; as `parse` and `own_parts`.
     """
@@ -133,7 +133,7 @@ def run_and_parts(run: Run, given: Keywords) -> tuple[RunConfig, UserParts]:
     if "data" in own and "data.seq_len" not in changes:
         document = with_settings(document, _shape(calling(KEYS["data"], own["data"])(0, 0)))
     config = parse(document)
-    if isinstance(run, str | Path) and Path(run).is_dir():  # which may be from elsewhere
+    if isinstance(run, str | Path) and Path(run).is_dir():  # possibly from an untrusted source
         must_be_trusted(Path(run), without=[*own])
     imported = own_parts(config, [*own])
     return config, UserParts({**imported.own, **own}, imported.codes)
@@ -162,7 +162,7 @@ _LENGTHS_OF = {
 }
 """Keywords, and the settings that say the same."""
 _QUIET = {"tensorboard": False, "export": False}
-"""Of what is recorded where there is no run file."""
+"""Record settings of a run without a run file."""
 
 
 def _must_take_effect(given: Keywords, own: Mapping[str, Any]) -> None:
@@ -225,7 +225,7 @@ def _document(run: Run) -> dict[str, Any]:
 
 
 def _function(kind: str, value: Any, own: dict[str, Callable[..., Any]]) -> dict[str, Any]:
-    """The settings for a function of the user's, which is noted as its own part; or for the name of one."""
+    """The settings for a user's function, which is added to the user's parts, or for its name."""
     if isinstance(value, str | Path):
         if kind == "model" and Path(value).is_dir():
             return {KEYS[kind]: "gossamer.models.pretrained:pretrained", "model.options": {"folder": str(value)}}
@@ -242,7 +242,7 @@ def _function(kind: str, value: Any, own: dict[str, Callable[..., Any]]) -> dict
 
 
 def _name(value: object) -> str:
-    """The name by which a run file could name an object; one that says that it cannot, where it cannot."""
+    """The run-file name of an object, or a placeholder if it has none."""
     name = name_of(value)
     module, _, attribute = name.partition(":")
     found: Any = None if module == "__main__" else sys.modules.get(module)
@@ -252,13 +252,13 @@ def _name(value: object) -> str:
 
 
 def _given(value: object) -> str:
-    """The name of an object that no run file can name."""
+    """A placeholder name for an object that a run file cannot name."""
     name = GIVEN + name_of(value).partition(":")[2]
     return name if is_code(name) else GIVEN + type(value).__name__
 
 
 def _combination(given: Keywords, own: dict[str, Callable[..., Any]]) -> dict[str, Any]:
-    """The settings for rule, topology, codec and schedule, of which objects are noted as own parts."""
+    """The settings for rule, topology, codec and schedule; objects are added to the user's parts."""
     found: dict[str, Any] = {}
     if "rule" in given:
         rule = given["rule"]
@@ -303,7 +303,7 @@ def _lengths(given: Keywords) -> dict[str, Any]:
 
 
 def _steps(length: Mapping[str, Any], rounds: int) -> int:
-    """The inner steps of so many rounds. Raises ConfigError for a table that is none."""
+    """The inner steps of `rounds` rounds. Raises ConfigError for an invalid table."""
     local_steps, start = length.get("local_steps", LoopSettings().local_steps), length.get("synchronous_steps", 0)
     for sentence in local_steps_faults(local_steps):
         raise ConfigError(sentence)
@@ -317,7 +317,7 @@ def _steps(length: Mapping[str, Any], rounds: int) -> int:
 
 
 def _needs(rule: Rule | str) -> Needs:
-    """What a rule needs of its topology; of code that is not imported yet, that workers are connected."""
+    """The topology requirement of a rule; "connected" for code that is not imported yet."""
     if isinstance(rule, Rule):
         return rule.needs
     return RULES[rule]().needs if rule in RULES else "connected"
@@ -332,7 +332,7 @@ def _networks(given: Network | str | Path | Mapping[str, Network]) -> dict[str, 
 
 
 def _shape(batch: Any) -> dict[str, int]:
-    """How many tokens a batch has: rows and columns of text, or the rows of anything else."""
+    """The number of tokens in a batch: rows and columns of text, or the rows of anything else."""
     while not isinstance(batch, Tensor):
         inside = [*batch.values()] if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else []
         if not inside:

@@ -37,8 +37,7 @@ from gossamer.run.bookkeeping.resume import History, Resume, resumed
 from gossamer.run.bookkeeping.spent_seconds import priced
 from gossamer.run.bookkeeping.which_round import Start, alone, begin_or_resume
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
-from gossamer.run.simulated.alignment import Alignment
-from gossamer.run.simulated.threads import Lanes
+from gossamer.run.simulated.threads import WorkerThreads
 from gossamer.run.worker.batched import Stacks
 from gossamer.run.worker.numerics import threads_of
 from gossamer.run.worker.replica import LocalPhase, Replica, must_start_alike, step_on_gradients
@@ -55,7 +54,7 @@ log = logging.getLogger("gossamer")
 
 
 class Rounds:
-    """A simulation in rounds. It trains while it is `opened`, and holds neither files nor threads otherwise.
+    """A simulation in rounds. It trains while `opened`, and holds neither files nor threads otherwise.
 
     Args:
         recorded: see `gossamer.run.simulated.simulate.engine_of`.
@@ -74,11 +73,11 @@ class Rounds:
         self.task, self._threads = task_of(config), threads_of(config, recorded or (folder if resume else None))
         probe = Probe(config, self.task, device)
         mailboxes, together = MemoryNetwork(config.workers), Together(config.workers)
-        self.workers = crew(config, self.task, m, probe.x, mailboxes.transport, together)
+        self.workers = make_workers(config, self.task, m, probe.x, mailboxes.transport, together)
         self._sends_per_round = m.sends_per_round
         start, line = _started(self.workers, Store(config, folder), resumed(config, folder, resume))
         self.finished, self._cut = start.round, start.cut
-        self._lanes = Lanes(device, config, self._threads)
+        self._lanes = WorkerThreads(device, config, self._threads)
         self._train = Stacks(self.workers, config.run.batched).train if config.run.batched > 1 else train_each
         for worker in self.workers:
             worker.replica.turns = self._lanes.turns
@@ -92,7 +91,6 @@ class Rounds:
             lambda: self._assessed().figures(),
             lambda finished: _save(self.workers, folder, finished, line, self._lanes.each),
         )
-        self._alignment = Alignment() if config.record.alignment else None
         self._before, self._busy_s = _tokens(self.workers), 0.0
 
     @contextmanager
@@ -125,26 +123,24 @@ class Rounds:
         try:
             for worker in workers:
                 worker.replica.read_ahead(round)
-        except DataError as error:  # before anything of the round has changed
+        except DataError as error:  # before any change in the round
             if self.finished == 0:
                 raise
             self.save()
             raise DataError(saved_when_unreadable(error, self.folder, self.finished)) from error
         began, finished = time.perf_counter(), round + 1
         self._take_threads()
-        reports = train_together(workers, round, self._lanes.each, self._train, self._alignment)
+        reports = train_together(workers, round, self._lanes.each, self._train)
         self._busy_s += time.perf_counter() - began
         for worker, report in zip(workers, reports, strict=True):
-            self._journal.enter(worker, round, report)
-        if self._alignment is not None:
-            self._record.log("alignment", round=round, **self._alignment.figures())
+            self._journal.log(worker, round, report)
         if config.network is not None and finished < config.rounds:
             _adapt(config.network, workers, round, reports)
         self._journal.end_round(finished, step=config.timetable.begin(finished), tokens=_tokens(workers))
         self.finished = finished
 
     def _take_threads(self) -> None:
-        """Gives each worker the intra-op threads that it has in the next round; the mean is scored with those of worker 0."""
+        """Sets each worker's intra-op threads for the next round; the mean is scored with those of worker 0."""
         for worker in self.workers:
             worker.replica.threads = self._threads.at(worker.index, self.finished)
         for probe in self._all_probes:
@@ -178,7 +174,7 @@ class Rounds:
         return assess(self.models(), self._probes, self.buffers())
 
 
-def crew(
+def make_workers(
     config: RunSettings,
     task: Task,
     m: Method,
@@ -187,13 +183,13 @@ def crew(
     together: Together | None = None,
     membership: Callable[[int], Membership] = lambda worker: EVERYONE,
 ) -> list[Worker]:
-    """All workers of a run, at its start, with the rows of one matrix as their parameters, where all have the same.
+    """All workers of a run at its start, with rows of one matrix as their parameters if all have the same ones.
 
     Args:
         like: a vector of parameters of the task's model.
-        transport: makes that of the worker with this number.
-        together: takes their means once for all; None where messages shall pass through the transports.
-        membership: who takes part in which round, in the view of the worker with this number.
+        transport: makes the transport of a worker.
+        together: computes means once for all; None to pass messages through the transports.
+        membership: makes the membership view of a worker.
     Raises: ConfigError unless they start alike.
     """
     if task.holding is not None:
@@ -213,7 +209,7 @@ def _tokens(workers: Sequence[Worker]) -> int:
 
 
 def _started(workers: Sequence[Worker], store: Store, past: History | None) -> tuple[Start, Lineage]:
-    """Where all workers begin, with their state of it, and whose checkpoints count. Raises: as `begin_or_resume`."""
+    """The start of all workers, with restored state, and the lineage of checkpoints. Raises: as `begin_or_resume`."""
     owners, task = store.config.owners, workers[0].replica.task
     start = begin_or_resume(store, task, past, alone(store, past, owners))
 
@@ -242,20 +238,14 @@ def train_each(turns: Sequence[tuple[Worker, Segment]], each: Each) -> list[Loca
     return each(lambda turn: turn[0].train(turn[1]), turns)
 
 
-def train_together(
-    workers: Sequence[Worker], round: int, each: Each, train: Train = train_each, alignment: Alignment | None = None
-) -> list[RoundReport]:
+def train_together(workers: Sequence[Worker], round: int, each: Each, train: Train = train_each) -> list[RoundReport]:
     """One round of all workers: every segment of all of them before the next. After the last one, nothing is in flight."""
     reports = [RoundReport([], []) for _ in workers]
     if workers:
         recover_all(workers, round)
     for segments in zip(*(worker.segments(round) for worker in workers), strict=True):
         turns = list(zip(workers, segments, strict=True))
-        if alignment is not None:
-            alignment.begin(workers)
         phases = train(turns, each)
-        if alignment is not None:
-            alignment.end(workers)
         operations = each(lambda turn: turn[0].send(turn[1]), turns)
         for report, phase, sent in zip(reports, phases, operations, strict=True):
             report.phases.append(phase)
@@ -273,13 +263,13 @@ def train_together(
 
 
 def _finish(key: tuple[int, int], workers: Sequence[Worker], each: Each) -> None:
-    """Finishes the exchange of this round and fragment of all workers that have it under way."""
+    """Finishes the exchange of this round and fragment of all workers that have it in flight."""
     flying = [worker.loop.in_flight for worker in workers]
     finish_all([one.pop(key) for one in flying if key in one], each)
 
 
 def _record_seconds(record: RunFolder, steps: Mapping[str, InnerSteps], parts: int) -> dict[str, float]:
-    """Prices the run on each of these networks and records where the seconds went; returns how long it takes on each."""
+    """Prices the run on each of these networks and records the breakdown; returns the total seconds on each."""
     if not steps:
         record.write_seconds(priced(read_trace(record.path, messages=False), None, None, parts))
         return {}
@@ -294,7 +284,7 @@ def _record_seconds(record: RunFolder, steps: Mapping[str, InnerSteps], parts: i
 
 
 def _adapt(network: Network, workers: Sequence[Worker], round: int, reports: Sequence[RoundReport]) -> None:
-    """Local steps for the next round, as seconds measured on this network would have them."""
+    """Adapts local steps for the next round to this network's seconds."""
     n, notes = len(workers), dict[int, PaceNote]()
     links = links_at(network, n, max(worker.pacer.clock_s for worker in workers if worker.pacer is not None))
     assert links.step_s is not None

@@ -1,6 +1,5 @@
 """Simulating a run: all workers in one process, in rounds or over virtual time."""
 
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -8,6 +7,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, Unpack
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -57,10 +57,10 @@ def simulate(
 
     Args:
         run: a run file, its settings as a dictionary, or a `RunConfig`; what is `given` by keyword overrides it.
-        out: the run folder; None records into a temporary one, which goes with the returned object.
+        out: the run folder; None records into a temporary one, removed with the returned object.
         resume: continue from the newest sound checkpoint in `out`; "auto" starts where there is none.
         until: stop after this many rounds; `Simulation.go_on` continues.
-        progress: show how it goes, on stderr.
+        progress: show progress on stderr.
         given: see `gossamer.run.simulated.keywords.Keywords`: `model`, `data`, `loss`, `optimizer`, `rule`, `topology`, …
     Raises: ConfigError, PairingError, DataError, CheckpointError; UserCodeError when your code fails; TrainingError when a loss
         is not finite. It sets no handlers of signals: a KeyboardInterrupt ends it at once, and `out` keeps its last checkpoint,
@@ -85,7 +85,7 @@ def simulate(
     with in_keywords(given):
         config, parts = run_and_parts(run, given)
         resolved, folder = resolve(config, parts), Path(mkdtemp(prefix="gossamer-")) if out is None else Path(out)
-        if resume:  # who gives objects by keyword has chosen them
+        if resume:  # objects given by keyword are trusted
             changed_code(resolved, folder, "resume", allowed=bool(KEYS.keys() & given.keys()))
         with ExitStack() as unless_ended, Terminal() if progress else nullcontext() as terminal, holding(folder, None):
             if out is None:
@@ -114,25 +114,27 @@ def simulate_until_asked(
 
     Args:
         recorded: the folder of a recorded run whose threads the workers take.
-        asked: is called after each round, and says whether to save there and to stop.
+        asked: called after each round; returns whether to save and stop.
     Raises: as `simulate`; KeyboardInterrupt when it was asked to stop.
     """
-    # Before the engine is made, which cuts what a run has left behind the round from which it goes on.
+    # Before the engine is created, which truncates records after the round of resumption.
     with holding(folder, None):
         simulation = Simulation(config, engine_of(resolve(config, parts), folder, resume=resume, recorded=recorded))
         return simulation.go_on(until, asked=asked, is_held=True)
 
 
 def _must_fit(config: ResolvedRun) -> None:
-    """Raises ConfigError where a batch, or what all workers keep between steps, is more than this machine's memory."""
+    """Raises ConfigError where a batch, or the persistent state of all workers, exceeds this machine's memory."""
     must_fit_memory(config.data)
     must_fit_memory(config.data, config.run.eval_batches)
-    here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    here = psutil.virtual_memory().total
     known = not config.model.own and config.model.experts is None and one_device(config.run.device).type == "cpu"
     words = vocabulary(config.data.tokenizer) if known else None
     if words is None:
         return
-    copies = 1 if config.inner.optimizer == "sgd" else 3  # at least: gradients, outer states and messages come to it
+    copies = (
+        1 if config.inner.optimizer == "sgd" else 3
+    )  # lower bound: gradients, outer states and messages come on top
     need = 4 * copies * config.workers * parameter_count(config.model, words)
     if need > here:
         raise ConfigError(
@@ -142,13 +144,13 @@ def _must_fit(config: ResolvedRun) -> None:
 
 
 def recorded_beside(file: str | Path) -> Path | None:
-    """The folder of the recorded run that a run file, or a folder in its place, is of; None for any other file."""
+    """The recorded run's folder of a run file or folder; None for any other file."""
     path = Path(file)
     return path if path.is_dir() else path.parent if path.name == "run.toml" else None
 
 
 def engine_of(config: ResolvedRun, folder: Path, *, resume: Resume, recorded: Path | None = None) -> Engine:
-    """What trains a run in this process: in rounds, over virtual time, or nothing where it has ended.
+    """The engine that trains a run in this process: in rounds, over virtual time, or a no-op for an ended run.
 
     Args: `recorded` is the folder of a recorded run whose workers' threads it takes; by default that of a run that is resumed.
     Raises: as `simulate`.
@@ -175,7 +177,7 @@ class _Ended:
         return nullcontext()
 
     def advance(self) -> None:
-        """There is no round left."""
+        """A no-op: no round is left."""
 
     def save(self) -> None:
         """Saves nothing."""
@@ -183,7 +185,7 @@ class _Ended:
     def result(self) -> Result:
         """The figures of its last validation."""
         last = newest_evaluation(read_metrics(self.folder))
-        assert last is not None  # `is_finished` has seen it
+        assert last is not None  # guaranteed by `is_finished`
         return Result(last["loss"], last["tokens"], 0.0, {})
 
     def models(self) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""A simulation as an object: to look at, to stop and to continue."""
+"""A simulation as an object that can be inspected, stopped and resumed."""
 
 import shutil
 import weakref
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 class Engine(Protocol):
-    """What trains the workers of a simulation, round by round."""
+    """The engine that trains the workers of a simulation, round by round."""
 
     config: ResolvedRun
     folder: Path
     task: Task
     finished: int
-    """Rounds that are over."""
+    """Completed rounds."""
 
     def opened(self) -> AbstractContextManager[None]:
         """Opens files and starts threads, in order to train."""
@@ -96,7 +96,7 @@ class Columns(Mapping[str, list[Any]]):
 
 
 def _forget(folder: Path) -> None:
-    """Removes the checkpoints of a run that has ended. Raises CheckpointError when the disk refuses."""
+    """Removes the checkpoints of an ended run. Raises CheckpointError if it fails."""
     try:
         if folder.exists():
             shutil.rmtree(folder)
@@ -120,18 +120,12 @@ class RecordedRun:
 
     @property
     def validation(self) -> Columns:
-        """A row for each validation: round, step, tokens, loss (of the mean model), worker_losses, disagreement, and
-        js_divergence where run.eval_js is true."""
+        """A row for each validation: round, step, tokens, loss (of the mean model), worker_losses and disagreement."""
         return self._lines("eval")
 
     @property
-    def alignment(self) -> Columns:
-        """A row for each round, where record.alignment is true: round, alignment and persistence of the pseudo-gradients."""
-        return self._lines("alignment")
-
-    @property
     def trace(self) -> Trace:
-        """What was sent to whom, to be priced: `gossamer.price(simulation.trace, network)`. Only runs in rounds have one."""
+        """The trace of messages, to be priced: `gossamer.price(simulation.trace, network)`. Only runs in rounds have one."""
         if self.config.event_driven:
             raise ConfigError(
                 f"'{self.config.name}' is asynchronous ({self.config.kind}), so its network decided what was computed, and it "
@@ -151,7 +145,7 @@ class RecordedRun:
 
 
 class Simulation(RecordedRun):
-    """A simulated run: what it has recorded so far, and the means to go on. Made by `gossamer.simulate`.
+    """A simulated run: its record so far, and the engine to continue it. Created by `gossamer.simulate`.
 
     It holds neither files nor threads between its calls.
 
@@ -170,7 +164,7 @@ class Simulation(RecordedRun):
 
     @property
     def rounds(self) -> int:
-        """Rounds that are over."""
+        """Completed rounds."""
         return self._engine.finished
 
     @property
@@ -180,7 +174,7 @@ class Simulation(RecordedRun):
 
     @property
     def text(self) -> str:
-        """The fingerprint of the text it trains on; empty where that is no files."""
+        """The fingerprint of the training text; empty unless it is files."""
         return text_fingerprint(self._engine.task.data)
 
     @property
@@ -192,13 +186,13 @@ class Simulation(RecordedRun):
     def go_on(
         self, until: int | None = None, *, asked: Callable[[], bool] = lambda: False, is_held: bool = False
     ) -> "Simulation":
-        """Trains on, until so many rounds are over, or to the end; returns itself.
+        """Continues training up to round `until`, or to the end; returns itself.
 
         Args:
-            asked: is asked after each round whether to save and to stop there.
+            asked: called after each round; returns whether to save and stop.
             is_held: whether the caller has the lock of the run folder, which is taken otherwise.
-        Raises: TrainingError when a number is not finite; UserCodeError when code of the user's fails; ConfigError when another
-            process trains in the folder; KeyboardInterrupt when it was asked to stop.
+        Raises: TrainingError when a number is not finite; UserCodeError when code of the user's fails; ConfigError when
+            another process trains in the folder; KeyboardInterrupt when it was asked to stop.
         """
         if until is not None and until < 0:
             raise ConfigError(f"until got {until}; give the number of rounds to stop after, of {self.config.rounds}")

@@ -1,15 +1,14 @@
-"""Threads that train the workers of a simulation: as many as the cores allow, each with intra-op threads of its own."""
+"""Threads that train the workers of a simulation: as many as the cores allow, each with its own intra-op threads."""
 
 import contextlib
 import functools
 import logging
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from gossamer.record.machines import Threads
@@ -20,11 +19,12 @@ from gossamer.transport.processes.launch import available_cores
 log = logging.getLogger("gossamer")
 
 
-class Lanes:
+class WorkerThreads:
     """The threads of a simulation: no more than workers, nor than the cores allow.
 
-    A rule, a codec and a topology of the user's need not be safe in several threads: where the run has any, there is one. Batches
-    and optimizers of the user's are called by one thread at a time (`rng.TURN`), and so are forward passes that draw (`turns`).
+    A user's rule, codec or topology need not be thread-safe: with any of them, there is one thread. Batches and
+    optimizers of the user's are called by one thread at a time (`rng.TURN`), and so are forward passes that draw
+    (`turns`).
     """
 
     pool: ThreadPoolExecutor
@@ -44,7 +44,7 @@ class Lanes:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Starts the threads, and ends them afterwards; meanwhile the calling thread has as many intra-op threads as they."""
+        """Starts the threads, and ends them on exit; inside, the calling thread has as many intra-op threads as they."""
         before, each = torch.get_num_threads(), self.intra_op
         torch.set_num_threads(each)
         try:
@@ -54,11 +54,11 @@ class Lanes:
             torch.set_num_threads(before)
 
     def each(self, function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
-        """The results for all items, in their order."""
+        """The results for all items, in order."""
         return list(self.pool.map(function, items))
 
 
-@functools.cache  # an experiment of many runs waits, and says it, once
+@functools.cache  # once for an experiment of many runs
 def _warn_of_others(cores: int) -> None:
     """Warns where other processes keep the cores of this one busy."""
     if (busy := _busy_cores()) > cores / 4:
@@ -68,16 +68,9 @@ def _warn_of_others(cores: int) -> None:
 
 
 def _busy_cores(window_s: float = 0.1) -> float:
-    """How many of the cores of this process others use while it waits a moment; 0 where the system does not report it."""
-    if not Path("/proc/stat").exists():
+    """The number of this process's cores that are busy while it sleeps; 0 if unknown."""
+    if not hasattr(os, "sched_getaffinity"):
         return 0.0
-    ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}  # of its runs at a time each has its own
-
-    def ticks() -> tuple[int, int]:
-        lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
-        fields = [[*map(int, words[1:9])] for words in lines if words[0] in ours]
-        return sum(map(sum, fields)), sum(one[3] + one[4] for one in fields)  # all, and idle or waiting for a disk
-
-    (total, idle), _ = ticks(), time.sleep(window_s)
-    total, idle = (after - before for after, before in zip(ticks(), (total, idle), strict=True))
-    return len(ours) * (1 - idle / total) if total else 0.0
+    ours = os.sched_getaffinity(0)  # each concurrent run has its own cores
+    percent = psutil.cpu_percent(window_s, percpu=True)
+    return sum(percent[core] for core in ours if core < len(percent)) / 100

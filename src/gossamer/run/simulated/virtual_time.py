@@ -34,7 +34,7 @@ from gossamer.run.bookkeeping.resume import History, Resume, resumed
 from gossamer.run.bookkeeping.spent_seconds import EventSeconds
 from gossamer.run.bookkeeping.which_round import Start, alone, begin_or_resume
 from gossamer.run.config.resolved import InPairs, ResolvedRun, RunSettings, WithServer
-from gossamer.run.simulated.threads import Lanes
+from gossamer.run.simulated.threads import WorkerThreads
 from gossamer.run.worker.numerics import threads_of
 from gossamer.run.worker.replica import LocalPhase, Replica, must_start_alike
 from gossamer.run.worker.stages.checkpoints import Store
@@ -46,12 +46,13 @@ logger = logging.getLogger("gossamer")
 
 
 class Events:
-    """A simulation over virtual time, a pure function of run file and seed. It holds files and threads while it is `opened` only.
+    """A simulation over virtual time, a pure function of run file and seed. It holds files and threads only while
+    `opened`.
 
     Args:
         recorded: see `gossamer.run.simulated.simulate.engine_of`.
     Raises: ConfigError, PairingError, DataError and CheckpointError.
-    Cost: parameters, gradients and inner state of every worker, and what the method keeps of its own.
+    Cost: parameters, gradients and inner state of every worker, and the method's own state.
     """
 
     _record: RunFolder
@@ -66,7 +67,7 @@ class Events:
             logger.warning(sentence)
         device, self._tally = one_device(config.run.device), _Tally(config)
         self._threads = threads_of(config, recorded or (folder if resume else None))
-        self.task, self._lanes = task_of(config), Lanes(device, config, self._threads)
+        self.task, self._lanes = task_of(config), WorkerThreads(device, config, self._threads)
         self._learners = [
             _Learner(i, config, self.task, device, self._tally, self._threads) for i in range(config.workers)
         ]
@@ -75,7 +76,7 @@ class Events:
             learner.turns = self._lanes.turns
         self._run = _loop(config, config.network, self._learners)
         self._device = torch.device("cpu") if isinstance(self._run, ServerRun) else device
-        """Of all but the learners: a server computes and is scored on the host, as real ones are."""
+        """The device of everything but the learners: a server computes and is scored on the host, as real ones are."""
         probe = Probe(config, self.task, self._device)
         self._pending: deque[Record] = deque()
         start, line, saved = _started(Store(config, folder), self.task, resumed(config, folder, resume))
@@ -112,12 +113,12 @@ class Events:
             self._cut = self.finished
 
     def advance(self) -> None:
-        """Goes on to the end of the next round. Raises TrainingError when a number is not finite."""
+        """Advances to the end of the next round. Raises TrainingError when a number is not finite."""
         began, steps = time.perf_counter(), [learner.local_steps for learner in self._learners]
-        self._events.catch_up()  # a checkpoint may be of the first of several rounds that one event ended
+        self._events.catch_up()  # one event may end several rounds, and a checkpoint be of the first
         while self._events.round == self.finished:
             if self._pending:
-                self._events.enter(self._pending.popleft(), self._run.time_s, steps)
+                self._events.log(self._pending.popleft(), self._run.time_s, steps)
             elif (records := self._run.step()) is not None:
                 self._pending.extend(records)
             else:
@@ -126,7 +127,7 @@ class Events:
         self._busy_s += time.perf_counter() - began
 
     def save(self) -> None:
-        """Saves the whole of the run's virtual time."""
+        """Saves the complete state of the run."""
         self._journal.save(self.finished)
 
     def result(self) -> Result:
@@ -147,7 +148,7 @@ class Events:
         return [learner.buffers for learner in self._learners]
 
     def _state(self) -> dict[str, Any]:
-        """What the run goes on from: the loop, the learners, the journal, and what has happened and is not in it yet."""
+        """The state to resume from: the loop, the learners, the journal, and events not in it yet."""
         return {
             "loop": self._run.state(),
             "learners": [learner.state() for learner in self._learners],
@@ -190,7 +191,7 @@ _RECORDS: dict[str, type[Record]] = {kind.__name__: kind for kind in (Absence, P
 
 
 def _started(store: Store, task: Task, past: History | None) -> tuple[Start, Lineage, Any]:
-    """Where the run begins, whose checkpoints count, and what that of the round holds; None at the start.
+    """The start of the run, the lineage of checkpoints, and the content of the round's; None at the start.
 
     Raises: CheckpointError and ConfigError.
     """
@@ -204,7 +205,7 @@ def _started(store: Store, task: Task, past: History | None) -> tuple[Start, Lin
     saved = None
     if past is not None and start.round:
         saved = checkpoint.load(store.path, start.round, config.owners[0], past.lineage)
-        # Before anything newer goes: real workers, each of which goes on from its own newest round, would miss it.
+        # Before newer checkpoints are removed: real workers, which resume from their own newest round, would need them.
         if "run" not in saved:
             raise CheckpointError(
                 f"'{folder}' holds checkpoints of real processes, and an asynchronous simulation goes on from its own alone; go "
@@ -253,7 +254,7 @@ class _Tally:
 
     @property
     def rounds(self) -> int:
-        """Rounds that are over, by the phases that have ended."""
+        """Completed rounds, by the phases that have ended."""
         return self.steps // self._per_round
 
 
@@ -270,14 +271,14 @@ class _Learner(Replica):
         self._ahead: Future[LocalPhase] | None = None
 
     def begin(self, number: int) -> None:
-        """A phase begins; nothing but itself touches x until it ends."""
+        """Begins a phase, which alone accesses x until it ends."""
         self.round = self._tally.rounds
         self.threads = self._threads_by_round.at(self.index, self.round)
         if self.pool is not None:
             self._ahead = self.pool.submit(super().local_phase, number)
 
     def state(self) -> dict[str, Any]:
-        """As `Replica.state`, with its parameters and its place in the run. Cost: waits for a phase that is computed ahead."""
+        """As `Replica.state`, with parameters and position in the run. Cost: waits for a phase that is computed ahead."""
         ahead = None if self._ahead is None else as_dicts(self._ahead.result())
         place = {"x": self.x, "round": self.round, "steps_taken": self.steps_taken, "ahead": ahead}
         return {**super().state(), **place}
@@ -305,7 +306,7 @@ def _model(run: _Loop) -> Tensor:
 
 
 def _snapshots(run: _Loop, workers: int, state: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
-    """What to save, by owner, the first with the state of the whole run; the server comes after the workers."""
+    """The snapshots to save by owner, the first with the state of the whole run; the server is last."""
     if isinstance(run, ServerRun):
         return [(workers, {"x": run.model(), "outer": leaves(tuple(run.states())), "run": state})]
     return [(i, {"x": x, "run": state} if i == 0 else {"x": x}) for i, x in enumerate(run.models())]

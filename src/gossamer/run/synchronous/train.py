@@ -1,7 +1,7 @@
 """One real worker: this process trains its replica and exchanges with its peers; no step of the loop is a global barrier.
 
-Each process records its own part of the run (`metrics-003.jsonl`, `trace-003.jsonl`, its checkpoints); what needs all workers,
-such as the mean model, is computed afterwards by `gossamer evaluate`.
+Each process records its own part of the run (`metrics-003.jsonl`, `trace-003.jsonl`, its checkpoints); results over all
+workers, such as the mean model's, are computed afterwards by `gossamer evaluate`.
 """
 
 import contextlib
@@ -22,24 +22,25 @@ from gossamer.record.folder import RunFolder, Unrecorded
 from gossamer.record.lineage import Lineage
 from gossamer.record.locks import holding
 from gossamer.record.logs.pipeline_work import PipelineWork, write_pipeline
+from gossamer.record.logs.seconds import recorded_s
 from gossamer.record.logs.stage_seconds import StageLog, end_logs_of_others, stage_log
 from gossamer.record.progress import echo, quieted
 from gossamer.record.whole_files import atomic_write, make_folder
 from gossamer.rounds.setup import Setup, in_sides
+from gossamer.rounds.stopwatch import Stopwatch
 from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.inputs import note_inputs
 from gossamer.run.bookkeeping.journal import Journal, Save, saved_when_unreadable
 from gossamer.run.bookkeeping.resume import History, Resume, resumed
-from gossamer.run.bookkeeping.spent_seconds import Stopwatch, recorded_s
 from gossamer.run.bookkeeping.which_round import (
     Agreement,
     KeptRounds,
     Start,
     begin_or_resume,
-    faults_heard,
-    heard,
+    decode_faults,
+    decode_kept,
+    encode_kept,
     kept_by,
-    said,
     together,
 )
 from gossamer.run.config.layouts import layout_for
@@ -50,7 +51,7 @@ from gossamer.run.participant.seat import listening_towards
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.shards import Shards
 from gossamer.run.worker.stages.checkpoints import Store, partition_of
-from gossamer.run.worker.stages.own_process import OwnStages
+from gossamer.run.worker.stages.own_process import LocalStages
 from gossamer.run.worker.stages.recovery import recover_own
 from gossamer.run.worker.stages.timing import pipeline_work
 from gossamer.run.worker.task import Task, found_by_each, on_device, task_of
@@ -72,17 +73,20 @@ from gossamer.transport.sockets.connection import Endpoint
 log = logging.getLogger("gossamer")
 
 AHEAD = 3
-"""Rounds whose batches a worker has read when it begins the first of them, of a stream: the one it is in, the next, in which its
-peers may be already when it asks all to stop, and one by which it notices in time that the stream cannot be read."""
+"""Rounds whose batches a worker prefetches from a stream at the start of the first: the current one, the next, which
+its peers may have reached when it requests a stop, and one more to detect a broken stream in time.
+"""
 KEPT = 16
-"""Most generations that a worker keeps while the store does not answer; who leads the slowest leads it by fewer checkpoints."""
+"""The most generations that a worker keeps while the store does not answer; a worker leads the slowest one by fewer
+checkpoints.
+"""
 
 
 def train(config: ResolvedRun, folder: Path, *, resume: Resume = False) -> None:
     """Joins the other processes by the variables of their launcher, trains to the end and leaves.
 
-    Where a process of the run is asked to stop, all end after one and the same round, and save. With [peers] the processes
-    exchange over encrypted connections of their own, and else over a process group of torch; all else is the same.
+    On a stop request to any process, all save and end after the same round. With [peers] the processes exchange over
+    our encrypted connections, otherwise over a torch process group.
 
     Raises: ConfigError, DataError, CheckpointError; PeerError naming the worker that failed first; TrainingError;
         KeyboardInterrupt when the run was stopped.
@@ -112,11 +116,11 @@ def train(config: ResolvedRun, folder: Path, *, resume: Resume = False) -> None:
         except (GossamerError, OSError, KeyboardInterrupt) as error:
             failed = error
         asked.over = True
-        left = leave()  # which a signal must not cut short: threads that are still inside torch would abort the process
+        left = leave()  # must not be interrupted by a signal: threads inside torch would abort the process
     if not left:
-        # A transfer that a dead peer will never finish holds the process group, or a thread is still inside torch and would
-        # abort the process when it comes back while Python shuts down.
-        with contextlib.suppress(OSError):  # whatever reads what it prints may be gone
+        # A transfer with a dead peer blocks the process group, or a thread inside torch would abort the process on its
+        # return during Python's shutdown.
+        with contextlib.suppress(OSError):  # the reader of its output may be gone
             if failed is not None:
                 echo(f"gossamer: {str(failed) or 'stopped'}", file=sys.stderr)
             sys.stdout.flush()
@@ -143,42 +147,43 @@ def train_member(
 
     Args:
         keys: those of the run; None exchanges over the process group.
-        resume: continues from the newest round of which every worker has a sound checkpoint; "auto" starts where nobody has.
-        asked: whether this process has been asked to stop, with all others; until training begins it ends at once.
+        resume: continues from the newest round of which every worker has a sound checkpoint; "auto" starts if there is
+            none.
+        asked: the stop request of this process; before training it ends at once.
     Raises: as `train`.
-    Cost: one model, its gradients and states, the message in flight and those it receives.
+    Cost: one model, its gradients and states, and messages in flight.
     """
     if resume:
         use_recorded_threads(config, folder, member.worker)
     use_equal_threads(config, member)
     m = config.in_rounds
     task = task_of(config)
-    # Every worker finds on its own how far the rule may step on its topology, as it finds the text and the user's code.
+    # Every worker resolves the rule for its topology independently, like the text and the user's code.
     found = {**{f"rule.{name}": value for name, value in m.rule.options.items()}, **found_by_each(task, config.parts)}
     past = resumed(config, folder, resume)
-    # All shards read the checkpoints of their worker, which the first of them writes.
+    # All shards read their worker's checkpoints, written by the first of them.
     store = Store(config, folder, partition_of(config, member.worker), member.part if config.run.shards == 1 else 0)
     agreement = _agreement(store, member, found, past)
     try:
         start = begin_or_resume(store, task, past, agreement)
     except GossamerError:
-        part(member, min(config.run.timeout_s, 10.0))  # so that all can say why, and not that the store is gone
+        part(member, min(config.run.timeout_s, 10.0))  # so that all can report the reason rather than a lost store
         raise
     if start.round == config.rounds:
-        part(member, config.run.timeout_s)  # whoever hosts the store must not leave while another still reads it
+        part(member, config.run.timeout_s)  # the store's host must not leave while another process still reads it
         return
     compare_first_batches(member, task, config.run.timeout_s)
     with contextlib.ExitStack() as open_:
         pipe = Pipe(member, config.run.timeout_s) if member.parts > 1 else None
         if pipe is not None:
             open_.callback(pipe.close)
-        open_.enter_context(quieted(member.part > 0))  # a worker speaks once
+        open_.enter_context(quieted(member.part > 0))  # one process per worker prints
         stopwatch = Stopwatch(member.worker, recorded_s(folder, member.worker, start.cut))
         own = None if keys is None else [_connections(config, folder, member, keys, open_)]
         trainer = _trainer(config, task, member, pipe, stopwatch, own)
         stopped, unreadable = _train_rounds(trainer, start, member, asked or Asked(), open_)
-    with contextlib.suppress(GossamerError):  # of others, when this process is done
-        part(member, config.run.timeout_s)  # whoever hosts the store must not leave while another still asks it
+    with contextlib.suppress(GossamerError):  # other processes' errors, when this one is done
+        part(member, config.run.timeout_s)  # the store's host must not leave while another process still uses it
     if stopped is not None:
         if unreadable is not None:
             raise DataError(saved_when_unreadable(unreadable, folder, stopped))
@@ -186,24 +191,24 @@ def train_member(
 
 
 class _Trainer(NamedTuple):
-    """What this process trains with."""
+    """The objects with which this process trains."""
 
     worker: Worker
     transports: tuple[GroupTransport | SocketTransport, ...]
-    """One, or where peers are in stages and this worker is not, one to each stage."""
+    """One transport, or one to each stage if peers are in stages and this worker is not."""
     stopwatch: Stopwatch
-    stages: OwnStages | None
-    """Those of this process, where a worker has several."""
+    stages: LocalStages | None
+    """This process's stages, if a worker has several."""
     pipe: Pipe | None
-    """To the other processes of the worker."""
+    """The pipe to the other processes of the worker."""
 
 
 def _connections(
     config: ResolvedRun, folder: Path, member: Member, keys: Keys, open_: contextlib.ExitStack
 ) -> SocketTransport:
-    """Encrypted connections with all other workers, which end with `open_`."""
+    """Encrypted connections with all other workers, closed by `open_`."""
     run, timeout_s = int(config.digest, 16), config.run.timeout_s
-    # Listens before it publishes its address: who reads it may connect at once.
+    # Listens before publishing its address, as readers may connect at once.
     listener, address = listening_towards(os.environ["MASTER_ADDR"])
     open_.callback(listener.close)
     addresses = agree(member, config.digest, address, timeout_s=timeout_s)
@@ -221,7 +226,7 @@ def _trainer(
     stopwatch: Stopwatch,
     transports: Sequence[GroupTransport | SocketTransport] | None,
 ) -> _Trainer:
-    """What this process trains with; `transports` are those over its own connections."""
+    """The trainer of this process; `transports` are those over encrypted connections."""
     run, m = config.run, config.in_rounds
     sides = (
         [member]
@@ -235,10 +240,10 @@ def _trainer(
     if pipe is not None and run.shards > 1:
         shard = lambda whole: Shards(whole, config, member, pipe)  # noqa: E731
     elif pipe is not None:
-        cut = lambda whole: OwnStages(whole, config, pipe, member.device)  # noqa: E731
+        cut = lambda whole: LocalStages(whole, config, pipe, member.device)  # noqa: E731
     replica = Replica(member.worker, config, task, member.device, cut=cut, shard=shard)
     reduce = _timed_all_reduce(run.timeout_s, stopwatch) if run.reduction == "all_reduce" else None
-    stages = replica.staged if isinstance(replica.staged, OwnStages) else None
+    stages = replica.staged if isinstance(replica.staged, LocalStages) else None
 
     def with_sides(setup: Setup) -> Setup:
         stage_of = stage_in(config.pipeline, config.model, config.data)
@@ -255,10 +260,10 @@ def _train_rounds(
     asked: Asked,
     open_: contextlib.ExitStack,
 ) -> tuple[int | None, DataError | None]:
-    """Trains from this start to the end, and records it, with files that `open_` closes.
+    """Trains from this start to the end and records it, with files closed by `open_`.
 
-    Returns: after how many rounds all were stopped, with what is there to go on from, None at the end of the run; and why the
-        stream of this worker could not be read, where that was so.
+    Returns: the rounds after which all were stopped, saved for resumption, None at the end of the run; and the error of
+        this worker's stream, if any.
     """
     store, worker, stopwatch, first = start.store, trainer.worker, trainer.stopwatch, start.round
     config, line = store.config, _go_on(worker, start, member)
@@ -285,10 +290,10 @@ def _train_rounds(
                 log.warning("%s; all workers are asked to stop after a round and to save", error)
                 unreadable = error
         report, deliveries = _trained_round(trainer, round, config, log_of_stages)
-        journal.enter(worker, round, report)
+        journal.log(worker, round, report)
         if worker.pacer is not None and round + 1 < config.rounds:
             _adapt(worker, report, deliveries, board, worker.loop.method.topology)
-        # After the local steps have adapted: a checkpoint that is due here has those of the next round.
+        # After local steps have adapted, so that a checkpoint here has those of the next round.
         journal.end_own_round(worker.replica, round + 1)
         record.log_seconds(stopwatch.round(round))
         if round + 1 < config.rounds and stopping.after(round + 1):
@@ -303,14 +308,14 @@ def _train_rounds(
 def _trained_round(
     trainer: _Trainer, round: int, config: RunSettings, log_of_stages: StageLog | None
 ) -> tuple[RoundReport, list[Delivery]]:
-    """A round of this process and what it received, with its seconds in the stopwatch and in the log of its stages."""
+    """A round of this process, with deliveries, seconds in the stopwatch and the log of its stages."""
     worker, transports, stopwatch, stages, pipe = trainer
     waited_s = 0.0
     if pipe is not None:
         pipe.round, waited_s = round, pipe.waited_s
         recover_own(worker, transports[0], pipe, round)
     report = worker.train_round(round)
-    # Taken before the stages tell each other their payloads: that wait is no part of a local phase.
+    # Taken before the stages exchange payload sizes, as that wait is not part of a local phase.
     between_s = 0.0 if pipe is None else pipe.waited_s - waited_s
     if stages is not None and log_of_stages is not None:
         report = _end_in_stages(stages, log_of_stages, report, round, worker.index)
@@ -323,9 +328,9 @@ def _trained_round(
 
 
 def _end_in_stages(
-    stages: OwnStages, log_of_stages: StageLog, report: RoundReport, round: int, worker: int
+    stages: LocalStages, log_of_stages: StageLog, report: RoundReport, round: int, worker: int
 ) -> RoundReport:
-    """A round with the payloads of all stages, after a line about those of this process."""
+    """The round's report with the payloads of all stages, after logging this process's."""
     sent = sum(size for some in report.operations for one in some for _, size in one.sends)
     report = report._replace(operations=stages.end_round(report.operations))
     log_of_stages.log(stages.seconds(round, worker, sent))
@@ -335,7 +340,7 @@ def _end_in_stages(
 def _record(
     store: Store, member: Member, worker: Worker, newest: int | None, open_: contextlib.ExitStack
 ) -> RunFolder | Unrecorded:
-    """Where this process records the run: one process of a worker does."""
+    """The record of this process: one process per worker writes."""
     config, folder = store.config, store.folder
     if not member.part:
         record = open_.enter_context(
@@ -351,7 +356,7 @@ def _record(
         note_inputs(config, worker.replica.task, folder, member.worker, 0, member.parts)
         write_pipeline(folder, _work(config, worker.replica.task))
         return record
-    # Its machine may have no other process of the worker, which would write the file.
+    # Its machine may have no other process of the worker that would write the file.
     if newest is not None or not (folder / "run.toml").exists():
         make_folder(folder)
         atomic_write(folder / "run.toml", config.document.encode())
@@ -360,7 +365,7 @@ def _record(
 
 
 def _work(config: RunSettings, task: Task) -> PipelineWork | None:
-    """What an inner step in stages has to do, whichever of them this process has."""
+    """The work of an inner step in stages, independent of this process's stage."""
     if config.pipeline.stages == 1:
         return None
     words = task.tokenizer or load_tokenizer(config.data.tokenizer)
@@ -368,7 +373,7 @@ def _work(config: RunSettings, task: Task) -> PipelineWork | None:
 
 
 def _validator(config: RunSettings, trainer: _Trainer) -> Callable[[], Mapping[str, Any]]:
-    """What finds the validation loss of this worker."""
+    """The validation function of this worker."""
     replica, stages = trainer.worker.replica, trainer.stages
     if (shards := replica.shards) is not None:
         scored = [on_device(batch, replica.device) for batch in replica.task.data.validation(config.run.eval_batches)]
@@ -386,23 +391,25 @@ def _validator(config: RunSettings, trainer: _Trainer) -> Callable[[], Mapping[s
 
 
 def _agreement(store: Store, member: Member, found: Mapping[str, Any], past: History | None) -> Agreement:
-    """What the checkpoints of all workers are, once all agree that they have one configuration.
+    """The checkpoints of all workers, after all have agreed on one configuration.
 
-    Args: `found` is what each worker finds on its own and all must have in common.
+    Args: `found` has the inputs that each worker computes and all must share.
     Raises: PeerError when workers differ.
     """
     config, me = store.config, member.worker
     common, timeout_s = f"{config.digest} {found}", config.run.timeout_s
     settings = short_settings({**config.decisive, **found})
     own = KeptRounds({}) if past is None else kept_by(store, [me], past.lineage, past.before)[me]
-    facts = agree(member, common, said(own), settings=settings, timeout_s=timeout_s)
-    # Of each process: those of a worker have a stage each.
+    facts = agree(member, common, encode_kept(own), settings=settings, timeout_s=timeout_s)
+    # By process, each of which has a stage of a worker.
     owners = [member.owner(rank) for rank in range(member.ranks)]
-    kept = {i: together([heard(i, fact) for j, fact in zip(owners, facts, strict=True) if i == j]) for i in {*owners}}
+    kept = {
+        i: together([decode_kept(i, fact) for j, fact in zip(owners, facts, strict=True) if i == j]) for i in {*owners}
+    }
 
     def read(round: int) -> dict[int, Fault | None]:
         mine = None if past is None else store.fault(round, me, past.lineage)
-        faults = faults_heard(agree(member, common, mine and mine.said, timeout_s=timeout_s))
+        faults = decode_faults(agree(member, common, mine and mine.encoded, timeout_s=timeout_s))
         found: dict[int, Fault | None] = dict.fromkeys(kept)
         return found | {i: fault for i, fault in zip(owners, faults, strict=True) if fault is not None}
 
@@ -410,18 +417,19 @@ def _agreement(store: Store, member: Member, found: Mapping[str, Any], past: His
 
 
 def _go_on(worker: Worker, start: Start, member: Member) -> Lineage:
-    """Lets a worker go on from its checkpoint of a round, zero being the start; returns whose checkpoints count from now on."""
+    """Resumes a worker from its checkpoint of a round (0 for the start); returns the lineage of checkpoints from now on."""
     store, me, round = start.store, worker.index, start.round
     config, writes = store.config, _writes(store, member)
 
     def restore(me: int, line: Lineage) -> None:
         if not store.begins_without(round, me, line):
             worker.restore(store.load(worker.replica.task, round, me, line))
-            state = worker.state()  # of shards: all of them are restored once one has it
+            state = worker.state()  # for shards: all are restored together
             if writes:
                 store.take_over(me, round, state, line, config.line)
             return
-        # All else it takes from others before it trains. Nothing is saved until then: killed meanwhile, it does so again.
+        # It receives the remaining state from others before it trains. No checkpoint is written until then: if killed,
+        # it repeats this.
         worker.replica.steps_taken = config.timetable.steps_before(me, round)
         if "streams" in worker.replica.task.data.state():
             raise CheckpointError(
@@ -433,7 +441,7 @@ def _go_on(worker: Worker, start: Start, member: Member) -> Lineage:
     line = start.go_on([me], restore, rewinds=writes)
     if start.past is None:
         return line
-    # Where stages were laid out otherwise before, a process reads files that another one forgets next.
+    # With changed stages, a process reads files that another one removes next.
     agree(member, "all have taken over what other stages have saved", timeout_s=config.run.timeout_s)
     if writes:
         store.forget_others(me)
@@ -454,18 +462,18 @@ def _writes(store: Store, member: Member) -> bool:
 
 
 def _saver(store: Path, line: Lineage, worker: Worker, board: Board, newest: int, *, writes: bool = True) -> Save:
-    """Saves this worker, and keeps every generation that the slowest worker may still need."""
-    said = False
+    """Saves this worker, keeping every generation that the slowest worker may still need."""
+    warned = False
 
     def save(finished: int) -> None:
-        nonlocal newest, said
-        # Gossip lets workers run ahead of the slowest, by more than two generations if those are close together.
-        # It says what this worker has on disk already, and not what it is about to save: it may be killed amid that.
+        nonlocal newest, warned
+        # Gossip lets workers run ahead of the slowest, by more than two generations if these are frequent. It posts the
+        # round already on disk, not the one about to be saved, as it may be killed while saving.
         since = board.saved(newest)
         owned = checkpoint.rounds(store, worker.index, line) if board.gone else []
         if len(owned) >= KEPT and owned[1 - KEPT] > since:
             since = owned[1 - KEPT]
-            if not said:
+            if not warned:
                 log.warning(
                     "worker %d deletes checkpoints before round %d without knowing whether all workers have newer ones, as the "
                     "store of the run does not answer and %d are kept; look at the log of the launcher",
@@ -473,7 +481,7 @@ def _saver(store: Path, line: Lineage, worker: Worker, board: Board, newest: int
                     since,
                     KEPT,
                 )
-            said = True
+            warned = True
         state = worker.state()
         if writes:
             checkpoint.save(store, finished, worker.index, state, digest=line, since=since)
@@ -485,7 +493,7 @@ def _saver(store: Path, line: Lineage, worker: Worker, board: Board, newest: int
 def _adapt(
     worker: Worker, report: RoundReport, deliveries: Sequence[Delivery], board: Board, topology: Topology
 ) -> None:
-    """Local steps for the next round, by the notes that the other workers have published so far."""
+    """Adapts local steps for the next round to the other workers' notes so far."""
     n = worker.config.workers
     mine = worker.pace_note(report, _uplinks(deliveries, topology))
     read = {i: note_of(text, n) for i, text in board.circulate(mine.text).items()}
@@ -494,7 +502,7 @@ def _adapt(
 
 
 def _uplinks(deliveries: Sequence[Delivery], topology: Topology) -> dict[int, float]:
-    """The bytes per second that each peer's link can send, by the messages that came; those it sent at once share its link."""
+    """The uplink rate of each peer in bytes per second, from its messages; simultaneous ones share its link."""
     sent, seconds = dict[int, float](), dict[int, float]()
     for ticket, peer, payload_bytes, took_s, _ in deliveries:
         if ticket.leg == 0:

@@ -1,4 +1,4 @@
-"""Replicas of a simulation that train together, as one computation, in place of one after the other."""
+"""Replicas of a simulation that train together, as one batched computation."""
 
 import time
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from gossamer.run.worker.worker import Segment, Worker
 class Stack:
     """Replicas that take the same inner steps at the same time; each has its own parameters, moments and data.
 
-    Their parameters and moments are theirs between two calls of `train`.
+    Between calls of `train`, parameters and moments are in the replicas.
 
     Cost: a copy of their parameters, gradients and moments, and the activations of all of them at a time.
     """
@@ -38,17 +38,17 @@ class Stack:
         self._losses = made_ready(stacked_losses, like.config)
         names = {p: name for name, p in like.model.named_parameters()}
         self._part: dict[str, str] = {}
-        """Which of the optimizers that are joined steps with a parameter."""
+        """The part of a joined optimizer that updates each parameter."""
         parts = dict[str, Optimizer]()
         for part, own in _parts(like.optimizer).items():
             self._part |= {names[p]: part for group in own.param_groups for p in group["params"]}
             groups = ({**g, "params": [self._weights[names[p]] for p in g["params"]]} for g in own.param_groups)
-            stacks = {"stacks": True} if isinstance(own, SpectralMuon) else {}  # others go number by number
+            stacks = {"stacks": True} if isinstance(own, SpectralMuon) else {}  # others are elementwise
             parts[part] = cast(Any, type(own))(groups, **stacks)
         self._optimizer = Joined(**parts)
 
     def train(self, round: int, start: int, stop: int) -> list[LocalPhase]:
-        """The inner steps `start` to `stop` of a round, or their gradients alone; what each replica reports.
+        """The inner steps `start` to `stop` of a round, or only their gradients; returns each replica's report.
 
         Raises: TrainingError at the first loss that is not finite.
         """
@@ -57,7 +57,7 @@ class Stack:
 
     def _train(self, round: int, start: int, stop: int) -> list[LocalPhase]:
         began, like, R = time.perf_counter(), self._replicas[0], len(self._replicas)
-        steps = like.gradient is None  # else each replica steps on its own, once it has the mean
+        steps = like.gradient is None  # else each replica steps separately, once it has the mean
         losses: list[list[float]] = []
         self._take(moments=steps)
         for h in range(start, stop):
@@ -121,11 +121,11 @@ class Stack:
                     if _is_one_for_each(saved, p):
                         shared.setdefault(key, torch.empty_like(weight))[r].copy_(saved)
                     else:
-                        shared[key] = _copied(saved)  # the steps, of which all have taken as many
+                        shared[key] = _copied(saved)  # the step counts, equal for all
 
     @torch.no_grad()
     def _give(self) -> None:
-        """Copies them back, moments to where they are, as these may be views of what is sent."""
+        """Copies them back, moments in place, as these may be views of exchanged vectors."""
         for r, replica in enumerate(self._replicas):
             for name, p in replica.model.named_parameters():
                 weight, (shared, own) = self._weights[name], self._states(replica, name, p)
@@ -144,7 +144,7 @@ class Stack:
 
     @torch.no_grad()
     def _give_gradients(self) -> None:
-        """Copies each replica's gradient to where it is sent from."""
+        """Copies each replica's gradient to its exchanged vector."""
         for r, replica in enumerate(self._replicas):
             for name, p in replica.model.named_parameters():
                 gradient = self._weights[name].grad
@@ -153,7 +153,7 @@ class Stack:
 
 
 def _parts(optimizer: InnerOptimizer) -> dict[str, Optimizer]:
-    """The optimizers that it joins, by name, or it alone."""
+    """The parts of a joined optimizer by name, or the optimizer itself."""
     return dict(optimizer.parts) if isinstance(optimizer, Joined) else {"alone": cast(Optimizer, optimizer)}
 
 
@@ -167,7 +167,7 @@ def _copied(value: Any) -> Any:
 
 
 class Stacks:
-    """The workers of a simulation in stacks of so many at most, of workers with as many local steps."""
+    """The workers of a simulation in stacks of bounded size with equal local steps."""
 
     def __init__(self, workers: Sequence[Worker], size: int) -> None:
         def steps(worker: Worker) -> list[int]:
@@ -178,14 +178,14 @@ class Stacks:
         self._groups = [(group, Stack([worker.replica for worker in group])) for group in groups]
 
     def train(self, turns: Sequence[tuple[Worker, Segment]], each: Each) -> list[LocalPhase]:
-        """What `Worker.train` does, for all workers."""
+        """`Worker.train` for all workers."""
         segments = {worker.index: segment for worker, segment in turns}
 
         def together(group: tuple[Sequence[Worker], Stack]) -> list[LocalPhase]:
             workers, stack = group
             for worker in workers:
                 worker.loop.announce(segments[worker.index].round, segments[worker.index].stop)
-            segment = segments[workers[0].index]  # that of all of them, who take as many local steps
+            segment = segments[workers[0].index]  # the same for all of them, which take equally many local steps
             return stack.train(segment.round, segment.first, segment.last)
 
         phases = zip(self._groups, each(together, self._groups), strict=True)

@@ -1,4 +1,4 @@
-"""What of an inner step is compiled."""
+"""Compilation of inner steps."""
 
 import functools
 from collections.abc import Callable
@@ -12,10 +12,10 @@ from gossamer.run.config.resolved import RunSettings
 
 
 def made_ready(forward: Callable[..., Tensor], config: RunSettings) -> Callable[..., Tensor]:
-    """What computes losses, or the output of a stage given with its module, compiled where the run asks for it.
+    """The forward function, or that of a stage given with its module, compiled if the run asks for it.
 
-    It is compiled and run in `gossamer.run.worker.numerics.deterministic`, without which the gradient of an embedding would be a
-    sum in the order in which threads come.
+    It is compiled and run in `gossamer.run.worker.numerics.deterministic`, without which the gradient of an embedding
+    would be summed in nondeterministic order.
 
     Raises: ConfigError when there is no C++ compiler. Cost: ten seconds or more at the first step of a process.
     """
@@ -27,12 +27,13 @@ def _compiled(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     must_have_compiler("inner.compile")
     from torch._dynamo import config as dynamo  # takes seconds to import
 
-    # Dropout shall drop what it drops without the compiler.
+    # Dropout must draw the same as without the compiler.
     compiled = torch.compile(forward, dynamic=False, options={"fallback_random": True})
 
-    def within_limits(*args: Any) -> Tensor:
-        # An experiment trains many shapes in one process, where the compiler would give up on a function at the ninth.
+    def with_recompile_limit(*args: Any) -> Tensor:
+        # An experiment trains many shapes in one process, and the compiler would stop recompiling a function at the
+        # ninth.
         with dynamo.patch(recompile_limit=1000):
             return compiled(*args)
 
-    return within_limits
+    return with_recompile_limit

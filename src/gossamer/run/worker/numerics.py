@@ -1,4 +1,4 @@
-"""What decides the last digits of a worker besides its settings: how many threads share a sum, and which kernels add."""
+"""Settings that affect the last bits of a worker's results: intra-op threads and deterministic kernels."""
 
 import contextlib
 import logging
@@ -26,8 +26,8 @@ _TORCH: Any = torch.utils.deterministic  # whose one attribute is a property of 
 def threads_of(config: RunSettings, recorded: Path | None = None) -> Threads:
     """The intra-op threads of each worker, for a process that computes for all: those that real workers have on this machine.
 
-    Args: `recorded` is the folder of the run that is computed again or resumed. Its workers keep the threads that they had,
-        unless `run.threads` was changed since.
+    Args: `recorded` is the folder of the run that is replayed or resumed. Its workers keep their recorded threads,
+        unless `run.threads` has changed.
     Raises: ConfigError where OMP_NUM_THREADS is no number; DataError for a damaged record.
     """
     own = config.run.threads
@@ -44,7 +44,7 @@ def threads_of(config: RunSettings, recorded: Path | None = None) -> Threads:
 
 
 def warn_of_other_machine(recorded: Path) -> None:
-    """Warns where the run in a folder was computed by another version of torch, or on another processor, than are here."""
+    """Warns where the run in a folder was computed by another version of torch, or on another processor."""
     here = this_machine()
     for kind in ("torch", "processor"):
         others = {str(getattr(one.machine, kind)) for one in read_machines(recorded)} - {getattr(here, kind)}
@@ -57,7 +57,7 @@ def warn_of_other_machine(recorded: Path) -> None:
 
 @contextlib.contextmanager
 def using_threads(count: int | None) -> Iterator[None]:
-    """In here the calling thread computes with so many intra-op threads; with those that it has where that is None."""
+    """A context in which the calling thread computes with `count` intra-op threads; None leaves them unchanged."""
     before = torch.get_num_threads()
     if count in (None, before):
         yield
@@ -70,7 +70,7 @@ def using_threads(count: int | None) -> Iterator[None]:
 
 
 class _Mode:
-    """Torch's switch for deterministic kernels, which is one for the whole process, while threads train."""
+    """Torch's process-wide switch for deterministic kernels, shared by training threads."""
 
     def __init__(self) -> None:
         self._lock, self._inside, self._before = threading.Lock(), 0, (0, False)
@@ -82,10 +82,10 @@ class _Mode:
             if self._inside > 1:
                 return
             self._before = torch.get_deterministic_debug_mode(), _TORCH.fill_uninitialized_memory
-            if self._before[0] == 0:  # else the caller has chosen how strict torch shall be
+            if self._before[0] == 0:  # else the caller has chosen torch's strictness
                 torch.set_deterministic_debug_mode("warn")
-                _TORCH.fill_uninitialized_memory = False  # it writes each new tensor once more, for readers of garbage
-                # Torch reads it at the first product on a GPU, and warns of each kind of product where it is missing.
+                _TORCH.fill_uninitialized_memory = False  # costs a write of each new tensor, for debugging only
+                # Torch reads it at the first product on a GPU, and warns for each kind of product if it is unset.
                 self._named_workspace = torch.cuda.is_initialized() and _WORKSPACE not in os.environ
                 if self._named_workspace:
                     os.environ[_WORKSPACE] = ":4096:8"
@@ -104,10 +104,10 @@ _MODE = _Mode()
 
 
 def deterministic() -> contextlib.AbstractContextManager[None]:
-    """In here torch adds in an order that does not depend on timing, where it has a kernel that does, and warns where not.
+    """A context in which torch uses deterministic kernels where it has them, and warns where not.
 
     Otherwise the gradient of an embedding is a sum by atomic additions: compiled, and on a GPU from some 3,000 tokens a
-    micro-batch also without the compiler. A step is compiled and run in here, as the compiler chooses kernels by the same switch.
-    Several threads may be in here at a time. When the last one leaves, the switch is as it was before the first.
+    micro-batch also without the compiler. A step is compiled and run inside it, as the compiler chooses kernels by the
+    same switch. Several threads may be inside at a time; when the last one leaves, the switch is restored.
     """
     return _MODE

@@ -1,4 +1,4 @@
-"""A replica: a model with its inner optimizer and its place in the data, which trains on its own and has no peers."""
+"""A replica: a model with its inner optimizer and its position in the data, without peers."""
 
 import contextlib
 import functools
@@ -14,7 +14,7 @@ from gossamer import rng
 from gossamer.data.corpus import Corpus
 from gossamer.errors import CheckpointError, ConfigError, DataError, TrainingError
 from gossamer.finite import GO_ON, all_finite
-from gossamer.layout import attach, flat_gradients, layout_of, restricted, views
+from gossamer.layout import attach, flat_gradients, layout_of, subset, views
 from gossamer.models.experts import keep_experts
 from gossamer.models.llama import Llama
 from gossamer.optimizers import GPA, InnerOptimizer, Joined
@@ -33,11 +33,11 @@ from gossamer.run.worker.turns import Turns
 from gossamer.tree import must_fit
 
 MISFITS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What reading a state raises that has other keys, types or shapes than were expected; errors of Gossamer about it among them."""
+"""The exceptions of reading a state with unexpected keys, types or shapes, Gossamer's errors included."""
 
 
 class LocalPhase(NamedTuple):
-    """What a replica reports of consecutive inner steps; phases of one round add up with `merged_phases`."""
+    """A replica's report on consecutive inner steps; phases of one round are merged by `merged_phases`."""
 
     losses: tuple[float, ...]
     """Training loss of each inner step, nats per token."""
@@ -58,13 +58,13 @@ def merged_phases(phases: Sequence[LocalPhase]) -> LocalPhase:
 
 
 def step_on_gradients(replicas: Sequence["Replica"], round: int, each: Each) -> None:
-    """The inner steps of all replicas on gradients that have been exchanged, as `Replica.step_on_gradient` makes them.
+    """The inner steps of all replicas on exchanged gradients, as by `Replica.step_on_gradient`.
 
-    Where Muon would orthogonalize the same matrices for each, with data parallelism, the first steps and the others take over
-    what it has found, which is the same to the last bit.
+    With data parallelism Muon would orthogonalize the same matrices for each: only the first steps, and the others copy
+    its bitwise identical result.
     """
     first, *others = replicas
-    if first.gradient is None:  # nor has any other one
+    if first.gradient is None:  # then no other has one
         return
     if not all(each(first.steps_like, others)):
         each(lambda replica: replica.step_on_gradient(round), replicas)
@@ -82,7 +82,7 @@ def loss_must_be_finite(loss: float, replica: "Replica", round: int) -> None:
 
 
 def must_start_alike(replicas: Sequence["Replica"]) -> None:
-    """Raises ConfigError unless all replicas have the same parameters, as all workers of a run begin with."""
+    """Raises ConfigError unless all replicas have the same initial parameters."""
     for replica in replicas[1:]:
         if not torch.equal(replicas[0].x, replica.x):
             raise ConfigError(
@@ -94,15 +94,15 @@ def must_start_alike(replicas: Sequence["Replica"]) -> None:
 class Replica:
     """The model of one worker. `x` is its flat parameter vector `[P]`, of which the model's parameters are views.
 
-    Where a mixture of experts lies on some workers each, it has no others (`Task.holding`), and P is the size of what it has.
+    With experts held by some workers each, it only has its own (`Task.holding`), and P counts these.
 
-    It satisfies `gossamer.clock.Learner`. What is evaluated, saved and published is `evaluated`: `x` itself, or the average
-    of an optimizer that keeps one.
+    It satisfies `gossamer.clock.Learner`. Evaluation, checkpoints and publication use `evaluated`: `x` itself, or the
+    average of an averaging optimizer.
 
     Args:
-        buffer: memory for `x`; its own when None.
-        cut: makes of a model the stages that this process has, where `x` and all else shall be of these alone.
-        shard: makes of a model the shard that this process has of it; then `x` is a copy of the parameters of the shard.
+        buffer: memory for `x`; allocated when None.
+        cut: builds this process's stages from a model; then `x` and all state belong to these only.
+        shard: builds this process's shard of a model; then `x` is a copy of the shard's parameters.
     """
 
     def __init__(
@@ -118,10 +118,10 @@ class Replica:
         self.index, self.config, self.task, self.device = index, config, task, device
         self.threads: int | None = None
         """Intra-op threads with which it trains, in a process with several workers; None takes those of the calling thread."""
-        if index == 0:  # one of all says it
+        if index == 0:  # warn once
             warn_of_slow_bf16(config.inner, device)
         self.turns: Turns | None = None
-        """What lets forward passes of several replicas of a process run at once; None where each takes its turn."""
+        """Coordinates concurrent forward passes of a process's replicas; None if they are serialised."""
         self.model = task.model()
         if task.holding is not None:
             keep_experts(self.model, task.holding.holders.resident(index))
@@ -132,13 +132,13 @@ class Replica:
             assert isinstance(self.model, Llama)  # `must_fit` refuses others
             self.staged = cut(self.model) if cut else StagedModel(self.model.to(device), config)
             self.model = self.staged.model
-            self.layout, self.spans = restricted(self.layout, self.spans, dict(self.model.named_parameters()))
+            self.layout, self.spans = subset(self.layout, self.spans, dict(self.model.named_parameters()))
         self.model.to(device)
         self._loss = made_ready(task.loss, config)
         self._recomputes = task.draws
-        """Whether backward passes may set torch's generator; the first one tells."""
+        """Whether backward passes may set torch's generator; determined by the first one."""
         self.buffers = buffers_of(self.model)
-        """Its own, as the running statistics of batch norm; they are never exchanged."""
+        """Local buffers, such as batch norm's running statistics; never exchanged."""
         self.shards: Shards | None = None
         """This process's shard of a model that several processes hold together."""
         if shard is None:
@@ -148,7 +148,7 @@ class Replica:
             flat = self.shards.flat
             self.x, self.layout, self.spans = flat.x, flat.layout, flat.spans
         self.averaged: Tensor | None = None
-        """The average x and the iterate z of an optimizer that averages, one after the other `[2P]`; the parameters follow."""
+        """The average x and the iterate z of an averaging optimizer, concatenated `[2P]`; the parameters follow from them."""
         homes = {}
         if config.inner.averaging is not None:
             self.averaged = torch.empty(2 * self.x.numel(), dtype=self.x.dtype, device=device)
@@ -164,7 +164,7 @@ class Replica:
         )
         its_own = task.optimizer is not None and not type(self.optimizer).__module__.startswith("torch.optim.")
         self._turn_to_step = rng.TURN if its_own else contextlib.nullcontext()
-        """Around the steps of an optimizer that the user has written; those of torch's work in any thread."""
+        """The lock for steps of a user's optimizer; torch's work in any thread."""
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
         self.moments: tuple[Tensor, Tensor] | None = None
         """The inner optimizer's first and second moments, `[P]` each, where the schedule exchanges them."""
@@ -175,13 +175,14 @@ class Replica:
         self.local_steps = config.local_steps_of(index)
         """Inner steps of its next local phases."""
         self.phase_left_s: float | None = None
-        """How long its local phase still takes, by the steps of it that are over; None before the first one."""
+        """The estimated seconds left of its local phase, from its completed steps; None before the first one."""
         self.steps_taken = 0
         self.places: dict[int, int] | None = None
-        """The slots whose batches it trains on, ascending, each with its next inner step; None for its own alone."""
+        """The slots whose batches it trains on, ascending, each with its next inner step; None for only its own."""
         self.round: int | None = None
-        """Rounds of the run that are over, where `local_phase` shall take the learning rate from them: fast workers do not run
-        out of their schedule. None takes this worker's own count of phases."""
+        """Completed rounds of the run, from which `local_phase` takes the learning rate, so that fast workers do not
+        run out of their schedule. None uses this worker's phase count.
+        """
 
     @property
     def scored(self) -> Tensor:
@@ -190,7 +191,7 @@ class Replica:
         return self.evaluated if holding is None else holding.alone(self.index, self.evaluated)
 
     def keep_gradient(self) -> Tensor:
-        """From now on a local phase leaves its gradient `[P]` here, and `step_on_gradient` makes the inner step."""
+        """Makes local phases leave their gradient `[P]` here, for `step_on_gradient`."""
         self.gradient = flat_gradients(self.model, self.layout, torch.zeros_like(self.x))
         return self.gradient
 
@@ -200,7 +201,7 @@ class Replica:
         return self.train(round if self.round is None else self.round, 0, self.local_steps)
 
     def train(self, round: int, start: int, stop: int, after_step: Callable[[], None] = lambda: None) -> LocalPhase:
-        """The inner steps `start` to `stop` of a round; with `keep_gradient` the gradients alone.
+        """The inner steps `start` to `stop` of a round; with `keep_gradient` only the gradients.
 
         Raises: TrainingError at the first loss that is not finite.
         """
@@ -215,7 +216,7 @@ class Replica:
         for h in range(start, stop):
             with (
                 deterministic()
-            ):  # without what follows: an exchange does not recompile its update under another switch
+            ):  # excludes the following exchange, whose update would be recompiled under another switch
                 value, count = self._backward(self.places or {self.index: self.steps_taken})
                 loss_must_be_finite(value, self, round)
                 losses.append(value)
@@ -236,7 +237,7 @@ class Replica:
         return LocalPhase(tuple(losses), lr, time.perf_counter() - began, tokens)
 
     def step_on_gradient(self, round: int) -> None:
-        """The inner step on a gradient that has been exchanged; nothing for a replica that keeps none."""
+        """The inner step on an exchanged gradient; a no-op for a replica that keeps none."""
         if self.gradient is not None:
             with using_threads(self.threads), deterministic():
                 self._step(round, self.local_steps - 1)
@@ -246,22 +247,22 @@ class Replica:
         if self.staged is not None or not isinstance(self.optimizer, Joined):
             return False
         if self.task.optimizer is not None:
-            return False  # what a step of the user's own changes is not known
+            return False  # the effect of a user's step is unknown
         if self.threads != other.threads:
             return False
         mine, theirs = self._stepped(), other._stepped()
         if len(mine) != len(theirs) or len(mine) == 2:
-            return False  # before the first step there are no moments to copy to
+            return False  # no moments before the first step
         return all(map(torch.equal, mine, theirs))
 
     def take_step_of(self, other: "Replica", round: int) -> None:
-        """The step of `step_on_gradient` from a replica that was alike in all and has made it."""
+        """Copies the step of `step_on_gradient` from an identical replica."""
         self.set_lr(self.optimizer, round, self.local_steps - 1)
         for own, found in zip(self._stepped(), other._stepped(), strict=True):
             own.copy_(found)
 
     def _stepped(self) -> list[Tensor]:
-        """What a step on the gradient changes."""
+        """The tensors that a step changes."""
         assert self.gradient is not None and isinstance(self.optimizer, Joined)
         groups = ((part.state, group) for part in self.optimizer.parts.values() for group in part.param_groups)
         moments = [value for state, group in groups for p in group["params"] for value in state.get(p, {}).values()]
@@ -269,11 +270,11 @@ class Replica:
 
     @contextlib.contextmanager
     def holding_evaluated(self) -> Iterator[None]:
-        """In here the parameters are those that are evaluated."""
+        """A context in which the parameters are the evaluated ones."""
         if self.averaged is None:
             yield
             return
-        # Copied in and out, as the model's parameters and the optimizer's are views of this very memory.
+        # Copied in and out, as the model's and the optimizer's parameters are views of this memory.
         own = self.x.clone()
         self.x.copy_(self.evaluated)
         try:
@@ -282,27 +283,27 @@ class Replica:
             self.x.copy_(own)
 
     def recompute(self) -> None:
-        """After an outer step, the parameters follow `x`, or of an optimizer that averages its average and iterate."""
+        """Recomputes the parameters after an outer step, from `x` or an averaging optimizer's average and iterate."""
         if self.shards is not None:
             self.shards.flat.write()
         if isinstance(self.optimizer, GPA) and self.gradient is None:
             self.optimizer.recompute()
 
     def _backward(self, places: Mapping[int, int]) -> tuple[float, int]:
-        """The mean loss over these slots, at these inner steps, and its tokens; leaves the mean gradient."""
+        """The mean loss over these slots at these inner steps, and its tokens; accumulates the mean gradient."""
         self.model.train()
         self.optimizer.zero_grad(set_to_none=self.gradient is None)
         if self.staged is None:
             losses = self._backward_whole(places)
         else:
-            (step,) = places.values()  # a worker in stages trains on its own slot alone
+            (step,) = places.values()  # a worker in stages trains only on its own slot
             losses = self._backward_in_stages(step)
         return sum(losses) / len(losses), len(places) * self.config.step_tokens
 
     def read_ahead(self, round: int = 0, rounds: int = 1) -> None:
-        """Reads the batches of so many rounds, from this one on, where they come from a stream.
+        """Prefetches the batches of `rounds` rounds from a stream, beginning with this one.
 
-        So nothing of a round has begun when one cannot be read. Raises: DataError.
+        So a read error occurs before the round begins. Raises: DataError.
         """
         per_step, step, timetable = self.config.data.accumulate, self.steps_taken, self.config.timetable
         steps = rounds * self.local_steps
@@ -318,7 +319,7 @@ class Replica:
         return self.shards.all_losses(losses)
 
     def _backward_over(self, places: Mapping[int, int], micro_batches: range) -> list[float]:
-        """The losses of these micro-batches of each slot; leaves their mean gradient."""
+        """The losses of these micro-batches of each slot; accumulates their mean gradient."""
         losses, accumulate = list[float](), self.config.data.accumulate
         passes = len(micro_batches) * len(places)
         for slot, step in places.items():
@@ -330,7 +331,7 @@ class Replica:
         return losses
 
     def _backward_from(self, value: Tensor) -> None:
-        """The backward pass, while other threads go on; unless it computes forward passes again, which draw again."""
+        """The backward pass, concurrent with other threads unless it recomputes forward passes, which draw again."""
         if not self._recomputes:
             value.backward()
             return
@@ -348,9 +349,9 @@ class Replica:
         )
 
     def _forward(self, slot: int, number: int, batch: Any) -> Tensor:
-        """The loss of a batch. What it draws is each slot's and each batch's own; backward draws none.
+        """The loss of a batch. Its random numbers depend on slot and batch; backward draws none.
 
-        A forward pass that draws nothing is spared the lock, under which the replicas of one process would wait for each other.
+        A forward pass without random draws avoids the lock, which would serialise the replicas of one process.
         """
 
         def act() -> Tensor:
@@ -366,9 +367,9 @@ class Replica:
             return act()
 
     def _keep_buffers(self) -> Callable[[], None]:
-        """Copies the buffers, which a forward pass may change as batch norm's do, and returns what puts them back."""
+        """Copies the buffers, which a forward pass may change, and returns a function that restores them."""
         homes = [module._buffers for module in self.model.modules()]
-        # All of them: torch does not count the changes that batch norm makes (`Tensor._version`).
+        # All of them: batch norm's changes do not increase `Tensor._version`.
         kept = [(home, name, one, one.clone()) for home in homes for name, one in home.items() if one is not None]
 
         def restore() -> None:
@@ -379,8 +380,9 @@ class Replica:
         return restore
 
     def set_lr(self, optimizer: InnerOptimizer, round: int, h: int) -> None:
-        """Gives an optimizer with the groups of this replica's own the learning rates of an inner step."""
-        # Workers with fewer local steps walk the schedule faster, so that all are at the same point of it after a round.
+        """Sets the learning rates of an inner step in an optimizer with this replica's groups."""
+        # Workers with fewer local steps advance faster in the schedule, so that all are at the same point after a
+        # round.
         progress = self.config.timetable.progress(round, h / self.local_steps)
         scale = lr_scale(self.config.inner, progress, self.config.run.steps)
         for group, base in zip(optimizer.param_groups, self.base_lrs, strict=True):
@@ -399,9 +401,9 @@ class Replica:
             self.optimizer.step()
 
     def state(self) -> dict[str, Any]:
-        """What a replica needs to train on from given parameters: inner optimizer and place in the data.
+        """The state to resume training from given parameters: inner optimizer and position in the data.
 
-        Its random numbers follow from worker and inner step.
+        Random numbers depend only on worker and inner step.
         """
         buffers = {"buffers": self.buffers} if self.buffers else {}
         boundaries = (
@@ -411,16 +413,14 @@ class Replica:
 
     def must_be_of_another(self, state: Mapping[str, Any]) -> None:
         """Raises one of MISFITS unless the received state of another worker can be loaded as this replica's."""
-        if state["inner"] is not None:
-            must_be_state_of(self.optimizer, state["inner"])
+        must_be_state_of(self.optimizer, state["inner"])
         must_fit(state.get("buffers", []), self.buffers)
         if not all_finite(tuple(state.get("buffers", []))):
             raise ValueError("a buffer of the model has numbers that are not finite")
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Takes a state as its own. Raises: one of MISFITS when it does not fit."""
-        if state["inner"] is not None:  # a ghost keeps its own
-            self.optimizer.load_state_dict(state["inner"])
+        self.optimizer.load_state_dict(state["inner"])
         if self.moments:
             share_moments(self.optimizer, self.model, self.layout, self.moments)
         self.task.data.restore(state["data"])
@@ -434,7 +434,7 @@ class Replica:
         """Restores a saved state. Raises CheckpointError when it does not fit."""
         try:
             self.load(state)
-        except DataError:  # it is the text that differs, and says so
+        except DataError:  # already names the difference in the text
             raise
         except MISFITS as error:
             raise CheckpointError(

@@ -1,8 +1,8 @@
-"""One process of a worker that holds its model together with others: FSDP2 over the micro-batches of a step.
+"""One process of a sharded worker: FSDP2 over the micro-batches of a step.
 
 Each process has a shard of every parameter, rows of it as FSDP2 cuts them, with its gradient, inner and outer state, and trains
-on its share of the micro-batches of `data.accumulate`; FSDP2 gathers a layer when it is computed, and averages gradients. What
-is saved is the state of the whole worker, so that a checkpoint, and whoever reads one, knows nothing of shards.
+on its share of the micro-batches of `data.accumulate`; FSDP2 gathers a layer when it is computed, and averages
+gradients. Checkpoints hold the state of the whole worker, so that their readers need no knowledge of shards.
 """
 
 import contextlib
@@ -32,11 +32,11 @@ from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.pipe import Pipe
 
 _LOST = ("gloo", "nccl", "connection", "timed out", "timeout")
-"""What an error of a collective says whose peer is gone; anything else that fails in a step is no fault of a peer's."""
+"""Texts in a collective's error that mean a lost peer; any other error in a step is not a peer's fault."""
 
 
 class Shards:
-    """The shard of a model that this process has, and what the processes of its worker do together.
+    """This process's shard of a model, and the collectives of its worker's processes.
 
     Args: `model` is whole, on its device, with the initial parameters; it is sharded here.
     Raises: PeerError, wherever it computes, when another process of the worker is gone.
@@ -45,7 +45,7 @@ class Shards:
     """
 
     def __init__(self, model: Llama, config: RunSettings, member: Member, pipe: Pipe) -> None:
-        from torch.distributed.device_mesh import DeviceMesh  # both take a second that others need not wait
+        from torch.distributed.device_mesh import DeviceMesh  # both take a second to import, only needed here
         from torch.distributed.fsdp import fully_shard
 
         self._config, self._pipe, self._device = config, pipe, member.device
@@ -59,7 +59,7 @@ class Shards:
         self.flat = flat_of(model, mesh, config.schedule)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._own = nn.Module()
-        """The shards as plain parameters in the same memory: what an elementwise optimizer does to a part of a tensor."""
+        """The shards as plain parameters in the same memory, for elementwise optimizers."""
         for k, p in enumerate(self._parameters):
             self._own.register_parameter(f"shard_{k}", nn.Parameter(local(p)))
 
@@ -68,27 +68,27 @@ class Shards:
         return build_optimizer(self._config.inner, self._own)
 
     def share(self, micro_batches: int) -> range:
-        """The micro-batches of a step that this process trains on; each process has as many."""
+        """The micro-batches of a step for this process; all processes have equally many."""
         each = micro_batches // self.parts
         return range(self.part * each, (self.part + 1) * each)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Around the forward and backward passes of a step, after which the shards have the mean gradient."""
+        """A context for the forward and backward passes of a step, after which the shards have the mean gradient."""
         for p in self._parameters:
             p.grad = None
-        with self._explaining():
+        with self._translate_errors():
             yield
         for p, own in zip(self._parameters, self._own.parameters(), strict=True):
             own.grad = None if p.grad is None else local(p.grad)
 
     def all_losses(self, mine: Sequence[float]) -> list[float]:
-        """Those of all micro-batches of a step, in their order; the same on all processes of the worker."""
+        """The losses of all micro-batches of a step, in order; the same on all processes of the worker."""
         gathered = self._pipe.gather(torch.tensor(mine, dtype=torch.float64))
         return [loss for each in gathered for loss in each.tolist()]
 
-    def total(self, mine: float) -> float:
-        """The sum over the shards, in their order."""
+    def all_reduce_sum(self, mine: float) -> float:
+        """The sum over the shards, in order."""
         gathered = self._pipe.gather(torch.tensor([mine], dtype=torch.float64))
         return sum((float(one) for one in gathered[1:]), float(gathered[0]))
 
@@ -96,15 +96,17 @@ class Shards:
         """As `clip_gradients`, by the norm over all shards."""
         gradients = [own.grad for own in self._own.parameters() if own.grad is not None]
         squares = sum(float(g.double().square().sum()) for g in gradients)
-        norm = torch.tensor(math.sqrt(self.total(squares)), device=self._device)
+        norm = torch.tensor(math.sqrt(self.all_reduce_sum(squares)), device=self._device)
         torch.nn.utils.clip_grads_with_norm_(self._own.parameters(), max_norm, norm)
 
     def validate(self, loss: Callable[[nn.Module, Any], Tensor], batches: Sequence[Any]) -> float:
-        """The mean loss over batches, which every process computes: no process ever has a whole model."""
+        """The mean loss over batches, computed by all processes, as none has a whole model."""
         self._model.eval()
-        with self._explaining(), torch.no_grad(), computing(self._config, self._device):
+        with self._translate_errors(), torch.no_grad(), computing(self._config, self._device):
             found = [loss(self._model, batch).item() for batch in batches]
-        reshard(self._model)  # what a forward pass without a backward has gathered is old after the next step
+        reshard(
+            self._model
+        )  # parameters gathered by a forward pass without backward would be stale after the next step
         return math.fsum(found) / len(found)
 
     def end_round(self, operations: Sequence[Sequence[Operation]]) -> list[list[Operation]]:
@@ -120,11 +122,11 @@ class Shards:
         ]
 
     def whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of the worker, as a worker of one process has it; all processes call it, and the first one gets it."""
+        """The state of the whole worker; all processes call it, and the first one gets it."""
         return self._of_all(state, self._joined, self._joined_rows)
 
     def own(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """What this process goes on with, from the state of a whole worker. Raises: KeyError, TypeError or ValueError."""
+        """This process's state, from the state of a whole worker. Raises: KeyError, TypeError or ValueError."""
         return self._of_all(state, self._cut, self._cut_rows)
 
     def _of_all(
@@ -136,7 +138,7 @@ class Shards:
         shapes = {id(own): tuple(p.shape) for own, p in zip(self._own.parameters(), self._parameters, strict=True)}
         full = [
             shapes[id(p)] for group in self.optimizer().param_groups for p in group["params"]
-        ]  # as a state counts them
+        ]  # numbered as in the state
         inner = state["inner"]
         return {
             **state,
@@ -158,12 +160,12 @@ class Shards:
         }
 
     def _rows(self, count: int, part: int) -> slice:
-        """The rows of a tensor of so many that FSDP2 gives to a part."""
+        """The rows of a tensor of `count` rows that FSDP2 assigns to a part."""
         each = -(-count // self.parts)
         return slice(min(part * each, count), min((part + 1) * each, count))
 
     def _sizes(self, layout: Layout) -> list[list[int]]:
-        """The numbers that each part has of each tensor."""
+        """The elements of each tensor in each part."""
         return [
             [math.prod(leaf.shape[1:]) * _length(self._rows(leaf.shape[0], part)) for leaf in layout.leaves]
             for part in range(self.parts)
@@ -176,7 +178,7 @@ class Shards:
         return [each[:size] for each, size in zip(self._pipe.gather(padded), sizes, strict=True)]
 
     def _joined(self, value: Tensor, fragment: int | None) -> Tensor:
-        """A vector `[k P]` of the whole model from those of all parts; what is no such vector is the same on all."""
+        """A vector `[k P]` of the whole model from those of all parts; other values are the same on all."""
         layout = self._whole.fragment(fragment)
         sizes = self._sizes(layout)
         mine = sum(sizes[self.part])
@@ -185,7 +187,7 @@ class Shards:
             return value
         vectors = self._gather(value, [times * sum(one) for one in sizes])
         if self.part:
-            return value  # the first process alone saves
+            return value  # only the first process saves
         whole = value.new_empty(times, layout.numel, device="cpu")
         places = [leaf.start for leaf in layout.leaves]
         for each, vector in zip(sizes, vectors, strict=True):
@@ -196,7 +198,7 @@ class Shards:
         return whole.view(-1)
 
     def _cut(self, value: Tensor, fragment: int | None) -> Tensor:
-        """What this process has of such a vector."""
+        """This process's part of such a vector."""
         layout = self._whole.fragment(fragment)
         times = value.numel() // layout.numel
         if not times or value.shape != (times * layout.numel,):
@@ -221,8 +223,8 @@ class Shards:
         return value[self._rows(shape[0], self.part)].clone() if value.shape == shape else value
 
     @contextlib.contextmanager
-    def _explaining(self) -> Iterator[None]:
-        """Says of a collective that fails that a process of the worker is gone."""
+    def _translate_errors(self) -> Iterator[None]:
+        """Translates the failure of a collective into the loss of a process of the worker."""
         try:
             yield
         except RuntimeError as error:
@@ -232,7 +234,7 @@ class Shards:
 
 
 def _collectives(member: Member, timeout_s: float) -> dist.ProcessGroup:
-    """What FSDP2 gathers and reduces over: not the group of the pipe, whose threads wait for messages."""
+    """The device mesh of FSDP2's collectives, separate from the pipe's group, whose threads wait for messages."""
     ranks = [member.rank_of(member.worker, part) for part in range(member.parts)]
     if member.device.type == "cuda" and dist.get_backend() != "nccl":
         raise ConfigError(

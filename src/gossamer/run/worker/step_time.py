@@ -1,4 +1,4 @@
-"""How long an inner step of a run takes on this machine, for a network file."""
+"""Measurement of the seconds of an inner step on this machine, for a network file."""
 
 import statistics
 import time
@@ -26,13 +26,13 @@ def step_time(config: RunSettings, worker: int, device: torch.device, *, test_s:
     """Trains a few inner steps of a run on its data, and takes the median of their seconds.
 
     Args:
-        worker: whose data are taken.
-        test_s: seconds after which no further step is taken; two are at least, after one that does not count.
+        worker: the worker whose data are used.
+        test_s: seconds after which no further step is taken; at least two are, after a warm-up step.
     Raises: DataError when the data cannot be opened, ConfigError when a package is missing.
     Cost: a model, its gradients and its inner optimizer, for 3 to 21 inner steps.
     """
     replica = Replica(worker, config, task_of(config), device)
-    replica.train(0, 0, 1)  # the first step imports, allocates and tunes
+    replica.train(0, 0, 1)  # warm-up: the first step imports, allocates and tunes
     took: list[float] = []
     began = time.perf_counter()
     while len(took) < _FEWEST or (len(took) < _MOST and time.perf_counter() - began < test_s):

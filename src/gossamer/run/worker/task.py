@@ -1,4 +1,4 @@
-"""What a run trains: a model, its loss, the batches and the inner optimizer; Gossamer's own, or the user's."""
+"""The task of a run: model, loss, batches and inner optimizer; Gossamer's or the user's."""
 
 import hashlib
 import inspect
@@ -32,31 +32,31 @@ PASSED_BY_NAME = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov")
 
 
 class Task(NamedTuple):
-    """What every worker of a run trains."""
+    """The task of every worker of a run."""
 
     model: Callable[[], nn.Module]
     """A new model on the CPU, always with the same parameters, and with all its experts."""
     loss: Loss
-    """Of a model and a batch: a scalar, in nats per token where the batches are text."""
+    """The loss of a model on a batch: a scalar, in nats per token for text."""
     data: Batches
     optimizer: OptimizerFactory | None
-    """Makes the user's own inner optimizer; None for the one of the settings."""
+    """Makes the user's inner optimizer; None for the one in the settings."""
     draws: bool
     """Whether a forward pass may draw random numbers."""
     tokenizer: Tokenizer | None
-    """Of the text; None for batches of the user's own."""
+    """The tokenizer of the text; None for a user's batches."""
     holding: Holding | None
-    """What each worker holds of the model; None where all hold all of it."""
+    """The part of the model that each worker holds; None if all hold all of it."""
 
 
 def task_of(config: RunSettings, *, scored: bool = False) -> Task:
-    """Opens the data of a run and prepares what makes its model and its optimizer.
+    """Opens the data of a run and prepares the factories of its model and optimizer.
 
     Args: `scored`: text in files is all for validation.
     Raises: DataError; ConfigError, and UserCodeError when code of the user's fails.
     """
     text = config.data
-    # Half of it, as others wait for this worker no longer than `run.timeout_s`, and it has a round to train still.
+    # Half of it, as others wait for this worker up to `run.timeout_s`, and it still has a round to train.
     patience_s = config.run.timeout_s / 2
     data = (
         OwnBatches(config)
@@ -120,7 +120,7 @@ def _optimizer(config: RunSettings) -> OptimizerFactory:
     if not config.inner.optimizer.startswith(GIVEN):
         ours = {name: getattr(config.inner, name) for name in PASSED_BY_NAME if name in takes}
         defaults = {name: takes[name].default for name in ours}
-        # A name may mean another kind of value there, such as Adafactor's pair of eps.
+        # A name may have another type there, such as Adafactor's pair of eps.
         fit = (name for name, value in ours.items() if _pair(defaults[name]) in (None, _pair(value)))
         options = {name: ours[name] for name in fit} | options
 
@@ -146,7 +146,7 @@ def _optimizer(config: RunSettings) -> OptimizerFactory:
 
 
 def _pair(value: object) -> bool | None:
-    """Whether a value is one of several numbers; None where a parameter has no default that tells."""
+    """Whether a value is a tuple of numbers; None for a parameter without a default."""
     return None if value in (None, inspect.Parameter.empty) else isinstance(value, tuple)
 
 
@@ -156,7 +156,7 @@ TOKENIZER, MODEL = "the tokenizer of data.tokenizer", "the parameters of model.s
 
 
 def common_inputs(task: Task, parts: UserParts) -> dict[str, str]:
-    """Hashes of the text, of its tokenizer and of the user's own model, which all workers of a run have in common."""
+    """Hashes of the text, its tokenizer and the user's model, which all workers of a run share."""
     found = {TEXT: text_fingerprint(task.data)}
     if isinstance(task.data, FileCorpus) and task.data.files:
         found[FILES] = task.data.files
@@ -168,14 +168,14 @@ def common_inputs(task: Task, parts: UserParts) -> dict[str, str]:
 
 
 def found_by_each(task: Task, parts: UserParts) -> dict[str, str]:
-    """What every worker finds on its own and all must have in common: `common_inputs`, and hashes of code."""
+    """Inputs that each worker computes and all must share: `common_inputs`, and hashes of code."""
     return common_inputs(task, parts) | {f"the code of {code.name}": code.sha256[:16] for code in parts.codes}
 
 
 class OwnBatches:
-    """Batches of the user's function `batch(worker, step)`. It must return the same whenever it is asked for the same.
+    """Batches of the user's function `batch(worker, step)`. It must be deterministic.
 
-    That is checked at the first batch of each worker. Where one process has all workers, it warns if they train on the same ones.
+    This is checked at the first batch of each worker. A process with all workers warns if their batches are the same.
     """
 
     def __init__(self, config: RunSettings) -> None:
@@ -213,10 +213,10 @@ class OwnBatches:
         return _hash_of(self._sure(worker, 0))
 
     def read_ahead(self, worker: int, step: int, batches: int) -> None:
-        """Reads nothing: a batch is computed when it is asked for."""
+        """A no-op: batches are computed on demand."""
 
     def validation(self, num_batches: int) -> list[Any]:
-        """See `Batches.validation`: the user's own, or what would come after the last inner step."""
+        """See `Batches.validation`: the user's, or the batches after the last inner step."""
         config, n = self._config, self._config.workers
         if self._validation is not None:
             return [self._validation(k) for k in range(num_batches)]
@@ -224,11 +224,11 @@ class OwnBatches:
         return [self._sure(k % n, last + k // n) for k in range(num_batches)]
 
     def state(self) -> dict[str, Any]:
-        """Nothing: batches follow from worker and step."""
+        """Empty: batches depend only on worker and step."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Nothing is to be restored."""
+        """A no-op."""
 
 
 def warn_of_equal_batches(fingerprints: Collection[object]) -> None:
@@ -242,7 +242,7 @@ def warn_of_equal_batches(fingerprints: Collection[object]) -> None:
 
 
 def _hash_of(batch: Any) -> str:
-    """Sixteen hex digits of a batch, whatever it is made of."""
+    """Sixteen hex digits that hash a batch of any type."""
     found = hashlib.sha256()
 
     def add(one: Any) -> None:
@@ -264,7 +264,7 @@ def _hash_of(batch: Any) -> str:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether two batches are bitwise the same, whatever they are made of."""
+    """Whether two batches of any type are bitwise equal."""
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and one.shape == other.shape and torch.equal(one, other)
     if isinstance(one, np.ndarray):

@@ -1,8 +1,8 @@
-"""When the forward passes of a user's model may run at once in the threads of a simulation, and when they take turns.
+"""Coordination of a user's forward passes in the threads of a simulation: concurrent, or in turns.
 
 Torch's generator belongs to the process. A forward pass that draws from it needs it alone, seeded for its place (`rng.drawing`);
-one that draws nothing needs no lock. The first forward and backward pass of any replica show which of them a model has. Later
-ones are checked: whatever draws leaves the generators in another state, as nobody seeds or restores them meanwhile.
+one that draws nothing needs no lock. The first forward and backward pass of any replica determine the kind. Later ones
+are checked: a draw changes the generators' state, as they are not seeded or restored concurrently.
 """
 
 import logging
@@ -25,9 +25,9 @@ T = TypeVar("T")
 class Turns:
     """Shared by all replicas and probes of a simulation.
 
-    A call that may have drawn although the first ones did not is made again under the lock, from the buffers with which it began,
-    and so are those that ran beside it; from there on all take turns. So the numbers are those of a run that always took turns,
-    if what is called depends on parameters, buffers, batch and generators alone.
+    A call that may have drawn although the first ones did not is repeated under the lock, from its initial buffers, and
+    so are concurrent ones; from then on all take turns. So results equal those of a run that always took turns, if
+    calls depend only on parameters, buffers, batch and generators.
 
     Args:
         always: whether all calls take turns, for functions that are not safe in several threads.
@@ -35,12 +35,12 @@ class Turns:
 
     def __init__(self, *, always: bool = False) -> None:
         self._at_once: bool | None = False if always else None
-        """Whether calls run at once; None until the first backward pass has ended."""
+        """Whether calls run concurrently; None until the first backward pass has ended."""
         self._has_drawn = False
         self._running, self._change = 0, threading.Condition()
-        """How many calls run without the lock, and what guards it and `_at_once`."""
+        """The number of calls running without the lock, and the condition that guards it and `_at_once`."""
         self._state: Any = None
-        """Of the generators when the first of the calls that run now began."""
+        """The generators' state when the first of the running calls began."""
 
     def call(
         self,
@@ -51,8 +51,8 @@ class Turns:
         """The result of a forward pass.
 
         Args:
-            alone: what is entered around one that takes its turn, while `rng.TURN` is held.
-            keep: copies what a call may change, and returns what puts that back.
+            alone: a context for a call in its turn, while `rng.TURN` is held.
+            keep: copies what a call may change, and returns a function that restores it.
         """
         while True:
             if self._begin():
@@ -67,8 +67,8 @@ class Turns:
                 restore()
             with rng.TURN:
                 if self._at_once:
-                    continue  # another thread has learned so while this one waited: under the lock it would draw beside others
-                # Those that began without the lock end first: one of them may draw while this one is seeded.
+                    continue  # decided by another thread meanwhile: under the lock it would draw concurrently with others
+                # Calls that began without the lock must end first: one of them may draw while this one is seeded.
                 with self._change:
                     self._change.wait_for(lambda: self._running == 0)
                 with alone():
@@ -81,8 +81,8 @@ class Turns:
         """Decides, after a backward pass and with `rng.TURN` held, how forward passes run from now on.
 
         Args:
-            recomputes: whether it computed forward passes again, for which it sets and restores the generator: then a draw beside
-                it could not be noticed.
+            recomputes: whether it recomputed forward passes, for which it sets and restores the generator: then a
+                concurrent draw could not be detected.
         """
         with self._change:
             if self._at_once is None or recomputes:
@@ -99,7 +99,7 @@ class Turns:
             return True
 
     def _end(self) -> bool:
-        """Whether the call that ends may have drawn: it, or one beside it, has, and the generators do not tell which."""
+        """Whether the call that ends may have drawn: it or a concurrent one has, and the generators cannot show which."""
         with self._change:
             if self._at_once and _generators() != self._state:
                 self._at_once = False

@@ -1,4 +1,4 @@
-"""A worker as a participant of a run in rounds: a replica, its outer loop, and its pacer. All drivers of rounds run these."""
+"""A worker of a run in rounds: a replica, its outer loop, and its pacer. All drivers of rounds use it."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,10 +27,10 @@ from gossamer.tree import leaves, must_fit
 def parts_of(
     x: Tensor, layout: Layout, spans: Sequence[tuple[int, int]], averaged: Tensor | None, moments: Sequence[Tensor]
 ) -> list[tuple[Tensor, Layout]]:
-    """What a worker exchanges, as `OuterLoop` takes it: the fragments of x, or average and iterate together, and moments."""
+    """The exchanged parts of a worker, for `OuterLoop`: the fragments of x, or average and iterate together, and moments."""
     if averaged is None:
         parts = [(x[a:b], layout.slice(a, b)) for a, b in spans]
-    else:  # mixing the parameters alone would part them from these two
+    else:  # mixing only the parameters would separate them from these two
         n = layout.numel
         again = (leaf._replace(start=leaf.start + n, stop=leaf.stop + n) for leaf in layout.leaves)
         parts = [(averaged, Layout((*layout.leaves, *again), 2 * n))]
@@ -38,11 +38,11 @@ def parts_of(
 
 
 def _nothing() -> None:
-    """After an inner step of a worker that has nothing in flight, or a stop of one that keeps no log."""
+    """A no-op callback after an inner step or a stop."""
 
 
 class Segment(NamedTuple):
-    """The part of a round that ends at a stop: these inner steps, then what is sent and received there."""
+    """The part of a round that ends at a stop: inner steps, then sends and receives."""
 
     round: int
     stop: Stop
@@ -51,7 +51,7 @@ class Segment(NamedTuple):
 
 
 class RoundReport(NamedTuple):
-    """What a worker did in a round: how it trained before each stop, and what went over the wire at it."""
+    """A worker's report on a round: training before each stop, and traffic at it."""
 
     phases: list[LocalPhase]
     operations: list[list[Operation]]
@@ -63,7 +63,7 @@ class RoundReport(NamedTuple):
 
 
 class Worker:
-    """A replica that takes part in rounds. It starts with the outer state of the start of a run.
+    """A replica that takes part in rounds. It starts with the initial outer state of a run.
 
     Args: `reduce`, `together`, `membership` and `sides` as in `OuterLoop`.
     """
@@ -91,7 +91,7 @@ class Worker:
         self._hashes: list[str] = []
 
     def _looped(self, m: Method) -> OuterLoop:
-        """The exchanges of the method, or of its synchronous start, with the outer state of their begin."""
+        """The exchanges of the method, or of its synchronous start, with their initial outer state."""
         replica = self.replica
         replica.gradient = None
         on_gradients = m.rule.site == "gradients"
@@ -112,20 +112,24 @@ class Worker:
             sharing=first_sharing(self.config.workers) if self.config.data.constant_batch else None,
             sides=self._sides,
             first=self.config.run.synchronous_steps if m is self._method else 0,
-            **({} if replica.shards is None else {"shard": replica.shards.part, "over_shards": replica.shards.total}),
+            **(
+                {}
+                if replica.shards is None
+                else {"shard": replica.shards.part, "over_shards": replica.shards.all_reduce_sum}
+            ),
         )
 
     @property
     def _starts(self) -> bool:
-        """Whether its synchronous start goes on."""
+        """Whether its synchronous start is still running."""
         return self.loop.method is not self._method
 
     def set_local_steps(self, local_steps: int) -> None:
         """The inner steps of each round from the next one on."""
         self.replica.local_steps = self.loop.local_steps = local_steps
 
-    def enter(self, round: int) -> None:
-        """Takes the method and the local steps of a round, unless these have followed from the round before."""
+    def begin_round(self, round: int) -> None:
+        """Sets the method and the local steps of a round, unless they follow from the previous round."""
         if self._starts and round >= self.config.run.synchronous_steps:
             self.loop = self._looped(self._method)
         if self.pacer is None:
@@ -133,7 +137,7 @@ class Worker:
 
     def segments(self, round: int) -> Iterator[Segment]:
         """The segments of a round, one for each stop."""
-        self.enter(round)
+        self.begin_round(round)
         start = 0
         self.loop.begin_round(round)
         if self.loop.sharing is not None:
@@ -144,11 +148,11 @@ class Worker:
             start = end
 
     def train_round(self, round: int, after_stop: Callable[[], None] = _nothing) -> RoundReport:
-        """One round: at each stop it sends what is due there and receives; after the last one nothing is in flight.
+        """One round: at each stop it sends and receives what is due.
 
-        Args: `after_stop` is called after each stop, before anything else is sent.
+        Args: `after_stop` is called after each stop, before any further send.
         """
-        self.enter(round)
+        self.begin_round(round)
         loop, report = self.loop, RoundReport([], [])
         overlaps = self.config.schedule.overlap_steps or loop.method.rule.delay_rounds
         after_step = loop.advance if overlaps else _nothing
@@ -163,31 +167,21 @@ class Worker:
         return report
 
     def train(self, segment: Segment, after_step: Callable[[], None] = _nothing) -> LocalPhase:
-        """Announces what the stop of a segment will exchange, and takes the inner steps up to it."""
+        """Announces the exchanges at the stop of a segment, and takes the inner steps up to it."""
         self.loop.announce(segment.round, segment.stop)
         return self.replica.train(segment.round, segment.first, segment.last, after_step)
 
-    def rehearse(self, round: int, state: Mapping[str, Any]) -> None:
-        """A local phase from another worker's state, of which this one keeps nothing but its inner optimizer.
-
-        It trains on the batches of its own slot. Raises: as `take_over` and `Replica.train`.
-        """
-        self.take_over({**state, "inner": None})
-        self.replica.steps_taken, self.replica.places = int(state["steps_taken"]), None
-        self.enter(round)
-        self.replica.train(round, 0, self.replica.local_steps)
-
     def send(self, segment: Segment) -> list[Operation]:
-        """Sends what is due at the stop of a segment."""
+        """Sends the fragments due at the stop of a segment."""
         if self.config.record.hash and segment.stop.sends:
             self._hashes.append(self._hash(segment.stop))
         with using_threads(self.replica.threads):
             return self.loop.post(segment.round, segment.stop)
 
     def hashes(self) -> list[str]:
-        """One for each stop since the last call at which something was sent: of that, as it was right before.
+        """A hash for each stop with sends since the last call, of the state right before sending.
 
-        A worker whose numbers go wrong is the first that differs there, as nobody has heard of it yet.
+        A worker that computes wrong results differs first there, before others are affected.
         """
         taken, self._hashes = self._hashes, []
         return taken
@@ -201,26 +195,28 @@ class Worker:
         return found.hexdigest()[:16]
 
     def receive(self, segment: Segment) -> None:
-        """Waits for what is due at the stop of a segment, and makes its outer updates."""
+        """Waits for the exchanges due at the stop of a segment, and makes its outer updates."""
         with using_threads(self.replica.threads):
             self.loop.receive(segment.round, segment.stop)
         self.replica.recompute()
         self._count_steps()
 
     def _count_steps(self) -> None:
-        """Where slots are shared, the inner steps behind this worker's slot are those in the mean, whoever has taken them."""
+        """With shared slots, the inner steps of this worker's slot are those in the mean, by any worker."""
         if self.loop.sharing is not None:
             self.replica.steps_taken = self.loop.sharing.steps[self.index]
 
     def receive_rest(self) -> None:
-        """After the last round, finishes the exchanges that are under way."""
+        """After the last round, finishes the exchanges in flight."""
         self.loop.end()
         self.replica.recompute()
 
     def pace_note(
         self, report: RoundReport, uplinks_bytes_per_s: Mapping[int, float], step_s: float | None = None
     ) -> PaceNote:
-        """Gives the pacer the seconds of a round, and returns what the others should know; `step_s` replaces the measured one."""
+        """Updates the pacer with the seconds of a round, and returns the note for the others; `step_s` replaces the
+        measured one.
+        """
         assert self.pacer is not None
         phase = report.whole
         own_s = phase.compute_s / len(phase.losses) if step_s is None else step_s
@@ -237,7 +233,7 @@ class Worker:
     def state(self) -> dict[str, Any]:
         """Everything a checkpoint needs to continue bit for bit: model, inner and outer state, data position.
 
-        It is that of the whole worker: all processes of one in shards call it at the same time.
+        The state is that of the whole worker: all processes of a sharded one call it together.
         """
         sharing, shards = self.loop.sharing, self.replica.shards
         state = {
@@ -265,7 +261,7 @@ class Worker:
             ) from None
 
     def _load(self, state: dict[str, Any], load_replica: Callable[[dict[str, Any]], None]) -> None:
-        """Takes a state as its own. Raises: one of MISFITS."""
+        """Loads a state. Raises: one of MISFITS."""
         shards = self.replica.shards
         if self._starts and int(state["steps_taken"]) > self.config.run.synchronous_steps:
             self.loop = self._looped(self._method)
@@ -288,7 +284,7 @@ class Worker:
         self._count_steps()
 
     def must_be_of_another(self, state: Mapping[str, Any]) -> None:
-        """Raises CheckpointError unless the received state of another worker can be taken over; nothing has changed then."""
+        """Raises CheckpointError, without changes, unless the received state of another worker can be taken over."""
         try:
             theirs = [state["x"], *state["outer"]]
             must_fit(theirs, [self.replica.evaluated, *leaves(self.loop.state)])
@@ -303,7 +299,7 @@ class Worker:
             raise _other_state(error) from None
 
     def take_over(self, state: dict[str, Any]) -> None:
-        """Goes on with the state of another worker, but for what that one alone has to send. Raises: CheckpointError."""
+        """Loads the state of another worker, except the errors that only that one sends. Raises: CheckpointError."""
         try:
             self._load(state, self.replica.load)
         except MISFITS as error:
@@ -312,7 +308,7 @@ class Worker:
 
 
 def _other_state(error: Exception) -> CheckpointError:
-    """What is wrong with the state of another worker: no checkpoint of this one is at fault."""
+    """The error for an invalid state of another worker, as opposed to this worker's checkpoint."""
     what = f"it has no {error}" if isinstance(error, KeyError) else first_line(error)
     return CheckpointError(
         f"the state of another worker does not fit this worker ({what}); look at the machine that gave it, and start all with "

@@ -50,6 +50,78 @@ class Item(NamedTuple):
 
     head: Any
     body: memoryview
+    writers: frozenset[int] | None = None
+    """The slots of the key that has signed it; None where no key has."""
+
+    def is_of(self, slot: int) -> bool:
+        """Whether the worker of a slot may have written it."""
+        return self.writers is None or slot in self.writers
+
+
+class Seal(Protocol):
+    """How objects are protected, and by whom they may be written."""
+
+    @property
+    def proves_writers(self) -> bool:
+        """Whether an object proves which key has written it."""
+        ...
+
+    def may_be(self, slot: int) -> bool:
+        """Whether this process may have a slot."""
+        ...
+
+    def trusts(self, slot: int) -> bool:
+        """Whether a mean counts unchecked that the worker of a slot has taken."""
+        ...
+
+    def sealed(self, name: str, head: Mapping[str, Any], body: bytes | memoryview = b"") -> bytes:
+        """The content of an object."""
+        ...
+
+    def opened(self, name: str, raw: bytes) -> Item:
+        """The content of an object as `sealed` made it. Raises: TransportError for anything else."""
+        ...
+
+
+class SecretSeal(NamedTuple):
+    """Objects with a code by the secret that all workers of a run share, or against damage alone. See `Seal`."""
+
+    secret: bytes = b""
+    proves_writers: bool = False
+
+    def may_be(self, slot: int) -> bool:
+        """See `Seal`."""
+        return True
+
+    def trusts(self, slot: int) -> bool:
+        """See `Seal`."""
+        return True
+
+    def sealed(self, name: str, head: Mapping[str, Any], body: bytes | memoryview = b"") -> bytes:
+        """See `Seal`."""
+        return sealed(self.secret, name, head, body)
+
+    def opened(self, name: str, raw: bytes) -> Item:
+        """See `Seal`."""
+        return opened_item(self.secret, name, raw)
+
+
+def head_and_body(head: Mapping[str, Any], body: bytes | memoryview) -> bytes:
+    """What an object holds, as bytes: the size of the head, the head as JSON, and the body.
+
+    >>> item_in(memoryview(head_and_body({"steps": 5}, b"xyz"))).head
+    {'steps': 5}
+    """
+    text = json.dumps(head, allow_nan=False).encode()
+    return b"".join((len(text).to_bytes(_SIZE, "little"), text, body))
+
+
+def item_in(content: memoryview) -> Item | None:
+    """What `head_and_body` made; None for anything else."""
+    size = int.from_bytes(content[:_SIZE], "little")
+    if not _SIZE <= _SIZE + size <= len(content) or size > MOST_HEAD_BYTES:
+        return None
+    return Item(json_from_peer(bytes(content[_SIZE : _SIZE + size])), content[_SIZE + size :])
 
 
 def sealed(secret: bytes, name: str, head: Mapping[str, Any], body: bytes | memoryview = b"") -> bytes:
@@ -58,9 +130,8 @@ def sealed(secret: bytes, name: str, head: Mapping[str, Any], body: bytes | memo
     >>> opened_item(b"", "r0", sealed(b"", "r0", {"steps": 5}, b"xyz")).head
     {'steps': 5}
     """
-    text = json.dumps(head, allow_nan=False).encode()
-    size = len(text).to_bytes(_SIZE, "little")
-    return b"".join((_code(secret, name, size, text, body), size, text, body))
+    content = head_and_body(head, body)
+    return _code(secret, name, content) + content
 
 
 def opened_item(secret: bytes, name: str, raw: bytes) -> Item:
@@ -71,22 +142,19 @@ def opened_item(secret: bytes, name: str, raw: bytes) -> Item:
     gossamer.errors.TransportError: the object 'r1' of the store is not what a worker of this run wrote there...
     """
     whole = memoryview(raw)
-    start = _CODE + _SIZE
-    size = int.from_bytes(whole[_CODE:start], "little")
     code = _code(secret, name, whole[_CODE:])
-    if len(raw) >= start + size and size <= MOST_HEAD_BYTES and hmac.compare_digest(code, whole[:_CODE]):
-        return Item(json_from_peer(bytes(whole[start : start + size])), whole[start + size :])
+    if hmac.compare_digest(code, whole[:_CODE]) and (item := item_in(whole[_CODE:])) is not None:
+        return item
     raise TransportError(
         f"the object '{name}' of the store is not what a worker of this run wrote there: it is damaged, or of one with another "
         "secret; remove what others wrote there, or start with an empty store"
     )
 
 
-def _code(secret: bytes, name: str, *parts: bytes | memoryview) -> bytes:
-    found = hmac.new(secret, f"gossamer object {name}\0".encode(), hashlib.sha256)
-    for part in parts:
-        found.update(part)
-    return found.digest()
+def _code(secret: bytes, name: str, content: bytes | memoryview) -> bytes:
+    whole = hmac.new(secret, f"gossamer object {name}\0".encode(), hashlib.sha256)
+    whole.update(content)
+    return whole.digest()
 
 
 def bucket_at(url: str) -> Bucket:

@@ -1,17 +1,24 @@
 """How workers that share a store alone train one run: slots, leases, rounds and states are objects that are created once.
 
+    key                       the key of the run, where it has [peers] (`gossamer.transport.bucket.signed`)
     run                       what all have in common; whoever comes first writes it
     r00000012-from-00003-0001 what the worker of slot 3, the second there, sends in round 12
     r00000012-mean-HASH       the mean of some of these
     r00000012-commit          over whom the mean of round 12 is taken, and which it is: the first one that is created counts
-    s00000012                 the state of a worker after 12 rounds
+    s00000012                 the state of a worker after 12 rounds; s00000012-00003 is that of slot 3, where they differ
     t00003-0001               a process takes slot 3 as the second one
     u00003-0001-00000007      it lives, for the eighth time
     v00003-0001               it has ended
 
 Any worker closes a round, by a commit, and what follows from it is the same for all: so whoever dies is missed only until its
-lease ends, and a state is what the commits make of an earlier one. A lease is judged by the observer's own monotonic clock, from
-when it last saw the lease move. Two holders of a slot do no harm, as a commit counts one message of a slot.
+lease ends, and a state is what the commits make of an earlier one. The mean in the store saves reading all messages; where
+objects prove who has written them, no worker believes it of another key: each takes the mean of the messages that the commit
+names itself, so that who writes another mean is named and changes nothing. A lease is judged by the observer's own monotonic
+clock, from when it last saw the lease move. Two holders of a slot do no harm, as a commit counts one message of a slot.
+
+In gossip the workers differ. A commit has no mean there: each worker takes the messages of its peers, as the topology has them
+over those that the commit names, so both ends of an exchange count it or neither does. A worker that comes after another
+continues from the last state of its slot, or from a newer one of another slot where that is old.
 
 One listing from the round on shows all that a worker looks for, as leases sort behind rounds. No I/O is here: the steps of a
 worker are a generator that yields what it wants of the store (`Asking`). `gossamer.transport.bucket.perform` does it, and
@@ -22,12 +29,12 @@ import hashlib
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from gossamer.errors import CheckpointError, PeerError, TransportError
-from gossamer.transport.bucket.bucket import Item, opened_item, sealed
+from gossamer.transport.bucket.bucket import Item, Seal, SecretSeal
 
 T = TypeVar("T")
 BEATS = 3
@@ -39,7 +46,7 @@ _LOOK_SHARE = 0.25
 _STRIKES = 5
 _NAMES = re.compile(
     r"r(?P<round>\d{8})-(?:(?P<commit>commit)|from-(?P<sender>\d{5})-(?P<of>\d{4})|mean-[0-9a-f]{64})"
-    r"|s(?P<state>\d{8})|(?P<kind>[tuv])(?P<slot>\d{5})-(?P<life>\d{4})(?:-(?P<beat>\d{8}))?"
+    r"|s(?P<state>\d{8})(?:-(?P<holder>\d{5}))?|(?P<kind>[tuv])(?P<slot>\d{5})-(?P<life>\d{4})(?:-(?P<beat>\d{8}))?"
 )
 
 
@@ -95,11 +102,15 @@ class StoreTerms(NamedTuple):
     """A slot whose lease has not moved for so long is free."""
     deadline_s: float
     """How long a worker waits in a round for others that live."""
-    secret: bytes = b""
+    seal: Seal = SecretSeal()
     look_s: float = 0.5
     """The shortest pause between two looks."""
     rest_s: float = 15.0
     """The longest."""
+    gossip: bool = False
+    """Whether each worker takes the messages of its peers, and has a state that is its alone."""
+    rejoin_rounds: int = 0
+    """In gossip: a state that is older by more rounds is given up for a newer one of another slot."""
 
 
 class Basis(NamedTuple):
@@ -130,7 +141,7 @@ class Commit(NamedTuple):
     steps: tuple[int, ...]
     """Inner steps behind each slot."""
     mean: str
-    """The SHA-256 of the mean."""
+    """The SHA-256 of the mean; empty in gossip."""
     closer: tuple[int, int]
     """The slot and the life of who has closed it."""
     time_s: float
@@ -153,7 +164,7 @@ class StoreWorker(Protocol):
         ...
 
     def load(self, after: int, donor: int, body: memoryview) -> str:
-        """Takes another worker's state; returns its hash. Raises: CheckpointError."""
+        """Takes a state from the store; returns its hash. Raises: CheckpointError."""
         ...
 
     def add(self, commit: Commit, mean: memoryview) -> None:
@@ -172,8 +183,12 @@ class StoreWorker(Protocol):
         """Inner steps behind its slot."""
         ...
 
-    def is_sound(self, body: memoryview) -> bool:
+    def is_sound(self, round: int, body: memoryview) -> bool:
         """Whether a message may count."""
+        ...
+
+    def is_mean(self, round: int, own: bytes, there: memoryview) -> bool:
+        """Whether another worker's mean is this one, but for what other hardware rounds otherwise."""
         ...
 
     def mean(self, round: int, messages: Mapping[int, bytes | memoryview]) -> bytes:
@@ -182,6 +197,14 @@ class StoreWorker(Protocol):
 
     def finish(self, commit: Commit, mean: memoryview) -> None:
         """Ends the round with its mean. Raises: CheckpointError."""
+        ...
+
+    def peers(self, round: int, parts: Collection[int]) -> Collection[int]:
+        """In gossip: whose messages it takes in a round over these slots."""
+        ...
+
+    def mix(self, commit: Commit, messages: Mapping[int, memoryview]) -> None:
+        """Ends the round with the messages of its peers. Raises: CheckpointError."""
         ...
 
     def state(self, finished: int) -> bytes | None:
@@ -210,6 +233,10 @@ def _mean(round: int, sha256: str) -> str:
     return f"r{round:08d}-mean-{sha256}"
 
 
+def _state(after: int, slot: int = -1) -> str:
+    return f"s{after:08d}" + (f"-{slot:05d}" if slot >= 0 else "")
+
+
 def _held(kind: str, slot: int, life: int) -> str:
     return f"{kind}{slot:05d}-{life:04d}"
 
@@ -224,6 +251,9 @@ class Sightings:
         self.messages: dict[int, dict[int, int]] = defaultdict(dict)
         """By round and slot the life of who has sent."""
         self.states: set[int] = set()
+        """The rounds after which there is one."""
+        self.holders: dict[int, set[int]] = defaultdict(set)
+        """In gossip the rounds after which there is one, by slot."""
         self.lives: dict[int, int] = {}
         """By slot its last life."""
         self.ended: set[tuple[int, int]] = set()
@@ -244,6 +274,8 @@ class Sightings:
                 self._moves(slot, life, (0, round + 1), now)
             elif found["state"]:
                 self.states.add(int(found["state"]))
+                if found["holder"] and int(found["holder"]) < self._workers:
+                    self.holders[int(found["holder"])].add(int(found["state"]))
             elif found["kind"]:
                 slot, life = int(found["slot"]), int(found["life"])
                 self.lives[slot] = max(life, self.lives.get(slot, 0))
@@ -302,6 +334,8 @@ class Attendance:
         self.commits: dict[int, Commit] = {}
         """Those that it has read."""
         self._beat = -1
+        self._believed: dict[str, bool] = {}
+        """Claims and ends of slots that were read, and whether one who may have the slot has signed them."""
         self._begun: Basis | None = None
         self._steps: tuple[int, ...] = (0,) * terms.workers
 
@@ -362,9 +396,11 @@ class Attendance:
                 done = yield from self._exchange(body)
                 if done is None:
                     break
-                yield Do(partial(work.finish, *done))
+                yield Do(partial(work.mix if terms.gossip else work.finish, *done))
                 own, self.round, self._begun = self.round + 1, self.round + 1, None
-                if done[0].closer == (self.slot, self.life):
+                if terms.gossip:
+                    yield from self._keep_own_state()
+                elif done[0].closer == (self.slot, self.life):
                     yield from self._keep_state()
                 if self.round == terms.rounds:
                     return
@@ -411,14 +447,20 @@ class Attendance:
             # Behind all rounds: claims, signs of life and ends.
             yield from self._look(None)
             now = self._clock()
-            for slot in range(self.terms.workers):
+            for slot in filter(self.terms.seal.may_be, range(self.terms.workers)):
                 if self.seen.holds(slot, now, self.terms.timeout_s):
                     continue
                 life = self.seen.lives.get(slot, -1) + 1
                 name = _held("t", slot, life)
                 created = yield from self._create(name, {"nonce": self._nonce})
                 if not created:  # be it by this process, in a request of which it has no answer
-                    item = yield from self._read(name)
+                    try:
+                        item = yield from self._read(name)
+                    except TransportError as error:
+                        if not self.terms.seal.proves_writers:
+                            raise
+                        self._work.say(str(error))
+                        item = None
                     created = item is not None and item.head == {"nonce": self._nonce}
                 if created:
                     self.slot, self.life, self._beat = slot, life, -1
@@ -427,8 +469,8 @@ class Attendance:
                 self.seen.look([_held("t", slot, life)], now)  # a listing may lack what was just made
             if waited_s > 1.5 * self.terms.timeout_s:
                 raise PeerError(
-                    f"all {self.terms.workers} slots of the run are filled; wait until one has left, or start a run with more "
-                    "workers"
+                    f"all {self.terms.workers} slots of the run are filled, or all that this machine's key may have; wait until "
+                    "one has left, or start a run with more workers"
                 )
             if not said:
                 said = True
@@ -442,42 +484,77 @@ class Attendance:
 
         Raises: CheckpointError where no state leads there.
         """
-        waited_s = 0.0  # its own pauses: after it was stopped it looks again before it gives up
+        waited_s, terms = 0.0, self.terms  # its own pauses: after it was stopped it looks again before it gives up
         while True:
             yield from self._look(None)
             newest = max(self.seen.states, default=-1)
             first = min(own, newest) if newest >= 0 else own
             yield from self._look(max(0, first - 1))
-            finished, states = self.seen.newest + 1, sorted(self.seen.states, reverse=True)
-            bases = [own, *states]
-            if newest > own and finished - own > AHEAD:
-                bases = [newest, own, *states[1:]]
-            for base in (base for base in bases if base <= finished):
-                begun = yield from self._base(base, own)
-                if begun is not None and (yield from self._add_means(base)):
+            finished = self.seen.newest + 1
+            if terms.gossip:
+                finished = max(finished, own)  # a listing may lack the outcomes that led to its own state
+            for base, donor in self._bases(own, finished):
+                begun = yield from self._base(base, own, donor)
+                if begun is not None and (
+                    yield from (self._go_to(finished) if terms.gossip else self._add_means(base))
+                ):
                     # All inner steps that count in a mean are behind a slot, whoever has taken them.
                     self._begun = begun._replace(steps=self._steps[self.slot])
                     yield Do(partial(self._work.start, self.round, self._begun))
-                    return self.round < self.terms.rounds
-            if waited_s > self.terms.timeout_s:
+                    return self.round < terms.rounds
+            if waited_s > terms.timeout_s:
                 raise CheckpointError(
                     f"{finished} rounds are closed and no state from which they follow is there any more: neither this worker "
                     "nor the store has one; start again with an empty store"
                 )
             waited_s += yield from self._pause(waited_s)
 
-    def _base(self, after: int, own: int) -> Steps[Basis | None]:
+    def _bases(self, own: int, finished: int) -> list[tuple[int, int]]:
+        """The states from which it may continue, best first: the rounds behind each, and its slot, -1 where all are equal."""
+        states = sorted(self.seen.states, reverse=True)
+        if not self.terms.gossip:
+            bases = [own, *states]
+            if states and states[0] > own and finished - own > AHEAD:
+                bases = [states[0], own, *states[1:]]
+            return [(base, -1) for base in bases if base <= finished]
+        there = [(after, slot) for slot, some in self.seen.holders.items() for after in some if after <= finished]
+        newest = max([own, *(after for after, slot in there if slot == self.slot)])
+        young = finished - newest <= self.terms.rejoin_rounds
+
+        def order(one: tuple[int, int]) -> tuple[bool, int, bool, bool]:
+            return one[1] != self.slot and young, -one[0], one[1] != self.slot, one[0] != own
+
+        return sorted({(own, self.slot), (0, self.slot), *there}, key=order)
+
+    def _base(self, after: int, own: int, donor: int) -> Steps[Basis | None]:
         """Takes its own state, or that in the store, after so many rounds; None where there is none."""
-        if after == own:
+        if (after == own or not after) and donor in (-1, self.slot):
             sha256 = yield Do(partial(self._work.restore, after))
-            return None if sha256 is None else Basis(after, self.slot, sha256)
-        item = yield from self._read(f"s{after:08d}")
-        donor = item.head.get("slot") if item is not None and isinstance(item.head, dict) else None
-        if item is None or not isinstance(donor, int) or not 0 <= donor < self.terms.workers:
+            if sha256 is not None or donor < 0:
+                return None if sha256 is None else Basis(after, self.slot, sha256)
+        try:
+            item = yield from self._read(_state(after, donor))
+        except TransportError as error:
+            if not self.terms.seal.proves_writers:
+                raise
+            self._work.say(str(error))
+            item = None
+        slot = item.head.get("slot") if item is not None and isinstance(item.head, dict) else None
+        slot = slot if isinstance(slot, int) and 0 <= slot < self.terms.workers and donor in (-1, slot) else None
+        if item is None or slot is None or not item.is_of(slot):
             self.seen.states.discard(after)  # until a listing shows it again
+            self.seen.holders[donor].discard(after)
             return None
-        sha256 = yield Do(partial(self._work.load, after, donor, item.body))
-        return Basis(after, donor, sha256)
+        sha256 = yield Do(partial(self._work.load, after, slot, item.body))
+        return Basis(after, slot, sha256)
+
+    def _go_to(self, finished: int) -> Steps[bool]:
+        """In gossip: continues after so many rounds; returns whether the outcome of the last can be read."""
+        before = (yield from self.read_commit(finished - 1)) if finished else None
+        if before is not None:
+            self._steps = before.steps
+        self.round = finished
+        return before is not None or not finished
 
     def _add_means(self, after: int) -> Steps[bool]:
         """Adds the means of all rounds that are closed; returns whether all of them were there."""
@@ -489,25 +566,26 @@ class Attendance:
             if commit is None and self.seen.newest < round:
                 self.round = round
                 return True
-            mean = None if commit is None else (yield from self._read(_mean(round, commit.mean)))
-            if commit is None or mean is None:
+            ended = None if commit is None else (yield from self._mean_of(commit, None))
+            if ended is None:
                 strikes += 1  # it may not show yet, or be removed
                 if strikes == _STRIKES or self._work.asked():
                     return False
                 yield from self._pause(0.0)
                 continue
-            yield Do(partial(self._work.add, commit, mean.body))
-            self._steps, round, strikes = commit.steps, round + 1, 0
+            yield Do(partial(self._work.add, *ended))
+            self._steps, round, strikes = ended[0].steps, round + 1, 0
 
     # --- a round ------------------------------------------------------------------------------------------------------
 
-    def _exchange(self, body: bytes) -> Steps[tuple[Commit, memoryview] | None]:
-        """The commit and the mean of this round, with this worker's message; None where it does not count, or shall leave."""
+    def _exchange(self, body: bytes) -> Steps[tuple[Commit, Any] | None]:
+        """The commit of this round, and its mean or the messages of this worker's peers, where its own counts; else None."""
         terms, round = self.terms, self.round
         begun = None if self._begun is None else self._begun._asdict()
         head = {"steps": self._work.steps(), "begun": begun}
         yield from self._create(_message(round, self.slot, self.life), head, body)
         start_s, whole_s, bad = self._clock(), None, set[tuple[int, int]]()
+        unread_s = 0.0  # its own pauses since the round was closed
         own = Item(head, memoryview(body))
         while True:
             yield from self._look(round)
@@ -527,15 +605,21 @@ class Attendance:
                 part = commit.parts.get(self.slot)
                 if part is None or part.life != self.life:
                     return None
-                mean = yield from self._read(_mean(round, commit.mean))
-                if mean is not None:
-                    self._steps = commit.steps
-                    return commit, mean.body
+                ended = yield from (self._of_peers if terms.gossip else self._mean_of)(commit, own)
+                if ended is not None:
+                    self._steps = ended[0].steps
+                    return ended
                 if max(self.seen.states, default=-1) > round + 1:
                     return None  # it is removed by now: the others are far ahead
+                if unread_s > 2 * terms.timeout_s:
+                    raise PeerError(
+                        f"worker {commit.closer[0]} has closed round {round + 1} over messages, or with a mean, that are not in "
+                        "the store, so no worker can continue; look at that machine, and start again with an empty store"
+                    )
             if self._work.asked():
                 return None
-            yield from self._pause(self._clock() - start_s)
+            pause_s = yield from self._pause(self._clock() - start_s)
+            unread_s += pause_s if commit is not None else 0.0
 
     def _close(
         self, sent: Mapping[int, int], own: Item, bad: set[tuple[int, int]], *, late: bool
@@ -548,20 +632,23 @@ class Attendance:
                 continue
             try:
                 item = yield from self._read(_message(self.round, slot, life))
-            except TransportError:
+            except TransportError as error:
+                self._work.say(str(error))
                 item = Item(None, memoryview(b""))
             if item is None:
                 if not late:
                     return None  # a listing may show what cannot be read yet
-            elif _part(life, item.head) is None or not (yield Do(partial(self._work.is_sound, item.body))):
+            elif _part(life, item.head) is None or not (yield Do(partial(self._work.is_sound, self.round, item.body))):
                 bad.add((slot, life))
                 self._work.say(f"round {self.round + 1}: what worker {slot} sent is not sound, and does not count")
             else:
                 items[slot] = item
         if {slot for slot, _ in bad} & sent.keys() and not late:
             return None  # whom it was waited for may change now
-        mean = yield Do(partial(self._work.mean, self.round, {slot: item.body for slot, item in items.items()}))
-        sha256 = hashlib.sha256(mean).hexdigest()
+        mean, sha256 = b"", ""
+        if not self.terms.gossip:
+            mean = yield Do(partial(self._work.mean, self.round, {slot: item.body for slot, item in items.items()}))
+            sha256 = hashlib.sha256(mean).hexdigest()
         steps = [*self._steps]
         for slot, item in items.items():
             steps[slot] = item.head["steps"]
@@ -572,9 +659,73 @@ class Attendance:
             "closer": [self.slot, self.life],
             "time_s": round(self._wall(), 3),
         }
-        yield from self._create(_mean(self.round, sha256), {}, mean)
+        if sha256:
+            yield from self._create(_mean(self.round, sha256), {}, mean)
         yield from self._create(commit_name(self.round), head)
         return (yield from self.read_commit(self.round))
+
+    def _mean_of(self, commit: Commit, own: Item | None) -> Steps[tuple[Commit, memoryview] | None]:
+        """A closed round and its mean; None where not all of it shows yet, or is there any more.
+
+        Where the closer is not trusted, both are what follows from the messages that the commit names, which nobody else can have
+        signed. Who the closer has left out is its word. Raises: PeerError where these may not count.
+        """
+        round = commit.round
+        if self.terms.seal.trusts(commit.closer[0]):
+            there = yield from self._read(_mean(round, commit.mean))
+            return None if there is None else (commit, there.body)
+        items = yield from self._messages(commit, commit.parts, own)
+        if items is None:
+            return None
+        mean: bytes | memoryview = yield Do(partial(self._work.mean, round, {j: one.body for j, one in items.items()}))
+        outcome, sha256 = _outcome(commit, items), hashlib.sha256(mean).hexdigest()
+        if sha256 != commit.mean:
+            there = yield from self._read(_mean(round, commit.mean))
+            if there is None:
+                return None
+            if (yield Do(partial(self._work.is_mean, round, bytes(mean), there.body))):
+                mean = there.body
+            else:
+                outcome = outcome._replace(mean=sha256)
+        self._correct(commit, outcome)
+        return outcome, memoryview(mean)
+
+    def _of_peers(self, commit: Commit, own: Item) -> Steps[tuple[Commit, dict[int, memoryview]] | None]:
+        """A closed round and the messages of this worker's peers; None where not all show yet, or are there any more."""
+        peers = yield Do(partial(self._work.peers, commit.round, commit.parts))
+        items = yield from self._messages(commit, peers, None)
+        if items is None:
+            return None
+        outcome = _outcome(commit, {**items, self.slot: own})
+        self._correct(commit, outcome)
+        return outcome, {slot: item.body for slot, item in items.items()}
+
+    def _messages(self, commit: Commit, slots: Iterable[int], own: Item | None) -> Steps[dict[int, Item] | None]:
+        """The messages of these slots, on which a commit builds; None where one is not there. Raises: PeerError."""
+        items, round = dict[int, Item](), commit.round
+        for slot in slots:
+            item = own if own is not None and slot == self.slot else None
+            if item is None:
+                item = yield from self._read(_message(round, slot, commit.parts[slot].life))
+            if item is None:
+                return None
+            sound = yield Do(partial(self._work.is_sound, round, item.body))
+            if _part(commit.parts[slot].life, item.head) is None or not sound:
+                raise PeerError(
+                    f"worker {commit.closer[0]} has closed round {round + 1} over what worker {slot} sent, which is not sound; "
+                    "take its key out of [peers] and start again with an empty store"
+                )
+            items[slot] = item
+        return items
+
+    def _correct(self, commit: Commit, outcome: Commit) -> None:
+        """Replaces what a commit says by what follows from its messages, and names its closer."""
+        if outcome != commit:
+            self._work.say(
+                f"round {commit.round + 1}: worker {commit.closer[0]} has closed it with what does not follow from its messages, "
+                "which is not believed; look at that machine, and take its key out of [peers] before the next run"
+            )
+            self.commits[commit.round] = outcome
 
     def _keep_state(self) -> Steps[None]:
         """Writes the state of this round where one is due, and removes what nobody needs since then."""
@@ -596,6 +747,25 @@ class Attendance:
             yield from self._remove(f"s{state:08d}")
             self.seen.states.discard(state)
 
+    def _keep_own_state(self) -> Steps[None]:
+        """In gossip: writes its state where one is due, and removes what is older of this slot than the last but one."""
+        body = yield Do(partial(self._work.state, self.round))
+        if body is None:
+            return
+        yield from self._create(_state(self.round, self.slot), {"slot": self.slot}, body)
+        states = sorted(self.seen.holders[self.slot] | {self.round})
+        self.seen.holders[self.slot].add(self.round)
+        if len(states) < 2:
+            return
+        first, until = (states[0] if len(states) > 2 else 0), states[-2]
+        names: list[str] = yield from self._names(f"r{first:08d}")
+        for name in names:
+            if name < f"r{until:08d}" and f"-from-{self.slot:05d}-" in name:
+                yield from self._remove(name)
+        for state in states[:-2]:
+            yield from self._remove(_state(state, self.slot))
+            self.seen.holders[self.slot].discard(state)
+
     # --- the store ----------------------------------------------------------------------------------------------------
 
     def _look(self, round: int | None) -> Steps[None]:
@@ -604,9 +774,35 @@ class Attendance:
         Raises: SlotLostError.
         """
         names = yield from self._names("s" if round is None else f"r{round:08d}")
+        if self.terms.seal.proves_writers:
+            names = yield from self._proved(names)
         self.seen.look(names, self._clock())
         if self.slot >= 0 and self.seen.lives.get(self.slot, self.life) > self.life:
             raise SlotLostError(f"slot {self.slot} belongs to another process")
+
+    def _proved(self, names: Sequence[str]) -> Steps[list[str]]:
+        """The names that show what listed keys have done, each for slots that it may have.
+
+        Claims and ends of slots, and outcomes of later rounds, are read once each; what is of a life needs the claim of it.
+        """
+        parsed = {name: match.groupdict() for name in names if (match := _NAMES.fullmatch(name)) is not None}
+        for name, one in parsed.items():
+            later = one["commit"] is not None and int(one["round"]) > self.round
+            if (later or one["kind"] in ("t", "v")) and name not in self._believed:
+                try:
+                    if (yield from self._read(name)) is None:
+                        continue  # it does not show yet
+                    self._believed[name] = True
+                except TransportError as error:
+                    self._believed[name] = False
+                    self._work.say(str(error))
+        kept: list[str] = []
+        for name, one in parsed.items():
+            slot, life = one["sender"] or one["slot"], one["of"] or one["life"]
+            claimed = slot is None or self._believed.get(f"t{slot}-{life}", False)
+            if claimed and self._believed.get(name, True):
+                kept.append(name)
+        return kept
 
     def _pause(self, waited_s: float) -> Steps[float]:
         pause_s = min(self.terms.rest_s, max(self.terms.look_s, _LOOK_SHARE * waited_s))
@@ -620,7 +816,7 @@ class Attendance:
             if item is None:
                 return None
             commit = commit_in(round, item.head, self.terms.workers)
-            if commit is None:
+            if commit is None or not item.is_of(commit.closer[0]):
                 raise CheckpointError(
                     f"the commit of round {round + 1} in the store is none that a worker of this run writes; start all with the "
                     "same gossamer, or start again with an empty store"
@@ -631,14 +827,14 @@ class Attendance:
 
     def _read(self, name: str) -> Steps[Item | None]:
         raw = yield from self._ask(Get(name))
-        return None if raw is None else opened_item(self.terms.secret, name, raw)
+        return None if raw is None else self.terms.seal.opened(name, raw)
 
     def _names(self, after: str) -> Steps[list[str]]:
         return (yield from self._ask(Names(after)))
 
     def _create(self, name: str, head: Mapping[str, Any], body: bytes = b"") -> Steps[bool]:
         """Creates an object; returns whether there was none of this name."""
-        content = sealed(self.terms.secret, name, head, body)
+        content = self.terms.seal.sealed(name, head, body)
         return (yield from self._ask(Create(name, content)))
 
     def _ask(self, asking: Asking) -> Steps[Any]:
@@ -682,6 +878,16 @@ def _part(life: object, head: object) -> TakenPart | None:
     return None
 
 
+def _outcome(commit: Commit, messages: Mapping[int, Item]) -> Commit:
+    """A commit with what the messages themselves say of the parts in it."""
+    parts, steps = dict(commit.parts), [*commit.steps]
+    for slot, item in messages.items():
+        part = _part(parts[slot].life, item.head)
+        assert part is not None
+        parts[slot], steps[slot] = part, part.steps
+    return commit._replace(parts=parts, steps=tuple(steps))
+
+
 def commit_in(round: int, head: object, workers: int) -> Commit | None:
     """The commit of a round; None for what no worker of this run writes."""
     match head:
@@ -702,6 +908,6 @@ def commit_in(round: int, head: object, workers: int) -> Commit | None:
             counts = all(type(one) is int and 0 <= one < 1 << 62 for one in steps) and len(steps) == workers
             begun = [part.begun for part in kept.values() if part.begun is not None]
             begins = all(one.after <= round and one.donor < workers for one in begun)
-            if 0 < len(kept) == len(parts) and counts and begins and re.fullmatch("[0-9a-f]{64}", mean):
+            if 0 < len(kept) == len(parts) and counts and begins and re.fullmatch("([0-9a-f]{64})?", mean):
                 return Commit(round, kept, tuple(steps), mean, (slot, life), float(time_s))
     return None

@@ -1,3 +1,3 @@
-"""The protocol of runs whose workers come and go, and what such workers ask of each other."""
+"""The protocol of elastic runs, whose workers come and go, and the requests between such workers."""
 
 __all__: list[str] = []

@@ -1,9 +1,9 @@
-"""How anybody who knows the secret of an elastic run asks one of its workers who takes part: a question that changes nothing.
+"""The read-only query of a worker's membership view, for anyone who knows the secret of an elastic run.
 
     watcher -> worker   the handshake, with the number WATCHER
     worker -> watcher   VIEW   its answer as JSON; then it closes
 
-Needs no torch, as whoever looks at a run wants an answer at once.
+Needs no torch, so that a status command answers at once.
 """
 
 import json
@@ -33,19 +33,19 @@ _MOST_REFUSED = 1000
 
 
 class View(NamedTuple):
-    """What one worker knows of all."""
+    """One worker's membership view."""
 
     worker: int
-    """Whose view it is."""
+    """The worker whose view it is."""
     entries: list[SlotEntry]
     silent_s: Mapping[int, float]
-    """Seconds since it has last heard of each other worker."""
+    """Seconds since it last received anything from each other worker."""
     refused: Mapping[str, int]
-    """How often it has refused what came, by peer and kind, such as `worker 3: bounds`."""
+    """The number of messages it has refused, by peer and kind, such as `worker 3: bounds`."""
 
 
 def show(channel: Channel, view: View, run: int) -> None:
-    """Answers the question. Raises: OSError."""
+    """Answers the query. Raises: OSError."""
     answer = json.dumps(
         {
             "worker": view.worker,
@@ -73,7 +73,7 @@ def look(
 
     With keys and `whom` it must be that worker.
 
-    Raises: OSError when nobody answers in time, PeerError when the other end refuses or its answer is none.
+    Raises: OSError without an answer in time, PeerError when the other end refuses or its answer is invalid.
     """
     deadline = time.monotonic() + timeout_s
     with dial(address, secret, run=run, me=WATCHER, timeout_s=timeout_s, keys=keys, whom=whom) as channel:

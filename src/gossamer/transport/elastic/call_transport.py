@@ -1,8 +1,7 @@
-"""The transport of a worker that waits for nobody: the connections of an elastic run, over which workers call each other.
+"""The transport of an asynchronous worker: the connections of an elastic run, over which workers call each other.
 
-Who is alive is known as in an elastic run (`gossamer.transport.elastic.members`): a connection that is lost tells of a death at
-once, and a peer from which something must come and that is silent is suspected. The round of a worker is the number of its local
-phase here.
+Membership is tracked as in an elastic run (`gossamer.transport.elastic.members`): a lost connection reveals a death at
+once, and a silent peer that owes a message is suspected. The round of a worker is the number of its local phase here.
 """
 
 import time
@@ -21,18 +20,18 @@ _CALLS = frozenset(range(LetterKind.FETCH, LetterKind.DONE + 1))
 
 
 class SlotPhases(NamedTuple):
-    """What is known of the local phases of a slot."""
+    """The known local phases of a slot."""
 
     ended: int
-    """Those that its worker has behind it."""
+    """Local phases that its worker has completed."""
     steps: int
-    """Inner steps that others hold, be they of an earlier worker of the slot."""
+    """Inner steps of the slot, by its current or an earlier worker, whose result others hold."""
     trains: bool
     """Whether its worker may be in another phase."""
 
 
 class CallTransport(ElasticTransport):
-    """Connections that carry calls. Whoever uses `calls` holds `changed`, and then calls `flush`.
+    """Connections that carry calls. Users of `calls` must hold `changed`, and then call `flush`.
 
     Args: as of `ElasticTransport`; `calls` may call back in the thread of a connection, which holds `changed` then.
     """
@@ -44,7 +43,7 @@ class CallTransport(ElasticTransport):
         super().__init__(members, endpoint, host=host)
 
     def begin_phase(self, number: int) -> frozenset[int]:
-        """Tells everybody that this worker has so many local phases behind it; returns who is alive in its view.
+        """Announces to all that this worker has completed `number` local phases; returns the workers alive in its view.
 
         Raises: PeerError when another process has taken this worker's slot.
         """
@@ -52,20 +51,20 @@ class CallTransport(ElasticTransport):
             self._must_fill_its_slot()
             alive = frozenset(entry.slot for entry in self.members.entries.values() if self._lives(entry.slot))
             if number > self.core.round:
-                self.core.enter(number, alive, ())
+                self.core.begin_round(number, alive, ())
             self.core.announce()
             self._flush()
         return alive
 
     def end_phases(self, number: int, *, leaves: bool) -> None:
-        """Tells everybody that this worker begins no phase after these, and `leaves` or has taken its last step.
+        """Announces to all that this worker begins no further phase, and `leaves` or has taken its last step.
 
-        In the letter that says so: one that has the number alone counts a phase more, which this worker would begin next.
+        In the same letter: the number alone would imply one more phase, which this worker would begin next.
         """
         with self.changed:
             alive = frozenset(entry.slot for entry in self.members.entries.values() if self._lives(entry.slot))
             if number > self.core.round:
-                self.core.enter(number, alive, ())
+                self.core.begin_round(number, alive, ())
             if leaves:
                 self.declare(MemberStatus.LEFT)
             else:
@@ -73,7 +72,7 @@ class CallTransport(ElasticTransport):
                 self._flush()
 
     def phases(self) -> dict[int, SlotPhases]:
-        """What this worker knows of the local phases of each slot."""
+        """The known local phases of each slot."""
         with self.changed:
             done = self.calls.done
             return {
@@ -82,12 +81,12 @@ class CallTransport(ElasticTransport):
             }
 
     def holds(self, slot: int, steps: int) -> None:
-        """Notes that this worker's parameters contain so many inner steps of a slot."""
+        """Records that this worker's parameters include `steps` inner steps of a slot."""
         with self.changed:
             self.members.progress(slot, 0, steps)
 
     def flush(self) -> None:
-        """Sends what the calls want to send."""
+        """Sends the letters queued by the calls."""
         with self.changed:
             self._flush()
 
@@ -108,7 +107,7 @@ class CallTransport(ElasticTransport):
         with self.changed:
             super()._heard(link, letter)
             if letter.kind in _CALLS and self.core.is_filled_by(link.peer, link.nonce):
-                self.calls.heard(letter, time.monotonic())
+                self.calls.receive(letter, time.monotonic())
                 self._flush()
                 self.changed.notify_all()
 

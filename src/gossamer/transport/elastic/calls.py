@@ -1,7 +1,7 @@
-"""What workers that wait for nobody ask of each other, without any I/O: a part of each of their transports.
+"""The requests between asynchronous workers, without any I/O; a part of each of their transports.
 
-There are no rounds to close here. A worker that has taken its last step stays until everybody else has too, as the others may
-still want its message or meet it.
+There are no rounds to close here. A worker that has taken its last step stays until all others have too, as they may
+still fetch its message or meet it.
 """
 
 from torch import Tensor
@@ -14,7 +14,7 @@ from gossamer.transport.sockets.letter import Letter
 
 
 def life_of(nonce: int) -> int:
-    """The number by which messages and records name a process that fills a slot, from the random number of the process.
+    """The number that identifies a process of a slot in messages and records, from the process's nonce.
 
     >>> life_of((1 << 40) + 7)
     7
@@ -23,7 +23,7 @@ def life_of(nonce: int) -> int:
 
 
 class Calls:
-    """What `Fetches` and `Meetings` have in common. Whoever calls it then sends what lies in `outbox`.
+    """The common base of `Fetches` and `Meetings`. Callers must then send the letters in `outbox`.
 
     Args:
         members: this worker's view.
@@ -39,7 +39,7 @@ class Calls:
         """Inner steps of this worker's slot that its messages contain."""
         self._done: dict[int, int] = {}
         self.closed = True
-        """Whether this worker is not ready yet or ends, and begins nothing new with others."""
+        """Whether this worker is not ready yet or is ending, and starts no new calls."""
 
     @property
     def life(self) -> int:
@@ -48,18 +48,18 @@ class Calls:
 
     @property
     def done(self) -> set[int]:
-        """The others that have said that they have taken their last step, and whose slots no other process fills since."""
+        """The others that have announced their last step, and whose slots have no newer process."""
         return {slot for slot, nonce in self._done.items() if self.members.entries[slot].nonce == nonce}
 
     @property
     def alone(self) -> bool:
-        """Whether nobody is left who trains, or may come back."""
+        """Whether no other worker trains or may come back."""
         others = self.members.with_status(MemberStatus.ALIVE, MemberStatus.JOINING)
         return all(entry.slot in self.done for entry in others)
 
     @property
     def awaited(self) -> frozenset[int]:
-        """Those of whom something must come, so that they are asked whether they live."""
+        """Peers from which a message is due, which are pinged."""
         others = self.members.with_status(MemberStatus.ALIVE, MemberStatus.JOINING) if self.over else []
         return frozenset({entry.slot for entry in others} - self.done) | self._asked()
 
@@ -68,16 +68,16 @@ class Calls:
         return size == self._payload_bytes if letter.kind == LetterKind.MESSAGE else size <= SMALL_BYTES
 
     def finish(self) -> None:
-        """This worker has taken its last step."""
+        """Announces that this worker has taken its last step."""
         self.over = True
         self.tick(0.0)
 
     def stop(self) -> None:
-        """This worker ends, be it amid of something: whoever has made it is called back no more."""
+        """Ends this worker at any point: its callbacks are not called any more."""
         self.closed = True
 
-    def heard(self, letter: Letter, now: float) -> None:
-        """Takes a letter in."""
+    def receive(self, letter: Letter, now: float) -> None:
+        """Handles a received letter."""
         if letter.kind == LetterKind.DONE:
             if (entry := self.members.entries.get(letter.sender)) is not None:
                 self._done[entry.slot] = entry.nonce
@@ -89,7 +89,7 @@ class Calls:
         raise NotImplementedError
 
     def tick(self, now: float) -> None:
-        """Says again that this worker is over: who has lost a connection meanwhile has not heard it."""
+        """Repeats the announcement of the last step, as a peer that lost its connection may have missed it."""
         if self.over:
             for entry in self.members.with_status(MemberStatus.ALIVE):
                 self._send(entry.slot, LetterKind.DONE)

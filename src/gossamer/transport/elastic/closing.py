@@ -1,33 +1,36 @@
-"""How the workers of an elastic run agree over whom the mean of a round is taken, without any I/O.
+"""The agreement of the workers of an elastic run on the participants of a round's mean, without any I/O.
 
 Workers whose replicas are identical must all make the same update, or none. The lowest slot that is alive leads:
 
-    everybody -> leader      REPORT    it is ready in this round; which attempt's mean it holds, or never will; or it is away
-    leader    -> everybody   PROPOSAL  the attempt and the set over which the mean is taken: those that are ready
-    leader    -> everybody   CLOSED    all of the set hold this attempt's mean: make the update
+    every worker -> leader      REPORT    it is ready in this round; which attempt's mean it holds, or never will; or it
+    is away leader -> all   PROPOSAL  the attempt and the set over which the mean is taken: those that are
+    ready leader -> all   CLOSED    all of the set hold this attempt's mean: make the update
 
 If a worker of the set fails on the way, the leader proposes the rest in a new attempt, or all again if a message was lost; if the
-leader fails, the next slot leads. A set is more than half of all slots, so at most one half of a partition goes on. `line` is a
-hash of all rounds that were closed: reports with another line do not count, so that a worker whose last round closed otherwise
-takes another's state first.
+leader fails, the next slot leads. A set is more than half of all slots, so at most one side of a partition continues.
+`line` is a hash of all closed rounds: reports with another line do not count, so that a worker whose last round closed
+differently takes another's state first.
 
-A worker whose round was closed without it (it was late, or cut off) is left out: it takes another's state. It gives its own up
-on the word of at least two others and of at least half of those that are alive, itself among them, and never on that of one:
-where another says that it is in a later round, or has other rounds behind it, a worker asks all where they are. Nobody waits for
-who says so alone, and the rounds that are closed next show that it was not so: then it is named, whatever it has said since. Of
-two workers neither decides for the other. The leader alone is believed by a worker that
-no other one answers, where there are more. A worker may also find that the state that it has
-just taken is ahead of what the others have: then it takes another one.
+A worker whose round was closed without it (it was late, or cut off) is left out: it takes another's state. It discards
+its own state only on the claims of at least two others and of at least half of the workers alive, itself included,
+never on a single claim: if another claims to be in a later round, or to have closed other rounds, a worker asks all for
+their position. No worker waits for a peer that is alone with its claim, and the rounds closed next disprove it: then
+the peer is reported, whatever it has claimed since. Of two workers neither decides for the other. With more than two, a
+worker that only the leader answers believes the leader alone. A worker may also discover that the state it has just
+taken is ahead of all others: then it takes another one.
 
-Until it has a state, it tells everybody that it is away, so that nobody waits for it or lets it lead. Otherwise those who close
-the next round would wait for it, and it for the state that they have after that. Where a round has several closings and only few
-have made the first ones, as others died, nobody gets that state: those few go back to the start of the round.
+Until it has a state, it announces that it is away, so that no worker waits for it or lets it lead. Otherwise the others
+would wait for it to close the next round, and it for their state after that round. If a round has several closings and
+only a few workers have made the first ones, as others died, that state is not given away: those few return to the start
+of the round.
 
-Where a round takes less time than a state, the others would have closed another one whenever it is back. So one that is left out
-again, before any round was closed with it, says that it returns: whoever leads the next round waits for it, as for anybody else
-for its deadline at most. What it fetches meanwhile is the state after the last round that was closed, and it is in time.
+If a round takes less time than a state transfer, the others would have closed another round each time it is back. So a
+worker that is left out again, before any round was closed with it, announces that it returns: the leader of the next
+round waits for it, up to the usual deadline. It fetches the state after the last closed round meanwhile, and is in
+time.
 
-Whoever has made the update says so in its reports, so a leader that failed amid its CLOSED letters leaves no doubt.
+Workers that made the update say so in their reports, so that a leader that fails while sending CLOSED letters leaves no
+ambiguity.
 """
 
 import json
@@ -43,15 +46,15 @@ from gossamer.transport.sockets.letter import Letter, body_of
 
 _HASHES = 1 << 64
 _JUMP = 1 << 16
-"""How many attempts for each slot one may be above the newest that is known: a leader can always name a later one."""
+"""Per slot, the most by which an attempt may exceed the newest known one: leaders may always pick a later one."""
 _AWAY_BEATS = 3
-"""How long the last word of a worker counts that it is away."""
+"""How long, in beats, a worker's announcement that it is away counts."""
 _DISPUTE_BEATS = 2
-"""How long a worker says that it is ahead before it is named, where no round can be closed without it."""
+"""How long, in beats, a worker claims to be ahead before it is reported, where no round can be closed without it."""
 
 
 class LeftOutError(TransportError):
-    """This worker's round was closed without it; it goes on with the state of another worker, `source` if that is known."""
+    """This worker's round was closed without it; it continues with the state of another worker, `source` if known."""
 
     def __init__(self, worker: int, round: int, source: int | None) -> None:
         super().__init__(f"round {round} was closed without worker {worker}; it takes another worker's state")
@@ -75,17 +78,17 @@ class _Closed(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where a worker is, as it says itself."""
+    """A worker's position, as it claims."""
 
     round: int
     line: int | None
-    """None where it has not said it: whoever says that a round was closed is in the next one."""
+    """None if not claimed: a worker that reports a closed round is in the next one."""
     closed: _Closed | None = None
     """That round."""
 
 
 class _Claim(NamedTuple):
-    """Another worker's word that rounds were closed without this one."""
+    """Another worker's claim that rounds were closed without this one."""
 
     here: int
     """The round that this worker was in when it read that."""
@@ -93,19 +96,19 @@ class _Claim(NamedTuple):
 
 
 class Unvouched(NamedTuple):
-    """A worker that alone, or with fewer than it takes, says that it is somewhere else than this one."""
+    """A worker whose claim of a position other than this worker's has too few supporters."""
 
     worker: int
     here: int
     """The round that this worker was in when it read that."""
     round: int
-    """The one that the other says it is in."""
+    """The round that the other claims to be in."""
     waits: bool
     """Whether the others are too few to close a round without it."""
 
 
 class _Report(NamedTuple):
-    """What a worker says of itself."""
+    """A worker's report."""
 
     round: int
     line: int
@@ -113,24 +116,24 @@ class _Report(NamedTuple):
     held: int
     """The attempt whose mean it holds completely; -1 for none."""
     attempt: int
-    """The newest that it has heard of in its round; -1 for none."""
+    """The newest attempt that it knows of in its round; -1 for none."""
     failed: int
-    """The attempt of its round that it takes no part in, or whose mean cannot become complete here; -1 for none."""
+    """The attempt that it does not take part in, or cannot complete; -1 for none."""
     away: bool
     """Whether it has been left out of its round, and takes another's state."""
     returns: bool
-    """Whether the others shall wait for it though it is away."""
+    """Whether the others should wait for it although it is away."""
     last: _Closed | None
 
 
 class Closing:
-    """One worker's part in closing rounds. Whoever calls it then sends what lies in `outbox`.
+    """One worker's part in closing rounds. Callers must then send the letters in `outbox`.
 
     Args:
         limit_s: how long the leader waits for workers that are alive and not ready, or have not completed an attempt.
         beat_s: how often reports are repeated; letters may be lost with a connection.
-        per_round: how often a round of the run is closed, each time as what is called a round here: where fragments of the model
-            are sent one after the other, the mean of each is taken over a set of its own.
+        per_round: the number of closings per round of the run, each of which is called a round here: where fragments of
+            the model are sent in sequence, the mean of each has its own participants.
     """
 
     def __init__(self, members: Members, *, limit_s: float, beat_s: float, per_round: int = 1) -> None:
@@ -141,7 +144,7 @@ class Closing:
         self.closed = self.left_out = False
         """Whether the round of this worker has been closed with it, or without it."""
         self.source: int | None = None
-        """A worker whose state one that is left out may take."""
+        """A worker whose state this one may take when left out."""
         self._held, self._attempt, self._failed = -1, -1, -1
         self._ready_s: float | None = None
         self._proposed_s = self._said_s = self._asked_s = -1e9
@@ -149,33 +152,33 @@ class Closing:
         self._last: _Closed | None = None
         self._reports: dict[int, _Report] = {}
         self._places: dict[int, _Place] = {}
-        """Where each was when it last said so."""
+        """The last claimed position of each worker."""
         self.unvouched: list[Unvouched] = []
-        """Those to be named; whoever names them empties it."""
+        """Workers to be reported; cleared by the caller that reports them."""
         self._claims: dict[int, _Claim] = {}
-        """The first of each other worker that no closed round has shown to be so or not."""
+        """The first claim of each other worker that no closed round has confirmed or disproved."""
         self._disputed_s: dict[int, float] = {}
-        """Since when each of the others says something else than this worker's round and line."""
+        """Since when each other worker contradicts this worker's round and line."""
         self._named: set[int] = set()
-        """Those that are named already as this round cannot be closed without them."""
+        """Workers reported already, as this round cannot be closed without them."""
         self._spoke_s: dict[int, float] = {}
-        """When each of the others last said anything about its round."""
+        """The time of each other worker's last report."""
         self._answered: dict[int, tuple[int, float]] = {}
-        """In which round each was when it was last answered, and when that was."""
+        """The round and time at which each was last answered."""
         self._taken = False
         """Whether this worker has closed no round since it took another's state."""
         self._behind_s: float | None = None
-        """Since when so many others are behind that state that it cannot be theirs."""
+        """Since when too many others are behind that state for it to be theirs."""
         self._away_until_s: dict[int, float] = {}
         self._returns_until_s: dict[int, float] = {}
         self._misses = 0
-        """How often it was left out since a round was closed with it."""
+        """The number of times it was left out since a round was closed with it."""
 
-    def enter(self, round: int, line: int | None = None) -> None:
+    def begin_round(self, round: int, line: int | None = None) -> None:
         """Begins a round; `line` is that of another worker's state, if this worker has just taken one."""
         if line is not None:
             self.line, self._last, self._taken, self._behind_s = line, None, True, None
-            self._claims.clear()  # they were about the rounds that this worker has given up
+            self._claims.clear()  # they were about the rounds that this worker has discarded
         self.round, self.proposed, self._ready_s = round, None, None
         self._named.clear()
         was_away, self.closed, self.left_out = self.left_out, False, False
@@ -184,37 +187,37 @@ class Closing:
             self._tell_all(LetterKind.REPORT, _plain(self._own))
 
     def ready(self, now: float) -> None:
-        """The local phase is over."""
+        """Records that the local phase is over."""
         self._ready_s = now if self._ready_s is None else self._ready_s
         self.tick(now, again=True)
 
     def hold(self, attempt: int, now: float) -> None:
-        """The mean of this attempt is complete here."""
+        """Records that this worker holds the complete mean of an attempt."""
         if self.proposed is not None and self.proposed.attempt == attempt:
             self._held = attempt
             self.tick(now, again=True)
 
     def fail(self, attempt: int, now: float) -> None:
-        """The mean of this attempt cannot become complete here: a message of it was lost."""
+        """Records that this worker cannot complete the mean of an attempt, as a message was lost."""
         if self._attempt == attempt:
             self._failed = attempt
             self.tick(now, again=True)
 
     def advance(self) -> None:
-        """The update of a closed round is made."""
+        """Records that the update of a closed round was made."""
         assert self.closed and self.proposed is not None
         self._last = _Closed(self.round, self.line, self.proposed.attempt)
         self._misses, self._taken, self._behind_s = 0, False, None
         self.line = key(self.line, "closed", self.round, self.proposed.attempt, *sorted(self.proposed.workers))
-        self.enter(self.round + 1)
+        self.begin_round(self.round + 1)
         self._judge_claims()
 
     def _judge_claims(self) -> None:
-        """Names those whose word the round that was closed last has shown to be wrong.
+        """Reports workers whose claims the last closed round has disproved.
 
-        Who says that `here` was closed may be right though this worker had not learned it, and then both have the same rounds
-        behind them. Who says that a later round was closed too says that this was without this worker, which shows to be wrong
-        once it is closed with it. Until then this worker may be late, and learn that from others.
+        A claim that `here` was closed may be right although this worker did not know it yet; then both have the same
+        history. A claim that a later round was closed too implies that it was closed without this worker, which is
+        disproved once it is closed with it. Until then this worker may be late, and learn so from others.
         """
         for j, (here, place) in [*self._claims.items()]:
             if self.round == here + 1 < place.round:
@@ -224,13 +227,13 @@ class Closing:
             if not (same and self.round == here + 1 == place.round):
                 self.unvouched.append(Unvouched(j, here, place.round, waits=False))
 
-    def heard(self, letter: Letter, now: float) -> None:
-        """Takes a letter in. Raises: RefusedError for one that says anything impossible, which changes nothing."""
+    def receive(self, letter: Letter, now: float) -> None:
+        """Handles a received letter. Raises: RefusedError for an impossible one, which changes nothing."""
         values = json_from_peer(letter.content)
         self._spoke_s[letter.sender] = now
         match letter.kind, values:
             case LetterKind.REPORT, _ if (report := self._report(values)) is not None:
-                if report.round >= 0:  # before, it has not begun and nothing is to be closed
+                if report.round >= 0:  # else it has not begun and there is no round to close
                     self._heard_report(letter.sender, report, now)
             case LetterKind.PROPOSAL, [*head, [*workers]] if (
                 closed := self._closed_round(head)
@@ -246,12 +249,12 @@ class Closing:
                 )
 
     def tick(self, now: float, *, again: bool = False) -> None:
-        """Repeats its report, and leads if it is the one to lead."""
+        """Repeats its report, and leads if it is the leader."""
         self._away_until_s = {j: until_s for j, until_s in self._away_until_s.items() if now < until_s}
         self._returns_until_s = {j: until_s for j, until_s in self._returns_until_s.items() if now < until_s}
         present = self._present
         if self.round % self.per_round and 2 * len(present) <= self.members.slots < 2 * len(self._living):
-            self._leave_out(None)  # those that are away wait for the end of this round, which cannot come without them
+            self._leave_out(None)  # workers that are away wait for the end of this round, which needs them
         self._settle(now)
         alive = self._alive
         leader = min(alive)
@@ -267,14 +270,15 @@ class Closing:
 
     @property
     def _alive(self) -> frozenset[int]:
-        """Those with whom this round may be closed: who says that it is elsewhere will not be ready in it."""
+        """Workers with which this round may be closed: those in another round will not be ready in it."""
         return self._present - {j for j in self._places if self._contradicts(j)}
 
     @property
     def _present(self) -> frozenset[int]:
-        """Whoever lives may be ready, also a worker that was suspected and has told gossip to wait for a later round.
+        """Any live worker may be ready, also one that was suspected and has announced a later round to gossip.
 
-        Were they left to that round, those that suspected each other in a partition would never close the one before it.
+        If they were excluded until that round, workers that suspected each other in a partition would never close the
+        one before it.
         """
         return self._living - self._away_until_s.keys()
 
@@ -284,13 +288,15 @@ class Closing:
 
     @property
     def nobody_ahead(self) -> bool:
-        """Whether no other that trains is known to be in a later round: to wait for the state after this one is in vain."""
+        """Whether no other training worker is known to be in a later round: waiting for the state after this one would
+        be in vain.
+        """
         others = self._present - {self.members.me}
         return all(j in self._places and self._places[j].round <= self.round for j in others)
 
     @property
     def awaited(self) -> frozenset[int]:
-        """Of whom something must come before this round can be closed: of the leader, or of those that are not ready."""
+        """Workers whose letters are due before this round can be closed: the leader, or those that are not ready."""
         if self._ready_s is None or self.closed or self.left_out:
             return frozenset()
         leader = min(self._alive)
@@ -302,8 +308,8 @@ class Closing:
     @property
     def _own(self) -> _Report:
         ready, held, failed = self._ready_s is not None, self._held, self._failed
-        # Of several closings in a round it could come back at the first alone, and the others would wait for it at each. It asks
-        # every other time: one whose state takes longer than the deadline does not hold up every round.
+        # With several closings in a round it could come back only at the first, and the others would wait for it at
+        # each. It asks every other time: a worker whose state transfer exceeds the deadline must not delay every round.
         returns = self.left_out and self.per_round == 1 and self._misses % 2 == 0
         return _Report(self.round, self.line, ready, held, self._attempt, failed, self.left_out, returns, self._last)
 
@@ -329,7 +335,7 @@ class Closing:
         since_s = max(self._ready_s, self._proposed_s)
         expected = alive | (self._living & self._returns_until_s.keys())
         if 2 * len(reports) > self.members.slots and (reports.keys() >= expected or now >= since_s + self._limit_s):
-            # A newcomer that leads amid a round has not heard of its attempts. No two leaders give the same number.
+            # A newcomer that leads within a round does not know its attempts. No two leaders use the same number.
             newest = max(self._attempt, *(report.attempt for report in reports.values()))
             self._attempt = (newest // self.members.slots + 1) * self.members.slots + self.members.me
             self._held, self._proposed_s = -1, now
@@ -342,14 +348,14 @@ class Closing:
         return any((one.round, one.line, one.failed) == (self.round, self.line, proposed.attempt) for one in said)
 
     def _contradicts(self, j: int) -> bool:
-        """Whether a worker says that it is in a later round than this one, or has other rounds behind it."""
+        """Whether a worker claims to be in a later round than this one, or to have closed other rounds."""
         place = self._places.get(j)
-        if place is None or self.closed:  # this worker is about to be in the next round itself
+        if place is None or self.closed:  # this worker is about to enter the next round itself
             return False
         return place.round > self.round or (place.round == self.round and place.line not in (None, self.line))
 
     def _settle(self, now: float) -> None:
-        """Is left out where enough others say so; asks all where they are as long as fewer do."""
+        """Treats this worker as left out if enough others claim it; asks all for their position while fewer do."""
         if self.left_out or self.closed:
             return
         others = self._living - {self.members.me}
@@ -372,7 +378,7 @@ class Closing:
                 return
         if (against or behind) and now - self._asked_s >= self._beat_s:
             self._asked_s = now
-            self._tell_all(LetterKind.REPORT, _plain(self._own))  # which they answer with where they are
+            self._tell_all(LetterKind.REPORT, _plain(self._own))  # they answer with their position
         if self._hears_nobody_but(against, now):
             self._leave_out(min(against))
             return
@@ -384,10 +390,10 @@ class Closing:
                 self.unvouched.append(Unvouched(j, self.round, self._places[j].round, waits=True))
 
     def _hears_nobody_but(self, against: Collection[int], now: float) -> bool:
-        """Whether it can ask nobody but the leader, which says so.
+        """Whether only the leader, which makes the claim, answers it.
 
-        Two behind routers at home may both reach the leader and not each other: each learns of the rounds that were closed
-        without it from the leader alone. Of two slots nothing can be closed without both.
+        Two workers behind home routers may both reach the leader but not each other: each learns of rounds closed
+        without it only from the leader. With two slots no round can be closed without both.
         """
         leader = min(self._living)
         if {*against} != {leader} or self.members.slots < 3 or now < self._disputed_s[leader] + self._limit_s:
@@ -397,10 +403,11 @@ class Closing:
         )
 
     def _are_enough(self, some: Collection[int], *, more_than_half: bool = False) -> bool:
-        """Whether so many others decide: two or more, and half of those alive, where the later round or line counts.
+        """Whether this many others decide: at least two, and half of those alive, ties going to the later round or
+        line.
 
-        A round is closed over more than half of all slots, but some of those may have died since. So half is enough for who was
-        not among them; were both halves to give way, each would take the state of the other.
+        A round is closed over more than half of all slots, but some of those may have died since. So half is enough for
+        a worker outside the set; if both halves gave way, each would take the other's state.
         """
         if len(some) < 2 or 2 * len(some) < len(self._living):
             return False
@@ -409,7 +416,7 @@ class Closing:
         return later or 2 * len(some) > len(self._living)
 
     def _source_of(self, some: Collection[int]) -> int:
-        """One of these workers, which is where most of them are; of the earlier ones."""
+        """One of these workers with the most common position; ties go to the earlier one."""
         rounds = [self._places[j].round for j in some]
         most = max(rounds, key=lambda round: (rounds.count(round), -round))
         return min(j for j in some if self._places[j].round == most)
@@ -431,15 +438,17 @@ class Closing:
             if report.returns:
                 self._returns_until_s[sender] = self._away_until_s[sender]
             if not self.left_out:
-                self._say(sender, LetterKind.REPORT, _plain(self._own))  # which tells it what it can wait for
+                self._say(sender, LetterKind.REPORT, _plain(self._own))  # so that it knows what to wait for
         elif report.round > self.round and report.last is not None:
             self._close_what_is_held(report.last)
         elif report.round < self.round or self._leader != self.members.me:
-            self._answer(sender, report.round, now)  # only the leader gets reports unasked: this one asks where all are
+            self._answer(
+                sender, report.round, now
+            )  # only the leader gets reports unasked: this one asks for all positions
         self.tick(now)
 
     def _answer(self, sender: int, round: int, now: float) -> None:
-        """Says where this worker is to one that is in this round: once, and once a beat, as an answer may bring another one."""
+        """Sends this worker's position to one in this round: once, and once per beat, as answers may trigger answers."""
         before = self._answered.get(sender)
         if before is None or before[0] != round or now >= before[1] + self._beat_s:
             self._answered[sender] = round, now
@@ -449,7 +458,7 @@ class Closing:
         round, line, attempt = what
         self._places[sender] = _Place(round, line)
         if round < self.round:
-            self._answer(sender, round, now)  # which tells it how its round was closed
+            self._answer(sender, round, now)  # so that it learns how its round was closed
         elif (round, line) != (self.round, self.line):
             self._settle(now)
         elif attempt > self._attempt and not self.closed:
@@ -457,9 +466,9 @@ class Closing:
             mine = self.members.me in workers and self._ready_s is not None
             self.proposed = Proposal(attempt, frozenset(workers)) if mine else None
             if self.members.me in workers and not mine:
-                self.fail(attempt, now)  # it means the process that filled this slot before
+                self.fail(attempt, now)  # it refers to an earlier process of this slot
         elif attempt < self._attempt:
-            self._say(sender, LetterKind.REPORT, _plain(self._own))  # it leads and has not heard of the later one
+            self._say(sender, LetterKind.REPORT, _plain(self._own))  # it leads and does not know of the later one
 
     def _heard_closed(self, sender: int, closed: _Closed, now: float) -> None:
         self._places[sender] = _Place(closed.round + 1, None, closed)
@@ -467,7 +476,7 @@ class Closing:
         self._settle(now)
 
     def _close_what_is_held(self, closed: _Closed) -> None:
-        """Makes the update of a mean that this worker holds itself, be it that one other says that it was closed."""
+        """Makes the update of a mean that this worker holds, even if only one other reports it closed."""
         held = self.proposed is not None and self._held == self.proposed.attempt == closed.attempt
         if held and closed[:2] == (self.round, self.line) and not self.left_out:
             self.closed = True
@@ -481,7 +490,7 @@ class Closing:
         letter = Letter(kind, self.members.me, round=max(self.round, 0) // self.per_round, body=body)
         self.outbox.append((peer, letter))
 
-    # What follows bounds every number that another worker sends by what this one knows.
+    # The following bounds every number from another worker by this worker's own knowledge.
 
     def _report(self, values: object) -> _Report | None:
         match values:
@@ -528,5 +537,5 @@ def _plain(report: _Report) -> list[object]:
 
 
 def _is_below(value: object, limit: int) -> bool:
-    """Whether it is a whole number from 0 to below the limit; the truth values of JSON are none."""
+    """Whether it is an integer from 0 to below the limit; JSON booleans are not."""
     return type(value) is int and 0 <= value < limit

@@ -1,16 +1,17 @@
-"""The exchanges of one worker of an elastic run, without any I/O: what it hears and the time in, letters to send out.
+"""The exchanges of one worker of an elastic run, without any I/O: received letters and the time in, letters to send
+out.
 
-An exchange with a peer counts only when both ends have both payloads and know it of each other:
+An exchange with a peer is committed only when both ends have both payloads and know this of each other:
 
     expected and posted       ->  send PAYLOAD
     its payload is here too   ->  send COMMIT
     its COMMIT is here too    ->  the exchange is made
 
-A payload that is not finite, or that cannot be decoded, is declined before the COMMIT. Whatever goes wrong before an end has sent
-it, the exchange is missed at both ends: the other one cannot count it without that letter. Once it has sent it and has not heard
-the other's, it cannot know: the outcome is unsure, this end does not count the exchange and the other may. No protocol over a
-link that may fail can do without such a case (two generals); here it takes the loss of one small letter at the right moment, and
-moves the mean of all by one pull.
+A payload that is not finite, or that cannot be decoded, is declined before the COMMIT. On any failure before an end has
+sent its COMMIT, the exchange is missed at both ends: the other cannot count it without that letter. Once it has sent it
+and has not received the other's, the outcome is unsure: this end does not count the exchange and the other may. No
+protocol over an unreliable link avoids this case (two generals); here it takes the loss of one small letter at the
+right moment, and moves the mean of all by one pull.
 
 Sockets drive it in `gossamer.transport.elastic.transport`, and a network with faults over virtual time in
 `tests/faulty_network`.
@@ -36,11 +37,11 @@ from gossamer.transport.sockets.header import NO_TICKET, SMALL_BYTES, LetterKind
 from gossamer.transport.sockets.letter import Letter, body_of
 
 MOST_EARLY = 8
-"""Most payloads of one peer and fragment that are kept for rounds this worker has not reached; later ones are declined."""
+"""The most payloads of one peer and fragment kept for rounds this worker has not reached; further ones are declined."""
 
 
 class Outcome(StrEnum):
-    """What became of an exchange with one peer, as one end knows it."""
+    """The outcome of an exchange with one peer, as known at one end."""
 
     MADE = "made"
     MISSED = "missed"
@@ -48,11 +49,11 @@ class Outcome(StrEnum):
     UNSURE = "unsure"
     """This end does not count it; the other one may."""
     DECLINED = "declined"
-    """Neither end counts it, as what the peer has sent is not sound."""
+    """Neither end counts it, as the peer's message is invalid."""
 
 
 class Outgoing(NamedTuple):
-    """A letter that shall go to a peer."""
+    """A letter to be sent to a peer."""
 
     peer: int
     letter: Letter
@@ -72,21 +73,21 @@ class _Pact:
         self.outcome: Outcome | None = None
 
     def close(self, why: Outcome = Outcome.MISSED) -> None:
-        """Ends it, if it has not ended, without counting it."""
+        """Ends it without counting it, unless it has ended."""
         if self.outcome is None:
             self.outcome = Outcome.UNSURE if self.committed else why
             self.theirs = None
 
 
 class ElasticCore:
-    """The exchanges of one worker and its view of the members. Whoever calls it then sends what lies in `outbox`.
+    """The exchanges of one worker and its membership view. Callers must then send the letters in `outbox`.
 
     Args:
         members: its view, its own entry included.
-        timeout_s: how long a fault of a peer may hold this worker up. A peer may be silent for a beat less, and an exchange may
-            take a beat less from the moment its payload was posted.
-        deadline_s: how long a round waits for those that have not answered, whether they live or not; `timeout_s` if None.
-        beat_s: how often a peer that is waited for is asked whether it lives.
+        timeout_s: how long a fault of a peer may delay this worker. A peer may be silent for a beat less, and an
+            exchange may take a beat less from the moment its payload was posted.
+        deadline_s: how long a round waits for peers that have not answered, alive or not; `timeout_s` if None.
+        beat_s: how often a peer that is waited for is pinged.
     """
 
     def __init__(
@@ -94,10 +95,10 @@ class ElasticCore:
     ) -> None:
         self.members, self.me = members, members.me
         self.limit_bytes: int | None = None
-        """The most bytes of a payload, where their sizes depend on who takes part; None where each ticket has its size."""
+        """The most bytes of a payload, where sizes depend on the participants; None where the ticket determines the size."""
         self.outbox: list[Outgoing] = []
         self.round, self.steps = -1, 0
-        """The round that this worker is in, and the inner steps of its slot behind it."""
+        """This worker's round, and the completed inner steps of its slot."""
         self.passed = False
         """Whether a peer has declined because it is in a later round already."""
         self._patience_s, self._beat_s = timeout_s - beat_s, beat_s
@@ -112,20 +113,20 @@ class ElasticCore:
         self._asked_s: dict[int, float] = {}
         self._awaited: frozenset[int] = frozenset()
         self._watched_s: dict[int, float] = {}
-        """Since when this worker needs something of a peer, or will in this round."""
+        """Since when this worker needs a message of a peer, or will in this round."""
         self._ticked_s = -1e9
         self._told: dict[int, int] = {}
         self._sizes: dict[tuple[int, int], int] = {}
         self._held_steps: dict[int, int] = {}
         self._doubted_s: dict[int, float] = {}
-        """Since when a worker is asked whether it lives because others say something else of it than it has said itself."""
+        """Since when a worker is pinged because others contradict its own entry."""
         self.claims: list[SlotEntry] = []
-        """Processes that are said to fill a slot, and of which nothing has been heard: they are to be looked for."""
+        """Processes reported to fill a slot that have not been contacted yet: they are to be dialled."""
         self.replaced: dict[int, SlotEntry] = {}
-        """The last process of each slot that another one has replaced: it may live, with others whom nobody here knows."""
+        """The last process of each slot that was replaced: it may be alive, with peers unknown here."""
 
-    def enter(self, round: int, alive: frozenset[int], peers: Iterable[int]) -> None:
-        """Begins a round, in which it exchanges with these peers: its topology over `alive` says so."""
+    def begin_round(self, round: int, alive: frozenset[int], peers: Iterable[int]) -> None:
+        """Begins a round with these peers, which follow from its topology over `alive`."""
         assert round > self.round or self.limit_bytes is not None, (round, self.round)
         self.round, self.passed = round, False
         self._planned = frozenset(peers)
@@ -139,16 +140,16 @@ class ElasticCore:
                 self._decline(ticket, peer)
 
     def plan(self, workers: frozenset[int], line: int = 0) -> None:
-        """Fixes who takes part in this round, and after which rounds; the other end of each exchange must say the same."""
+        """Fixes the participants of this round and its history; the other end of each exchange must agree."""
         self._view = key(line, "view", *sorted(workers))
 
     def expect(self, ticket: Ticket, peer: int, size: int, sound: Callable[[Tensor], bool] | None = None) -> None:
-        """Announces an exchange with a peer whose payload has this many bytes; one that is not sound is declined."""
+        """Announces an exchange with a peer whose payload has this many bytes; an invalid payload is declined."""
         pact = self._pacts[ticket, peer] = _Pact(size, self._view, sound)
         self._sizes[ticket.fragment, ticket.leg] = size
         entry = self.members.entries.get(peer)
         if entry is None or entry.status != MemberStatus.ALIVE:
-            pact.close()  # it was lost between the drawing of the round and now
+            pact.close()  # the peer was lost since the round was drawn
         elif (letter := self._early.pop((ticket, peer), None)) is not None:
             self._payload(letter)
 
@@ -162,23 +163,23 @@ class ElasticCore:
             self._commit(ticket, peer, pact)
 
     def knows(self, ticket: Ticket) -> bool:
-        """Whether it is known how large the payloads of such a ticket are."""
+        """Whether the payload size of this ticket is known."""
         return self.limit_bytes is not None or (ticket.fragment, ticket.leg) in self._sizes
 
     def accepts(self, letter: Letter, size: int) -> bool:
-        """Whether a body of this size may follow such a header; if not, its sender does not keep to the protocol."""
+        """Whether a body of this size may follow such a header; if not, its sender violates the protocol."""
         if letter.kind != LetterKind.PAYLOAD:
             return size <= SMALL_BYTES
         if self.limit_bytes is not None:
             return size <= self.limit_bytes
         return size == self._sizes.get((letter.ticket.fragment, letter.ticket.leg))
 
-    def heard(self, letter: Letter, now: float, nonce: int | None = None) -> int | None:
-        """Takes a letter in, and returns the nonce of the process that sent it.
+    def receive(self, letter: Letter, now: float, nonce: int | None = None) -> int | None:
+        """Handles a received letter, and returns the nonce of its sender's process.
 
-        Args: `nonce` is that of the process at the other end of the connection; None as long as it is not known. After a
-            partition two processes may believe that they fill one slot: of the one that does not, only its view counts.
-        Raises: RefusedError for a view that cannot be; it changes nothing then.
+        Args: `nonce` is that of the process at the other end of the connection; None as long as it is not known. After
+            a partition two processes may claim one slot: from the one that does not fill it, only the view counts.
+            Raises: RefusedError for an impossible view, which changes nothing.
         """
         peer = letter.sender
         if letter.kind == LetterKind.MEMBERSHIP:
@@ -196,20 +197,20 @@ class ElasticCore:
         return nonce
 
     def is_filled_by(self, slot: int, nonce: int | None) -> bool:
-        """Whether this process fills the slot, as far as is known."""
+        """Whether this process fills the slot, as far as known."""
         entry = self.members.entries.get(slot)
         return nonce is None or entry is None or entry.nonce == nonce
 
     def give_slot(
         self, nonce: int, address: str, ended: Container[int] = (), allowed: Container[int] | None = None
     ) -> SlotEntry | None:
-        """Gives a newcomer a slot, and tells everybody; None when there is none to give.
+        """Gives a newcomer a slot, and announces it to all; None if no slot is available.
 
-        A mean over everyone needs more than half of the slots. Who sees no more than half alive gives away none of a worker that
-        it merely cannot reach: both parts of a network would grow, and go on with two histories.
+        A mean over everyone needs more than half of the slots. A worker that sees at most half alive gives away no slot
+        of an unreachable worker: both sides of a partition would grow, and continue with two histories.
 
         Args:
-            ended: the nonces of processes that are known to run no more.
+            ended: the nonces of processes known to have ended.
             allowed: the slots that the newcomer's key may fill; None for any.
         """
         few = 2 * (len(self.members.with_status(MemberStatus.ALIVE)) + 1) <= self.members.slots
@@ -229,7 +230,7 @@ class ElasticCore:
         return entry
 
     def tell_again(self, peer: int) -> None:
-        """Sends this worker's view once more, as it may be lost: one of several connections with a peer is gone."""
+        """Resends this worker's view, which may have been lost with one of several connections to a peer."""
         self._told.pop(peer, None)
         self.tell(peer)
 
@@ -245,22 +246,18 @@ class ElasticCore:
             self.spread()
 
     def tick(self, now: float) -> None:
-        """Closes what has taken too long, asks those that this worker needs whether they live, and suspects the silent."""
+        """Closes exchanges that have timed out, pings the peers that this worker needs, and suspects silent ones."""
         waits = {peer for (_, peer), pact in self._pacts.items() if pact.outcome is None}
         planned = {entry.slot for entry in self.members.with_status(MemberStatus.ALIVE)} & self._planned
-        # They are asked too, so that one that dies frees its slot.
-        ghosts = {entry.slot for entry in self.members.with_status(MemberStatus.GHOST)}
         self._doubted_s = {
             peer: since_s
             for peer, since_s in self._doubted_s.items()
             if self._heard_s.get(peer, -1e9) < since_s and self._may_be_suspected(peer)
         }
-        # A worker that was itself stopped has not listened: who was silent then may live.
+        # A worker that was itself stopped did not receive: peers silent during that time may be alive.
         before = self._watched_s if now - self._ticked_s < 4 * self._beat_s else {}
         self._ticked_s = now
-        self._watched_s = {
-            peer: before.get(peer, now) for peer in waits | planned | ghosts | self._awaited | {*self._doubted_s}
-        }
+        self._watched_s = {peer: before.get(peer, now) for peer in waits | planned | self._awaited | {*self._doubted_s}}
         for peer in sorted(self._watched_s):
             if now - max(self._heard_s.get(peer, -1e9), self._asked_s.get(peer, -1e9)) >= self._beat_s:
                 self._asked_s[peer] = now
@@ -275,16 +272,16 @@ class ElasticCore:
                 self.spread()
 
     def _silent_until_s(self, peer: int) -> float:
-        """How long a peer that is asked whether it lives may be silent."""
+        """The time until which a pinged peer may be silent."""
         since_s = max(self._heard_s.get(peer, -1e9), self._watched_s[peer])
         return since_s + min(self._patience_s, max(4 * self._beat_s, self.limit_s))
 
     def wait_for(self, peers: Iterable[int]) -> None:
-        """Notes of whom else something must come, be it no payload: they are asked whether they live too."""
+        """Adds peers from which other letters are due: they are pinged too."""
         self._awaited = frozenset(peers)
 
     def deadline(self) -> float:
-        """When `tick` would next close an exchange, or suspect somebody; infinite when nobody is waited for."""
+        """The time at which `tick` next closes an exchange, or suspects a peer; infinite if none is waited for."""
         posted = (pact.posted_s for pact in self._pacts.values() if pact.outcome is None and pact.posted_s is not None)
         silent = (self._silent_until_s(peer) for peer in self._watched_s if self._may_be_suspected(peer))
         return min(min(posted, default=float("inf")) + self.limit_s, min(silent, default=float("inf")))
@@ -294,11 +291,11 @@ class ElasticCore:
         return entry is not None and entry.status == MemberStatus.ALIVE
 
     def settled(self, ticket: Ticket) -> bool:
-        """Whether the exchanges of a ticket have all ended, one way or the other."""
+        """Whether all exchanges of a ticket have ended, successfully or not."""
         return all(pact.outcome is not None for (other, _), pact in self._pacts.items() if other == ticket)
 
     def collect(self, ticket: Ticket) -> tuple[dict[int, Tensor], dict[int, Outcome]]:
-        """The payloads of the exchanges that were made, by peer, and the outcome of each; forgets the ticket."""
+        """The payloads of committed exchanges, by peer, and the outcome of each exchange; forgets the ticket."""
         payloads: dict[int, Tensor] = {}
         outcomes: dict[int, Outcome] = {}
         for peer in sorted(peer for other, peer in self._pacts if other == ticket):
@@ -316,48 +313,48 @@ class ElasticCore:
         return payloads, outcomes
 
     def count_steps(self) -> None:
-        """The steps that came with payloads since the last call are now part of this worker's parameters."""
+        """Records that the steps of payloads since the last call are now included in this worker's parameters."""
         for peer, steps in self._held_steps.items():
             self.members.progress(peer, 0, steps)
         self._held_steps.clear()
 
     def next_round(self) -> int:
-        """The round to go on with: the next one, or a later one where the others are.
+        """The next round, or a later one that the others are in.
 
-        A worker that was suspected takes part again from the round that it has told the others. One that is too late for its
-        peers goes where they are.
+        A worker that was suspected takes part again from the round that it announced. One that is too late for its
+        peers catches up with their round.
         """
         late = self.members.newest_round if self.passed else 0
         return max(self.round + 1, self.members.own.since, late)
 
     @property
     def kept(self) -> int:
-        """Payloads that came for exchanges which are not announced yet."""
+        """Payloads received for exchanges that are not announced yet."""
         return len(self._early)
 
     @property
-    def was_heard(self) -> bool:
-        """Whether anybody has said anything to this worker."""
+    def was_contacted(self) -> bool:
+        """Whether this worker has received any letter."""
         return bool(self._heard_s)
 
     @property
-    def all_heard(self) -> bool:
-        """Whether everybody that this worker knows to live has said something to it."""
+    def contacted_by_all(self) -> bool:
+        """Whether this worker has received a letter from all peers that it knows to be alive."""
         return all(entry.slot in self._heard_s for entry in self.members.with_status(MemberStatus.ALIVE))
 
     def silent_s(self, now: float) -> dict[int, float]:
-        """Seconds since this worker last heard of each other one that it has heard of."""
+        """Seconds since the last letter from each other worker."""
         return {peer: max(0.0, now - heard_s) for peer, heard_s in self._heard_s.items()}
 
     def spread(self, *, ask: bool = False) -> None:
-        """Sends this worker's view to everybody that it knows to live; with `ask` they shall answer."""
+        """Sends this worker's view to all live peers; `ask` requests answers."""
         for entry in self.members.with_status(MemberStatus.ALIVE):
             self.tell(entry.slot)
             if ask:
                 self._send(entry.slot, LetterKind.PING)
 
     def announce(self) -> None:
-        """Tells everybody that this worker knows to live which round it is in."""
+        """Announces this worker's round to all live peers."""
         for entry in self.members.with_status(MemberStatus.ALIVE):
             self._send(entry.slot, LetterKind.PONG)
 
@@ -397,11 +394,11 @@ class ElasticCore:
                 self.claims.append(said)
             elif known.status <= MemberStatus.ALIVE and slot not in self._doubted_s:
                 self._doubted_s[slot] = now
-                self.tell_again(slot)  # it answers if it has more to say of itself
+                self.tell_again(slot)  # it answers if it has newer information
                 self._send(slot, LetterKind.PING)
 
     def _give_up(self, peer: int) -> None:
-        """Closes what can only fail: the peer has left, or another process fills its slot."""
+        """Closes exchanges that can only fail: the peer has left, or another process fills its slot."""
         for (ticket, other), pact in self._pacts.items():
             if other == peer and pact.outcome is None:
                 pact.close()
@@ -448,7 +445,7 @@ class ElasticCore:
             self._conclude(letter.sender, pact)
 
     def _commit(self, ticket: Ticket, peer: int, pact: _Pact) -> None:
-        """Sends the commit once both payloads are under way and here."""
+        """Sends the COMMIT once one payload is sent and the other received."""
         if pact.posted_s is not None and pact.theirs is not None and not pact.committed:
             pact.committed = True
             self._send(peer, LetterKind.COMMIT, ticket)
@@ -457,7 +454,7 @@ class ElasticCore:
     def _conclude(self, peer: int, pact: _Pact) -> None:
         if pact.committed and pact.confirmed:
             pact.outcome = Outcome.MADE
-            if self.limit_bytes is None and pact.theirs is not None:  # who fills the slot next shall know it at once
+            if self.limit_bytes is None and pact.theirs is not None:  # the slot's next process must know it at once
                 self.members.progress(peer, 0, pact.theirs.steps)
 
     def _decline(self, ticket: Ticket, peer: int) -> None:

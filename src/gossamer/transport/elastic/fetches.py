@@ -1,11 +1,11 @@
-"""How a worker of gossip without waiting gets the newest message of a peer: it asks, and the peer answers while it trains.
+"""Fetching a peer's newest message in asynchronous gossip: the peer answers while it trains.
 
     worker -> peer   FETCH
     peer -> worker   MESSAGE   its newest one; its ticket has the version, which counts the messages of a slot, and the life of
                                the process that has published it
                      REFUSE    it has published none yet
 
-The answer is sent by the threads of the connection, so nobody waits for anybody's training.
+The answer is sent by the connection's threads, so that no worker waits for another's training.
 """
 
 from collections.abc import Iterable
@@ -21,13 +21,13 @@ from gossamer.transport.sockets.letter import Letter
 
 
 class Fetched(NamedTuple):
-    """A message that has come."""
+    """A fetched message."""
 
     version: int
     life: int
-    """Of the process that has published it."""
+    """The life of the process that published it."""
     steps: int
-    """Inner steps of the slot of that process that it contains."""
+    """Inner steps of that process's slot that it includes."""
     payload: Tensor
 
 
@@ -35,7 +35,7 @@ class Fetches(Calls):
     """The messages that a worker publishes and fetches.
 
     Args: `limit_s` is how long it waits for an answer.
-    Cost: the newest message of this worker, and those that have come and were not taken.
+    Cost: the newest message of this worker, and fetched ones not taken yet.
     """
 
     def __init__(self, members: Members, payload_bytes: int, *, limit_s: float) -> None:
@@ -45,14 +45,14 @@ class Fetches(Calls):
         self._since_s: dict[int, float] = {}
         self._came: dict[int, Fetched] = {}
         self.took_s = 0.0
-        """How long the answer took that came last."""
+        """The seconds that the last answer took."""
 
     def publish(self, version: int, payload: Tensor, steps: int = 0) -> None:
-        """From now on this message is the newest, which contains so many inner steps of this worker's slot."""
+        """Publishes a message, which includes `steps` inner steps of this worker's slot."""
         self._newest, self.steps = (version, payload), steps
 
     def ask(self, peers: Iterable[int], now: float) -> None:
-        """Asks these peers for their newest messages; those that are not alive have none."""
+        """Requests the newest messages of these peers; dead ones are skipped."""
         alive = {entry.slot for entry in self.members.with_status(MemberStatus.ALIVE)}
         for peer in peers:
             if peer in alive:
@@ -61,11 +61,11 @@ class Fetches(Calls):
 
     @property
     def pending(self) -> bool:
-        """Whether an answer may still come."""
+        """Whether an answer may still arrive."""
         return bool(self._since_s)
 
     def take(self) -> dict[int, Fetched]:
-        """The messages that have come, by peer; forgets what was asked."""
+        """The messages received, by peer; clears the requests."""
         came, self._came = self._came, {}
         self._since_s.clear()
         return came
@@ -75,7 +75,7 @@ class Fetches(Calls):
         self._since_s.pop(peer, None)
 
     def tick(self, now: float) -> None:
-        """See `Calls`; gives up what has taken too long."""
+        """See `Calls`; gives up requests that have timed out."""
         super().tick(now)
         for peer in [peer for peer, since_s in self._since_s.items() if now >= since_s + self._limit_s]:
             del self._since_s[peer]
@@ -87,7 +87,7 @@ class Fetches(Calls):
             self._send(peer, LetterKind.MESSAGE, Ticket(version, self.life), payload)
         elif letter.kind == LetterKind.FETCH:
             self._send(peer, LetterKind.REFUSE)
-        elif peer in self._since_s:  # else it comes too late, or was never asked for
+        elif peer in self._since_s:  # else it is too late, or was never requested
             self.took_s = now - self._since_s.pop(peer)
             version, life, _ = letter.ticket
             if letter.kind == LetterKind.MESSAGE and 0 < version <= self.members.limits.rounds and life < LIFE_LIMIT:

@@ -1,14 +1,16 @@
-"""How two workers meet while both train: one asks, both send their messages, and it counts when both know that both have them.
+"""Pairwise meetings of workers during training: one invites, both send their messages, and the meeting counts when both
+know that both have them.
 
     starter -> peer   INVITE
     peer -> starter   ACCEPT, MESSAGE; or REFUSE where it is in a meeting already
     starter -> peer   MESSAGE
     each, once it has both messages:   AGREE
 
-A meeting counts at an end that has both messages and the other's AGREE. If an AGREE is lost, it may count at one end alone: the
-other one is unsure, as in `gossamer.transport.elastic.core`. The ticket has the number of the meeting, its starter and the life
-of the starter's process, so that a process that comes back is in none of its old meetings. A worker is in one meeting at a time.
-Of two workers that invite each other at once, the smaller one's invitation counts.
+A meeting counts at an end that has both messages and the other's AGREE. If an AGREE is lost, it may count at one end
+only: the other is unsure, as in `gossamer.transport.elastic.core`. The ticket has the number of the meeting, its
+starter and the life of the starter's process, so that a process that comes back is in none of its old meetings. A
+worker is in one meeting at a time. If two workers invite each other at once, the lower-numbered one's invitation
+counts.
 """
 
 from collections.abc import Callable
@@ -23,7 +25,7 @@ from gossamer.transport.sockets.letter import Letter
 
 
 class Appointment:
-    """A meeting under way, from this end."""
+    """A meeting in progress, from this end."""
 
     def __init__(self, peer: int, ticket: Ticket, since_s: float) -> None:
         self.peer, self.ticket, self.since_s = peer, ticket, since_s
@@ -39,17 +41,17 @@ class Appointment:
 
     @property
     def life(self) -> int:
-        """Of the starter's process."""
+        """The life of the starter's process."""
         return self.ticket.leg
 
     @property
     def steps(self) -> int:
-        """Inner steps of the peer's slot that its message contains."""
+        """Inner steps of the peer's slot that its message includes."""
         return 0 if self.theirs is None else self.theirs.steps
 
     @property
     def number(self) -> int:
-        """Which of its starter's meetings it is."""
+        """The number of this meeting among its starter's."""
         return self.ticket.round
 
 
@@ -60,7 +62,7 @@ class Meetings(Calls):
         limit_s: how long a meeting may take.
         tell: this worker's payload for a meeting, as of now.
         meet: called with each meeting that counts and the payload of the other end.
-        sound: whether the payload of the other end may count; a meeting with one that may not is missed at both ends.
+        sound: whether the payload of the other end is valid; a meeting with an invalid one is missed at both ends.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class Meetings(Calls):
         self._now: Appointment | None = None
         self._started = 0
         self.made = self.missed = self.unsure = 0
-        """What became of the meetings to which both had come."""
+        """The outcomes of accepted meetings."""
 
     @property
     def busy(self) -> bool:
@@ -86,7 +88,7 @@ class Meetings(Calls):
         return self._now is not None
 
     def invite(self, peer: int, now: float) -> None:
-        """Starts a meeting, unless one of both is in another, or the peer is not alive."""
+        """Starts a meeting, unless either is in another, or the peer is not alive."""
         entry = self.members.entries.get(peer)
         if self._now is None and not self.closed and entry is not None and entry.status == MemberStatus.ALIVE:
             self._now = Appointment(peer, Ticket(self._started, self.members.me, self.life), now)
@@ -105,7 +107,7 @@ class Meetings(Calls):
             self._close(self._now)
 
     def tick(self, now: float) -> None:
-        """See `Calls`; gives up a meeting that has taken too long."""
+        """See `Calls`; gives up a meeting that has timed out."""
         super().tick(now)
         if self._now is not None and now >= self._now.since_s + self._limit_s:
             self._send(self._now.peer, LetterKind.REFUSE, self._now.ticket)
@@ -152,7 +154,7 @@ class Meetings(Calls):
         self._conclude(current)
 
     def _conclude(self, current: Appointment) -> None:
-        """Agrees once both messages are under way and here, and counts the meeting once the other end agrees too."""
+        """Agrees once one message is sent and the other received, and counts the meeting once the other end agrees too."""
         if current.told and current.theirs is not None and not current.agreed:
             current.agreed = True
             self._send(current.peer, LetterKind.AGREE, current.ticket)

@@ -1,8 +1,8 @@
-"""Who takes part in an elastic run, in the view of one worker: pure data that views merge into, in any order.
+"""The membership view of one worker of an elastic run: pure data whose merge is commutative.
 
-A run has slots, numbered as its workers are. A process fills a slot; another process may fill it later. What is known of a slot
-is one entry, and of two entries the one of the later incarnation counts. So views that have been merged with each other are
-equal, whatever the order in which they came.
+A run has slots, numbered as its workers are. A process fills a slot; another process may fill it later. A view has one
+entry per slot, and of two entries the one with the later incarnation counts. So merged views are equal, whatever the
+order of merges.
 """
 
 import json
@@ -19,20 +19,22 @@ from gossamer.transport.sockets.header import Limits
 _NONCES = 1 << 62
 MOST_INCARNATIONS = 1 << 30
 _JUMP = 1 << 16
-"""How far an incarnation may be above the one that is known of its slot.
+"""The most by which an incarnation may exceed the known one of its slot.
 
-Each takes a loss and an answer, so a part of a network that is cut off for a day has counted fewer. It leaves room above whatever
-a single letter says: a worker that somebody calls suspect can always answer with a later incarnation.
+Each increment takes a loss and an answer, so a partition of a day counts fewer. This leaves room above any single
+letter: a worker reported as suspect can always answer with a later incarnation.
 """
 _MOST_OUTBID = 1 << 10
-"""How far a worker follows the incarnation of a process that is not found: letters that were made up shall not use them up."""
+"""The most by which a worker outbids the incarnation of a process that cannot be reached: forged letters must not
+exhaust the range.
+"""
 _LONGEST_ADDRESS = 100
 _FEW = 32
-"""Updates that are kept as they were read or written: everybody sends the same to everybody."""
+"""Cached encoded or parsed updates: all workers send the same ones to each other."""
 
 
 class SlotTakenError(PeerError):
-    """Another process fills the slot of this one."""
+    """Another process fills this process's slot."""
 
     def __init__(self, slot: int, timeout_s: float) -> None:
         super().__init__(
@@ -42,45 +44,43 @@ class SlotTakenError(PeerError):
 
 
 class MemberStatus(IntEnum):
-    """What is known of a process; within one incarnation a later one of these replaces an earlier one."""
+    """The status of a process; within one incarnation a later status replaces an earlier one."""
 
     JOINING = 0
-    """It has been given the slot and fetches its state."""
-    GHOST = 1
-    """It trains to warm its inner optimizer, and nobody exchanges with it yet."""
-    ALIVE = 2
-    SUSPECT = 3
-    """Its connection was lost, or it has been silent. If it lives, it says so under its next incarnation."""
-    LEFT = 4
-    """It has ended on purpose."""
+    """It was given the slot and is fetching its state."""
+    ALIVE = 1
+    SUSPECT = 2
+    """Its connection was lost, or it has been silent. If alive, it answers with its next incarnation."""
+    LEFT = 3
+    """It has ended regularly."""
 
 
 class SlotEntry(NamedTuple):
-    """What is known of a slot."""
+    """A slot's entry in a membership view."""
 
     slot: int
     incarnation: int
-    """Counts the processes that have filled the slot, and the times that one was suspected and has answered."""
+    """Counts the processes of the slot, and the times that one answered a suspicion."""
     nonce: int
-    """A random number of the process, which tells two processes apart that claim one slot."""
+    """A random number of the process, which distinguishes processes that claim one slot."""
     status: MemberStatus
     since: int
-    """The first round that it takes part in."""
+    """The first round in which it takes part."""
     address: str = ""
     """`host:port` at which it listens."""
     round: int = 0
-    """The newest round that it is known to have been in."""
+    """Its newest known round."""
     steps: int = 0
-    """The slot's inner steps whose result another worker holds: whoever fills the slot goes on after them."""
+    """The slot's inner steps whose result another worker holds: the slot's next process continues after them."""
 
     @property
     def rank(self) -> tuple[int, int, int]:
-        """Of two entries of a slot, the one with the larger rank counts."""
+        """The rank of an entry: of two entries of a slot, the larger counts."""
         return self.incarnation, self.nonce, self.status
 
 
 def merged(a: SlotEntry, b: SlotEntry) -> SlotEntry:
-    """Two entries of one slot as one; the order does not matter, nor does a repetition.
+    """The merge of two entries of one slot; commutative and idempotent.
 
     >>> a = SlotEntry(2, 0, 7, MemberStatus.ALIVE, 0, round=5, steps=75)
     >>> merged(a, a._replace(status=MemberStatus.SUSPECT, round=3)).round
@@ -94,23 +94,23 @@ def merged(a: SlotEntry, b: SlotEntry) -> SlotEntry:
 
 
 class Members:
-    """The view of one worker.
+    """One worker's membership view.
 
     Args:
         limits: of the run; it has a slot for each worker.
-        me: the slot that this worker fills.
-        entries: what is known at the start, this worker's own entry among it.
+        me: the slot of this worker.
+        entries: the initial entries, this worker's own included.
     """
 
     def __init__(self, limits: Limits, me: int, entries: Iterable[SlotEntry]) -> None:
         self.limits, self.slots, self.me = limits, limits.workers, me
         self.entries: dict[int, SlotEntry] = {}
         self.version = 0
-        """Counts the changes that others should hear of."""
+        """Counts the changes to announce to others."""
         self.replaced = False
         """Whether another process has taken this worker's slot."""
         self.doubts: dict[int, SlotEntry] = {}
-        """What others have said of slots for which they do not speak; whoever fills the slot is to be asked."""
+        """Unverified reports about slots by workers that do not own them; the slot's process is to be asked."""
         self._speaks_for: Callable[[int, int], bool] | None = None
         self._unproven = set[int]()
         self._promised = set[int]()
@@ -125,7 +125,7 @@ class Members:
 
     @property
     def newest_round(self) -> int:
-        """The newest round that a worker which is alive is known to have been in."""
+        """The newest known round of a worker that is alive."""
         return max((e.round for e in self.entries.values() if e.status == MemberStatus.ALIVE), default=self.own.round)
 
     def alive(self, round: int) -> frozenset[int]:
@@ -135,7 +135,7 @@ class Members:
         )
 
     def left_after(self, round: int) -> frozenset[int]:
-        """The slots whose workers have left, but not before they took part in this round."""
+        """The slots whose workers have left after taking part in this round."""
         return frozenset(
             slot
             for slot, entry in self.entries.items()
@@ -143,14 +143,14 @@ class Members:
         )
 
     def with_status(self, *statuses: MemberStatus) -> list[SlotEntry]:
-        """The entries of these statuses, but one's own."""
+        """The entries with these statuses, without this worker's."""
         return [entry for slot, entry in sorted(self.entries.items()) if slot != self.me and entry.status in statuses]
 
     @property
     def alone(self) -> bool:
-        """Whether all others that have ever been here have ended for good.
+        """Whether all other workers seen so far have finished for good.
 
-        Who was asked to leave may come back, and while nobody has come yet, somebody may.
+        A worker asked to leave may come back, and until one has joined, one may.
         """
         others = [entry for slot, entry in self.entries.items() if slot != self.me and entry.nonce]
         return bool(others) and all(
@@ -159,26 +159,27 @@ class Members:
 
     @property
     def expects_company(self) -> bool:
-        """Whether the run has other slots, and no process has taken part in any of them yet."""
+        """Whether the run has other slots, none of which has had a process yet."""
         others = [entry for slot, entry in self.entries.items() if slot != self.me and entry.nonce]
         return self.slots > 1 and all(entry.status == MemberStatus.JOINING for entry in others)
 
     def believe_only(self, speaks_for: Callable[[int, int], bool]) -> None:
-        """From now on believes a worker about those slots alone for which it speaks: `speaks_for(worker, slot)`.
+        """Restricts trust in a worker to the slots that it owns: `speaks_for(worker, slot)`.
 
-        Of a slot that has said nothing of itself yet, or was lost since, others are believed until it does, which counts in any
-        case: two workers that cannot reach each other know each other by a third. Else what others say of a slot becomes one of
-        `doubts`, if it would change anything.
+        Until a slot has reported itself, or after it was lost, others are believed about it, as two workers that cannot
+        reach each other know each other through a third; its own report always takes precedence. Otherwise a report by
+        others that would change an entry becomes one of `doubts`.
         """
         self._speaks_for, self._unproven = speaks_for, set(self.entries) - {self.me}
 
     def merge(self, theirs: Iterable[SlotEntry], source: int | None = None) -> list[tuple[SlotEntry | None, SlotEntry]]:
-        """Takes over what another worker knows; returns what changed of others, before and after, but for rounds and steps.
+        """Merges another worker's view; returns the changed entries of others, before and after, ignoring rounds and
+        steps.
 
-        A worker that reads that it is suspected answers with its next incarnation, which takes part from the round after the
-        newest that it knows of, so that nobody waits for it in a round that it has missed.
+        A worker that is reported as suspect answers with its next incarnation, which takes part from the round after
+        the newest known one, so that no worker waits for it in a round that it has missed.
 
-        Args: `source` is the worker that says so; None where it is to be believed.
+        Args: `source` is the worker that sent it; None for a trusted update.
         """
         changed: list[tuple[SlotEntry | None, SlotEntry]] = []
         for entry in theirs:
@@ -203,7 +204,7 @@ class Members:
                 continue
             if before is None:
                 after = entry
-            elif unproven and not told and before.rank > entry.rank:  # nobody who fills the slot has ever said so
+            elif unproven and not told and before.rank > entry.rank:  # no process of the slot has ever reported itself
                 after = entry._replace(steps=max(before.steps, entry.steps))
             else:
                 after = merged(before, entry)
@@ -214,12 +215,12 @@ class Members:
         return changed
 
     def admits(self, theirs: Iterable[SlotEntry]) -> bool:
-        """Whether the incarnations in an update can have come about since this worker last heard of their slots."""
+        """Whether the incarnations in an update are plausible, given the last known ones of their slots."""
         known = {slot: entry.incarnation for slot, entry in self.entries.items()}
         return all(entry.incarnation <= known.get(entry.slot, 0) + _JUMP for entry in theirs)
 
     def suspect(self, slot: int) -> bool:
-        """Notes that a worker cannot be reached; returns whether that is new."""
+        """Marks a worker as unreachable; returns whether that is new."""
         entry = self.entries.get(slot)
         if entry is None or entry.status > MemberStatus.ALIVE:
             return False
@@ -229,23 +230,23 @@ class Members:
         return True
 
     def progress(self, slot: int, round: int, steps: int = 0) -> None:
-        """Notes the round that a worker is in, and the inner steps whose result another worker holds."""
+        """Updates a worker's round, and the inner steps whose result another worker holds."""
         entry = self.entries.get(slot)
         if entry is not None and (round > entry.round or steps > entry.steps):
             self.entries[slot] = entry._replace(round=max(entry.round, round), steps=max(entry.steps, steps))
 
     def declare(self, status: MemberStatus, since: int | None = None) -> None:
-        """Changes what this worker says of itself."""
+        """Changes this worker's own entry."""
         own = self.own
         self.entries[self.me] = own._replace(status=status, since=own.since if since is None else since)
         self.version += 1
 
     def give_slot(self, nonce: int, address: str, kept: Container[int] = ()) -> SlotEntry | None:
-        """Gives a newcomer the lowest slot that nobody fills, and returns its entry; None when all are filled.
+        """Gives a newcomer the lowest free slot, and returns its entry; None when all are filled.
 
-        One that somebody else has been given, and has not yet taken, comes last.
+        A slot given to another process that has not taken it yet comes last.
 
-        Args: `kept` are slots that nobody gets.
+        Args: `kept` are reserved slots.
         """
         free = [slot for slot in range(self.slots) if slot != self.me and slot not in kept and self._is_free(slot)]
         if not free:
@@ -261,38 +262,41 @@ class Members:
     def _is_free(self, slot: int) -> bool:
         entry = self.entries.get(slot)
         if self._speaks_for is not None and slot in self._unproven:
-            return True  # else whoever says that it is filled would keep its owner out
-        return entry is None or entry.status not in (MemberStatus.ALIVE, MemberStatus.GHOST)
+            return True  # else a false report that it is filled would keep its owner out
+        return entry is None or entry.status != MemberStatus.ALIVE
 
     def _is_promised(self, slot: int) -> bool:
-        """Whether somebody has been given the slot, who may still come."""
+        """Whether the slot was given to a process that may still come."""
         entry = self.entries.get(slot)
         return slot in self._promised or (entry is not None and entry.status == MemberStatus.JOINING)
 
     def _hearsay(self, entry: SlotEntry) -> None:
-        """What a worker says of a slot that is not its own: at most a reason to ask whoever fills the slot."""
+        """A report about a slot that its sender does not own: at most a reason to ask the slot's process."""
         before = self.entries.get(entry.slot)
         if entry.slot == self.me:
             own = self.own
             if own.status < MemberStatus.ALIVE:
-                # One that comes back goes on after the steps of its slot that anybody holds; one that trains knows its own.
+                # A returning process continues after the steps of its slot that others hold; a training one knows its
+                # own.
                 self.entries[self.me] = own._replace(steps=max(own.steps, entry.steps))
             if entry.rank[:2] == own.rank[:2] and own.status <= MemberStatus.ALIVE and entry.status > own.status:
                 self._answer()
             elif entry.nonce != own.nonce and entry.rank > own.rank:
                 self.doubts[self.me] = entry
-            # A later incarnation of this process than it has given itself was made up by whoever says so.
+            # A later incarnation of this process than its own is forged.
         elif before is not None and entry.rank <= before.rank:
             return
         elif entry.status == MemberStatus.JOINING:
-            self._promised.add(entry.slot)  # so comes last when slots are given; it speaks for itself once it is there
+            self._promised.add(
+                entry.slot
+            )  # so it comes last when slots are given; it reports itself once it has joined
         else:
             self.doubts[entry.slot] = entry
 
     def _answer(self) -> None:
-        """Says that this worker lives to one that cannot reach it: with no other round, unless others are ahead.
+        """Answers a suspicion of this worker, keeping its round unless others are ahead.
 
-        Were it to wait for a later round each time, whoever says so again and again would keep it out.
+        If it moved to a later round each time, repeated suspicions would keep it out.
         """
         own = self.own
         ahead = own.status == MemberStatus.ALIVE and self.newest_round > own.round
@@ -301,7 +305,7 @@ class Members:
         self.version += 1
 
     def outbid(self, entry: SlotEntry) -> None:
-        """Takes this worker's slot back from a process that nobody has found where it is said to be."""
+        """Reclaims this worker's slot from a process that could not be reached at its reported address."""
         own = self.own
         if entry.rank > own.rank and entry.incarnation - own.incarnation <= _MOST_OUTBID:
             self.entries[self.me] = own._replace(incarnation=entry.incarnation + 1)
@@ -321,7 +325,7 @@ class Members:
 
 
 def membership_update(entries: Mapping[int, SlotEntry]) -> bytes:
-    """What a worker sends of its view; `read_membership_update` reads it."""
+    """The encoded entries of a view, for `read_membership_update`."""
     return _written(tuple(entry for _, entry in sorted(entries.items())))
 
 
@@ -356,7 +360,7 @@ def _entry(value: object, limits: Limits) -> SlotEntry | None:
     match value:
         case [int(slot), int(incarnation), int(nonce), int(status), int(since), str(address), int(round), int(steps)]:
             numbers = (slot, incarnation, nonce, status, since, round, steps)
-            # One that is back in the last round takes part from the round after it on.
+            # A worker that returns in the last round takes part from the round after it.
             most = (
                 limits.workers - 1,
                 MOST_INCARNATIONS,
@@ -373,7 +377,7 @@ def _entry(value: object, limits: Limits) -> SlotEntry | None:
 
 
 def is_process(address: object, nonce: object = 0) -> bool:
-    """Whether a process may say that it listens there, empty for nowhere, and that this is its random number.
+    """Whether address (empty for none) and nonce of a process are well-formed.
 
     >>> is_process("127.0.0.1:4000", 7), is_process("127.0.0.1", 7), is_process("127.0.0.1:4000", -1), is_process(None)
     (True, False, False, False)
@@ -382,7 +386,7 @@ def is_process(address: object, nonce: object = 0) -> bool:
 
 
 def _is_address(text: str) -> bool:
-    """Whether this may be where a process listens; empty for one of which nothing is known."""
+    """Whether this is a valid address of a process; empty if unknown."""
     named = text.isascii() and text.isprintable() and len(text) <= _LONGEST_ADDRESS and " " not in text
     try:
         return not text or (named and bool(split(text)))

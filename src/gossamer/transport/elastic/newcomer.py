@@ -1,12 +1,12 @@
-"""How a process gets a slot of a running run, and a state to train from, from any worker of it.
+"""Joining a running run: any of its workers gives a process a slot and a state to train from.
 
-    newcomer -> worker   ASK    who it is and where it listens; its slot, if it has one and wants a state alone
+    newcomer -> worker   ASK    its nonce and address; its slot, if it has one and only needs a state
     worker -> newcomer   OFFER  the slot, the worker's view, the state's round, size and hash
-    newcomer -> worker   ASK    whether it wants the state now, or the slot alone
+    newcomer -> worker   ASK    whether it wants the state now, or only the slot
     worker -> newcomer   CHUNK  the state, in parts that each have a checksum
 
-The state is that of the worker at the end of its last round, with its inner optimizer or without. A copy of it is kept, so that
-giving it away never stops the training; it is packed and hashed only when somebody asks.
+The state is that of the worker at the end of its last round. A copy of it is kept, so that sending it never stops training; it
+is packed and hashed only on request.
 """
 
 import hashlib
@@ -41,23 +41,18 @@ class Handover:
     """The state of a worker between two rounds.
 
     Args:
-        after: rounds of the run that it has behind it.
-        pack: gives the state as bytes; called once, when the first newcomer asks.
-        cool: gives these bytes without the inner optimizer, for ghosts.
+        after: completed rounds of the run.
+        pack: encodes the state as bytes; called once, when the first newcomer asks.
     """
 
-    def __init__(self, after: int, pack: Callable[[], bytes], cool: Callable[[bytes], bytes]) -> None:
-        self.after, self._pack, self._cool = after, pack, cool
+    def __init__(self, after: int, pack: Callable[[], bytes]) -> None:
+        self.after, self._pack = after, pack
 
     @cached_property
     def whole(self) -> "_Packed":
         """The state as bytes."""
-        return _hashed(self._pack())
-
-    @cached_property
-    def cold(self) -> "_Packed":
-        """The same without the inner optimizer."""
-        return _hashed(self._cool(self.whole.raw))
+        raw = self._pack()
+        return _Packed(raw, hashlib.sha256(raw).hexdigest())
 
 
 class _Packed(NamedTuple):
@@ -65,10 +60,6 @@ class _Packed(NamedTuple):
 
     raw: bytes
     sha256: str
-
-
-def _hashed(raw: bytes) -> _Packed:
-    return _Packed(raw, hashlib.sha256(raw).hexdigest())
 
 
 class Applicant(NamedTuple):
@@ -79,26 +70,24 @@ class Applicant(NamedTuple):
     """Where it listens."""
     slot: int | None = None
     """The slot that it has already."""
-    inner: bool = True
-    """Whether it wants the state of the inner optimizer too."""
     wants: int | None = None
-    """The only slot that it can fill; None for any."""
+    """The slot that it requests; None for any."""
     after: int | None = None
-    """How many rounds the state shall have behind it that it takes; None for the newest."""
+    """The round of the requested state; None for the newest."""
 
 
 class Offer(NamedTuple):
-    """What a newcomer got."""
+    """A donor's offer to a newcomer."""
 
     slot: int
     entries: list[SlotEntry]
-    """The donor's view, the newcomer's entry in it."""
+    """The donor's view, which includes the newcomer's entry."""
     donor: int
     after: int
-    """Rounds that the state has behind it."""
+    """Completed rounds of the state."""
     sha256: str
     raw: bytes | None
-    """The state; None where the newcomer wanted none."""
+    """The state; None if the newcomer did not request it."""
 
 
 def host(
@@ -114,7 +103,7 @@ def host(
 ) -> None:
     """Serves one newcomer, with what `boundary` gives for its `Applicant.after`.
 
-    Raises: OSError, PeerError, TransportError when it is lost or says something else.
+    Raises: OSError, PeerError, TransportError when it is lost or violates the protocol.
     """
     place = _place(receive_letter(channel, run, limits, _small), limits)
     if place is None:
@@ -125,7 +114,7 @@ def host(
         keys.must_have(channel.certificate, place.slot)
     own = give_slot(place) if place.slot is None else entries().get(place.slot)
     kept = boundary(place.after)
-    state = kept.whole if place.inner else kept.cold
+    state = kept.whole
     known = entries()
     offer = {
         "slot": None if own is None else own.slot,
@@ -160,11 +149,11 @@ def ask(
     """A slot, and a state, from the worker that listens at `address`.
 
     Args:
-        state: whether that of the donor is wanted too, or the slot alone. One after other rounds than `place` asks for is offered
-            and not taken.
+        state: whether to request the donor's state too, or only the slot. A state of another round than `place`
+            requests is declined.
         reach_s: within how long it must be reached, `timeout_s` by default.
         whom: the worker that it must be; None for any of the run. With keys its certificate must have that number.
-    Raises: OSError when it cannot be reached or is lost, PeerError when it refuses or all slots are filled.
+    Raises: OSError when it is unreachable or lost, PeerError when it refuses or all slots are filled.
     """
     with dial(address, secret, run=run, me=NEWCOMER, timeout_s=reach_s or timeout_s, keys=keys, whom=whom) as channel:
         if reach_s is not None:
@@ -193,18 +182,16 @@ def ask(
     return offer._replace(raw=bytes(raw))
 
 
-def ask_for_state(
-    entry: SlotEntry, members: Members, endpoint: Endpoint, *, inner: bool = True, after: int | None = None
-) -> Offer:
-    """The state of the worker that fills a slot, for one that has a slot already.
+def ask_for_state(entry: SlotEntry, members: Members, endpoint: Endpoint, *, after: int | None = None) -> Offer:
+    """The state of a slot's worker, for a process that has a slot already.
 
-    Args: `inner` and `after` as of `Applicant`. Raises: as `ask`.
+    Args: `after` as of `Applicant`. Raises: as `ask`.
     """
     own = members.own
     return ask(
         entry.address,
         endpoint.secret,
-        Applicant(own.nonce, own.address, own.slot, inner, None, after),
+        Applicant(own.nonce, own.address, own.slot, None, after),
         run=endpoint.run,
         limits=members.limits,
         timeout_s=endpoint.timeout_s,
@@ -223,7 +210,6 @@ def _place(letter: Letter, limits: Limits) -> Applicant | None:
             "nonce": int(nonce),
             "address": str(address),
             "slot": None | int() as slot,
-            "inner": bool(inner),
             "wants": None | int() as wants,
             "after": None | int() as after,
         } if (
@@ -232,7 +218,7 @@ def _place(letter: Letter, limits: Limits) -> Applicant | None:
             and _is_at_most(wants, limits.workers - 1)
             and _is_at_most(after, limits.rounds)
         ):
-            return Applicant(nonce, address, slot, inner, wants, after) if is_process(address, nonce) else None
+            return Applicant(nonce, address, slot, wants, after) if is_process(address, nonce) else None
     return None
 
 

@@ -1,7 +1,7 @@
-"""Whom a worker dials again and again: those that it has lost, and those of this run that nobody here has heard of.
+"""Periodic redialling of lost workers, and of processes of this run that are unknown here.
 
-Workers know each other by news. If all die through whom two could have heard of each other, as may happen after a partition and
-several newcomers, each trains on without the other. So each looks once in a while for addresses that it does not know.
+Workers know each other through gossip. If all workers that connect two others die, as may happen after a partition and
+several newcomers, each keeps training without the other. So each periodically looks for unknown addresses.
 """
 
 from collections.abc import Callable, Container, Iterable
@@ -9,41 +9,41 @@ from collections.abc import Callable, Container, Iterable
 from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry
 
 _NOBODY = -1
-"""The nonce of no process: that of one of which nothing but its address is known."""
+"""A placeholder nonce for a process of which only the address is known."""
 
 
 class Redial:
-    """Whom to dial, and when.
+    """The schedule of redialling.
 
     Args:
-        lost_s: how often those that are suspected are dialled.
-        others_s: how often those are that another process has replaced, and those that are unknown.
+        lost_s: how often suspected workers are dialled.
+        others_s: how often replaced and unknown ones are.
     """
 
     def __init__(self, lost_s: float, others_s: float) -> None:
         self.addresses: Callable[[], Iterable[tuple[int, str]]] = tuple
-        """Slots and addresses of processes of this run, such as a run folder has them; they may be old."""
+        """Slots and addresses of processes of this run, for example from a run folder; possibly stale."""
         self.ended = set[int]()
-        """The nonces of processes that run no more: their machines have said that nobody listens at their addresses."""
+        """The nonces of processes that have ended: their machines refused a connection."""
         self._lost_s, self._others_s, self._looked_s = lost_s, others_s, -1e9
         self._dialled_s: dict[int, float] = {}
         self._found: list[tuple[int, str]] = []
 
     def dialled(self, slot: int, now: float) -> None:
-        """Notes that a process of this slot is dialled."""
+        """Records that a process of this slot is dialled."""
         self._dialled_s[slot] = now
 
     def look(self, now: float) -> None:
-        """Looks for addresses if it is time to, which may take long."""
+        """Looks for addresses if due, which may take long."""
         if now >= self._looked_s + self._others_s:
             self._looked_s, self._found = now, [*self.addresses()]
 
     def due(
         self, now: float, members: Members, linked: Container[int], replaced: Iterable[SlotEntry]
     ) -> list[SlotEntry]:
-        """The processes to dial now, those of unknown addresses once after each look.
+        """The processes to dial now; unknown addresses once after each look.
 
-        Args: `linked` are the slots with whose process there is a connection.
+        Args: `linked` are the slots that are connected.
 
         >>> me, lost = SlotEntry(0, 0, 7, MemberStatus.ALIVE, 0, "a:1"), SlotEntry(1, 0, 8, MemberStatus.SUSPECT, 0, "b:1")
         >>> from gossamer.transport.sockets.header import Limits

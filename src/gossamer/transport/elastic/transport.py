@@ -1,8 +1,8 @@
 """The transport of a worker of an elastic run: sockets around `gossamer.transport.elastic.core`.
 
-Each worker listens on a port of its own, and two workers that exchange keep one connection. So the loss of a worker is noticed by
-everybody who is connected with it at once, a worker that hangs costs those that wait for it their deadline, and nobody else
-anything. A connection carries payloads, the news of the members and the questions whether a peer lives.
+Each worker listens on its own port, and two workers that exchange keep one connection. So the loss of a worker is
+noticed by all connected peers at once, and a hanging worker only delays the peers that wait for it, up to their
+deadline. A connection carries payloads, membership updates and pings.
 """
 
 import contextlib
@@ -35,25 +35,25 @@ from gossamer.transport.sockets.listener import Arrival, ConnectionLimit, Listen
 log = logging.getLogger("gossamer")
 
 _FEW_S = 5.0
-"""How long a round has no majority before it is told what it waits for."""
+"""How long a round lacks a majority before this is reported."""
 
 
 class _Waiting:
-    """A letter that waits until those before it have left its connection, and may change until then."""
+    """A letter queued behind others of its connection, which may be replaced until it is sent."""
 
     def __init__(self, letter: Letter) -> None:
         self._letter: Letter | None = letter
         self._lock = threading.Lock()
 
     def __call__(self) -> Letter:
-        """The letter, which leaves now."""
+        """The letter to send now."""
         with self._lock:
             letter, self._letter = self._letter, None
         assert letter is not None
         return letter
 
     def change(self, letter: Letter) -> bool:
-        """Lets another letter leave in its place; returns whether it was not too late."""
+        """Replaces it by another letter; returns False if it was already sent."""
         with self._lock:
             if self._letter is None:
                 return False
@@ -62,20 +62,22 @@ class _Waiting:
 
 
 class ElasticTransport:
-    """One worker's connections; see `gossamer.transport.contract.Transport`. It never raises PeerError for a peer: an exchange
-    that fails is not among what `collect` returns, and `outcomes` says what became of it.
+    """One worker's connections; see `gossamer.transport.contract.Transport`. It never raises PeerError for a peer:
+    `collect` omits failed exchanges; `outcomes` reports them.
 
     Args:
-        members: this worker's view at the start; everybody in it listens already, or is not alive.
-        host: called in a thread of its own with each connection of a process that asks to join.
-        device: where the collected frames shall be.
-        limit_bytes: the most bytes of a payload, for a rule that needs everyone, whose rounds are closed over those that are
-            ready (`gossamer.transport.elastic.closing`); None for gossip.
-        closings: how often such a round is closed, once for each time that something is sent.
-        led: whether somebody else decides with whom this process exchanges, and over whom rounds are closed, and tells it by
-            `lead`: the first of several processes that are one worker.
+        members: this worker's view at the start; every worker in it listens already, or is not alive.
+        host: called in a separate thread with each connection of a process that asks to join.
+        device: the device of collected frames.
+        limit_bytes: the most bytes of a payload, for a rule that needs everyone, whose rounds are closed over the ready
+            workers (`gossamer.transport.elastic.closing`); None for gossip.
+        closings: the number of closings of such a round, one for each send.
+        led: whether the peers of this process and the participants of closed rounds are decided elsewhere, and passed
+            to
+            `lead`: by the first of several processes of one worker.
 
-    Cost: one copy of each payload that is sent, as the sender may go on while a slow peer still reads; two threads per peer.
+    Cost: one copy of each payload that is sent, as the sender may continue while a slow peer still reads; two threads
+        per peer.
     """
 
     keeps_frames = False
@@ -104,9 +106,9 @@ class ElasticTransport:
         if limit_bytes is not None and not led:
             self.closing = Closing(members, limit_s=self.core.limit_s, beat_s=self._beat_s, per_round=closings)
         self.taken: Callable[[], int] | None = None
-        """The inner steps of this worker's slot so far, where it sends before the end of a round too."""
+        """The inner steps of this worker's slot so far, for sends within a round."""
         self.stop: Callable[[], bool] = lambda: False
-        """Whether a wait for a majority shall end."""
+        """Set to end a wait for a majority."""
         self.redial = Redial(2 * self._beat_s, endpoint.timeout_s)
         self.refusals = Refusals()
         self._owner = Owner(
@@ -124,31 +126,31 @@ class ElasticTransport:
         self._posted: dict[tuple[Ticket, int], _Waiting] = {}
         """Payloads of exchanges whose outcome is not collected yet."""
         self._messages: dict[PeerConnection, _Waiting] = {}
-        """The last message on each connection, which may not have left."""
+        """The last message on each connection, possibly unsent."""
         self._outcomes: dict[Ticket, dict[int, Outcome]] = {}
         self._reasons: dict[int, str] = {}
-        """Why the last connection with a worker was lost that none has replaced."""
+        """Why the last connection with each disconnected worker was lost."""
         self._waits: deque[Wait] = deque(maxlen=1 << 14)
         self._deliveries: deque[Delivery] = deque(maxlen=1 << 14)
-        # All workers may be behind one address: on one machine, behind one router, or of a mailbox.
+        # All workers may share one address: on one machine, or behind one router.
         self._guests = ConnectionLimit(per_peer=members.slots + 8, total=2 * members.slots + 64)
         """Newcomers and watchers, by address."""
         self._accepted = ConnectionLimit(per_peer=4, total=4 * members.slots + 64)
-        """The connections that workers have opened, by slot and address."""
+        """The connections opened by workers, by slot and address."""
         self.changed = threading.Condition(threading.RLock())
-        """Held by whoever uses the core, which threads of all connections do; notified whenever a letter has come.
+        """The lock of the core, which the threads of all connections use; notified on each received letter.
 
-        It can be taken again by the thread that holds it: what the core asks of a connection may fail at once, and tell the core.
+        Reentrant: an operation of the core on a connection may fail at once, and call back into the core.
         """
         self._closed, self._tried = threading.Event(), -1
         self._few_since_s: float | None = None
-        """Since when there are too few for a mean; infinite once that was told."""
+        """Since when too few workers are available for a mean; infinite once reported."""
         self._looked_s: dict[int, float] = {}
-        """When a process that is said to fill a slot was last looked for."""
+        """The time of the last search for a process reported to fill each slot."""
         self._listener = Listener(
             endpoint.listener, endpoint.secret, endpoint.run, self._arrived, self.refusals, keys=endpoint.keys
         )
-        # Beats are sent while a local phase computes: a worker that is silent counts as dead.
+        # Beats are sent during local phases: a silent worker counts as dead.
         threading.Thread(target=self._keep_house, daemon=True, name="gossamer house").start()
 
     @property
@@ -156,12 +158,12 @@ class ElasticTransport:
         """This worker's view."""
         return self.core.members
 
-    def enter(self, round: int, peers: Callable[[frozenset[int]], Sequence[int]], steps: int) -> frozenset[int]:
-        """Begins a round: returns who takes part in it in this worker's view, which stays fixed for the round.
+    def begin_round(self, round: int, peers: Callable[[frozenset[int]], Sequence[int]], steps: int) -> frozenset[int]:
+        """Begins a round: returns its participants in this worker's view, fixed for the round.
 
         Args:
-            peers: whom this worker exchanges with, given who takes part.
-            steps: inner steps that the slot will have behind it at the end of the round.
+            peers: this worker's peers, given the participants.
+            steps: completed inner steps of the slot at the end of the round.
         Raises: SlotTakenError.
         """
         with self.changed:
@@ -169,27 +171,28 @@ class ElasticTransport:
             alive = self.members.alive(round) | {self.worker}
             self.core.steps = steps
             if self.closing is None:
-                # One that is done with the round and has left is drawn for it as it was by those that entered it before: else
-                # two workers, one of which has heard of it, would draw other pairs and miss each other.
+                # A worker that has left after completing the round is still included: else two workers, only one of
+                # which knows of the departure, would draw different pairs and miss each other.
                 alive |= self.members.left_after(round)
-                self.core.enter(round, alive, peers(alive))
+                self.core.begin_round(round, alive, peers(alive))
             else:
-                self.core.enter(round, alive, range(self.members.slots))
-                self.closing.enter(round * self.closing.per_round)
+                self.core.begin_round(round, alive, range(self.members.slots))
+                self.closing.begin_round(round * self.closing.per_round)
                 self._tried = -1
             self._flush()
         return alive
 
     def lead(self, round: int, workers: frozenset[int], peers: Sequence[int], line: int = 0) -> None:
-        """Begins a round, or another attempt at its mean, over those that the first process of this worker names.
+        """Begins a round, or another attempt at its mean, over the participants chosen by the first process of this
+        worker.
 
-        Args: `line` is the hash of the rounds that were closed before, for a rule that needs everyone.
+        Args: `line` is the hash of the closed rounds before it, for a rule that needs everyone.
         Raises: SlotTakenError.
         """
         with self.changed:
             self._must_fill_its_slot()
             if round != self.core.round:
-                self.core.enter(round, workers, peers)
+                self.core.begin_round(round, workers, peers)
             self.core.plan(workers, line)
             self._flush()
 
@@ -205,7 +208,7 @@ class ElasticTransport:
             self._until(lambda: closing.proposed is not None and closing.proposed.attempt != before)
             assert closing.proposed is not None
             self._tried = closing.proposed.attempt
-            # The set goes into the view that both ends of a payload must have in common, so none of another attempt is mixed in.
+            # The set is part of the view on which both ends of a payload must agree, so that attempts are not mixed.
             self.core.plan(closing.proposed.workers, closing.line)
             return closing.proposed
 
@@ -217,9 +220,9 @@ class ElasticTransport:
             (closing.hold if whole else closing.fail)(attempt, time.monotonic())
             self._until(lambda: closing.closed or closing.proposed is None or closing.proposed.attempt != attempt)
             if closing.closed:
-                # Steps count as held by this worker only now: those of a mean that was not taken are nobody's.
+                # Steps count as held by this worker only now: those of a failed attempt are not held by any.
                 closing.advance()
-                self._name_unvouched(closing)  # now: after the last round nobody looks again
+                self._name_unvouched(closing)  # now, as there is no later check after the last round
                 self._tried = -1
                 self.core.count_steps()
             return closing.round > before
@@ -232,7 +235,7 @@ class ElasticTransport:
         closing, start_s = self._closes(), time.perf_counter()
         while not done():
             self._must_fill_its_slot()
-            # Where all others have ended for good there will never be a majority.
+            # If all others have finished for good there will never be a majority.
             if closing.left_out or self.stop() or self.members.alone:
                 raise LeftOutError(self.worker, self.core.round, closing.source)
             self._flush()
@@ -243,7 +246,8 @@ class ElasticTransport:
         self._waits.append(Wait(Ticket(self.core.round), start_s, time.perf_counter()))
 
     def await_company(self) -> None:
-        """Waits until another process takes part in the run, or for `stop`: the first machine would train all of it alone.
+        """Waits until another process takes part in the run, or for `stop`: else the first machine would train all of
+        it alone.
 
         Raises: SlotTakenError.
         """
@@ -262,7 +266,9 @@ class ElasticTransport:
                     )
 
     def _tell_if_few(self, now: float) -> None:
-        """Tells once, after some seconds without a majority, what a round waits for: the first machine may be alone for hours."""
+        """Reports once, after some seconds without a majority, what a round waits for: the first machine may be alone
+        for hours.
+        """
         slots, alive = self.members.slots, len(self.members.with_status(MemberStatus.ALIVE)) + 1
         if 2 * alive > slots:
             self._few_since_s = None
@@ -286,7 +292,7 @@ class ElasticTransport:
 
         with self.changed:
             self._like[ticket, peer] = forms
-            # A mean over everyone has no use for the rest of its messages, and ends by naming the sender.
+            # A mean over everyone cannot use the remaining messages, and fails with the sender's name.
             self.core.expect(ticket, peer, wire.frames_bytes(like), whole if self.closing is None else None)
             self._flush()
             self.changed.notify_all()
@@ -295,9 +301,7 @@ class ElasticTransport:
         """Queues this worker's payload."""
         packed = wire.pack_frames(frames)
         payload = wire.on_host(packed)
-        if (
-            len(frames) == 1 and payload is packed
-        ):  # no copy yet: the caller writes into it while a slow peer still reads
+        if len(frames) == 1 and payload is packed:  # copied: the caller may write into it while a slow peer still reads
             payload = payload.clone()
         with self.changed:
             if self.taken is not None:
@@ -306,7 +310,7 @@ class ElasticTransport:
             self._flush()
 
     def ready(self, ticket: Ticket) -> bool:
-        """Whether the exchanges of the ticket have all been made, or have failed."""
+        """Whether all exchanges of the ticket were committed or have failed."""
         with self.changed:
             return self.core.settled(ticket)
 
@@ -315,27 +319,27 @@ class ElasticTransport:
         start_s = time.perf_counter()
         with self.changed:
             while not self.core.settled(ticket):
-                # Until the next deadline at most: a peer that hangs sends nothing by which this would wake up.
+                # Until the next deadline at most: a hanging peer sends nothing that would wake this up.
                 self.changed.wait(min(self._beat_s, max(0.0, self.core.deadline() - time.monotonic())))
                 self.core.tick(time.monotonic())
                 self._flush()
         self._waits.append(Wait(ticket, start_s, time.perf_counter()))
 
     def collect(self, ticket: Ticket) -> dict[int, list[Tensor]]:
-        """The frames of the exchanges that were made, by peer; forgets the ticket."""
+        """The frames of the committed exchanges, by peer; forgets the ticket."""
         with self.changed:
             payloads, outcomes = self.core.collect(ticket)
             for peer in outcomes:
                 if (waiting := self._posted.pop((ticket, peer), None)) is not None:
-                    # Over a link that is slower than its rounds payloads that nobody waits for would lie one behind the other, in
-                    # memory and in the way of all that counts.
+                    # Over a link slower than the rounds, obsolete payloads would queue up in memory and delay current
+                    # ones.
                     waiting.change(Letter(LetterKind.DECLINE, self.worker, ticket, round=max(self.core.round, 0)))
         self._outcomes[ticket] = outcomes
         likes = {peer: self._like.pop((ticket, peer)) for peer in outcomes}
         return {peer: wire.unpack_frames(payload.to(self._device), likes[peer]) for peer, payload in payloads.items()}
 
     def outcomes(self) -> dict[Ticket, dict[int, Outcome]]:
-        """What became of the exchanges that were collected since the last call."""
+        """The outcomes of the exchanges collected since the last call."""
         taken, self._outcomes = self._outcomes, {}
         return taken
 
@@ -346,43 +350,43 @@ class ElasticTransport:
         return waited
 
     def deliveries(self) -> list[Delivery]:
-        """The payloads that came since the last call."""
+        """The payloads received since the last call."""
         with self.changed:
             came = list(self._deliveries)
             self._deliveries.clear()
         return came
 
     def first_round(self, timeout_s: float) -> int:
-        """The round after the newest that others say they are in: asks all that are alive.
+        """The round after the newest one reported by the others: asks all that are alive.
 
-        Waits until one has answered, and some seconds for the others: a worker that was cut off does not know how many steps of
-        this slot the others hold.
-        Raises: PeerError when nobody answers in time.
+        Waits until one has answered, and some seconds for the others: a worker that was cut off does not know how many
+        steps of this slot the others hold.
+        Raises: PeerError without an answer in time.
         """
         with self.changed:
             self.core.spread(ask=True)
             self._flush()
-            answered = self.changed.wait_for(lambda: self.core.was_heard, timeout_s)
-            self.changed.wait_for(lambda: self.core.all_heard, 4 * self._beat_s)
+            answered = self.changed.wait_for(lambda: self.core.was_contacted, timeout_s)
+            self.changed.wait_for(lambda: self.core.contacted_by_all, 4 * self._beat_s)
             if not answered:
                 raise PeerError(f"nobody of the run answered worker {self.worker} for {timeout_s:g} s; join again")
             return self.members.newest_round + 1
 
     @property
     def newest_round(self) -> int:
-        """The newest round that a worker is known to be in."""
+        """The newest known round of any worker."""
         with self.changed:
             return self.members.newest_round
 
     def next_round(self) -> int:
-        """The round to go on with."""
+        """The next round."""
         with self.changed:
             if self.closing is None:
                 return self.core.next_round()
             return self.closing.round // self.closing.per_round
 
     def await_later(self, round: int) -> None:
-        """Waits until another worker is in a later round, if any may come there, for `timeout_s` at most."""
+        """Waits until another worker is in a later round, if possible, for `timeout_s` at most."""
         with self.changed:
             closing = self._closes()
             over = lambda: self.members.newest_round > round or closing.nobody_ahead or self.stop()  # noqa: E731
@@ -391,16 +395,16 @@ class ElasticTransport:
     def go_on_from(self, round: int, line: int) -> None:
         """Takes part again with another worker's state, for a rule that needs everyone."""
         with self.changed:
-            self._closes().enter(round * self._closes().per_round, line)
+            self._closes().begin_round(round * self._closes().per_round, line)
 
     @property
     def line(self) -> int:
-        """The hash of the rounds that were closed, which goes with a state; 0 for gossip."""
+        """The hash of the closed rounds, which accompanies a state; 0 for gossip."""
         with self.changed:
             return 0 if self.closing is None else self.closing.line
 
     def view(self) -> View:
-        """What this worker knows of all, for whoever asks."""
+        """This worker's membership view, for status queries."""
         with self.changed:
             entries = [entry for _, entry in sorted(self.members.entries.items())]
             return View(self.worker, entries, self.core.silent_s(time.monotonic()), self.refusals.counts)
@@ -413,9 +417,9 @@ class ElasticTransport:
             return "it has not answered" if self._links.get(slot) else "another worker has lost it"
 
     def declare(self, status: MemberStatus, since: int | None = None) -> None:
-        """Tells everybody what this worker says of itself.
+        """Updates this worker's own entry and announces it to all.
 
-        Raises: SlotTakenError when it is there to stay and another process has taken its slot.
+        Raises: SlotTakenError when it stays and another process has taken its slot.
         """
         with self.changed:
             if status != MemberStatus.LEFT:
@@ -432,9 +436,9 @@ class ElasticTransport:
         return entry
 
     def serve(self, channel: Channel, boundary: Callable[[int | None], Handover]) -> None:
-        """Gives a newcomer a slot that its key may have, and what `boundary` returns; one that is lost on the way is logged.
+        """Gives a newcomer a slot that its key may have, and the result of `boundary`; logs a newcomer that is lost.
 
-        Args: `boundary` returns the state after as many rounds as the newcomer asks for, None for the newest.
+        Args: `boundary` returns the state of the round that the newcomer requests, None for the newest.
         """
         endpoint = self._endpoint
         owned = None if endpoint.keys is None else endpoint.keys.numbers(channel.certificate)
@@ -459,14 +463,16 @@ class ElasticTransport:
             log.info("worker %d stopped serving a newcomer: %s", self.worker, error)
 
     def close(self, *, leaves: bool = True, for_good: bool = True) -> None:
-        """Says goodbye, unless this worker has failed and so never `leaves`, sends what is queued and ends all connections.
+        """Announces the departure, unless this worker has failed and so never `leaves`, sends queued letters and ends
+        all connections.
 
-        Args: `for_good` is whether nobody shall wait for it where a rule needs everyone: it has all rounds behind it, or failed.
+        Args: `for_good` is whether a rule that needs everyone should stop waiting for it: it has finished all rounds,
+            or failed.
         """
-        # In this order: the goodbye is queued while the connections are still there, then nothing opens a new one, then nobody
-        # comes in any more, and each connection ends once its queue is written.
+        # In this order: the goodbye is queued while connections exist, then no new one is opened, then none is
+        # accepted, and each connection ends once its queue is written.
         if leaves:
-            with self.changed:  # so that nobody hears of the one without the other
+            with self.changed:  # so that no peer learns of one without the other
                 if for_good and self.closing is not None:
                     self.members.progress(self.worker, self.members.limits.rounds)
                 self.declare(MemberStatus.LEFT)
@@ -477,7 +483,7 @@ class ElasticTransport:
         self._listener.close()
         self._listener.hang_up()
         self._guests.close()
-        # At the same time: a peer that hangs costs these seconds once, and not for each that hangs.
+        # Concurrently: several hanging peers cost this timeout only once.
         enders = [threading.Thread(target=link.finish, args=(min(5.0, self._endpoint.timeout_s),)) for link in links]
         for ender in enders:
             ender.start()
@@ -485,7 +491,7 @@ class ElasticTransport:
             ender.join()
 
     def _flush(self) -> None:
-        """Hands what the core wants to send to the links, and opens those that are missing."""
+        """Passes the core's outgoing letters to the links, and opens missing ones."""
         outbox, self.core.outbox = [*self.core.outbox], []
         if self.closing is not None:
             outbox += [Outgoing(peer, letter) for peer, letter in self.closing.outbox]
@@ -498,12 +504,12 @@ class ElasticTransport:
                 self._send(link, letter)
 
     def _send(self, link: PeerConnection, letter: Letter) -> None:
-        """Queues a letter; one that is large, so that it may still change."""
+        """Queues a letter; a large one so that it may still be replaced."""
         if letter.kind == LetterKind.PAYLOAD:
             waiting = self._posted[letter.ticket, link.peer] = _Waiting(letter)
             link.send(waiting)
         elif letter.kind == LetterKind.MESSAGE:
-            # Whoever asks again has not got the answer to what it asked before, and shall get one, the newest.
+            # A repeated request replaces the unsent answer to the earlier one by the newest.
             before = self._messages.get(link)
             if before is None or not before.change(letter):
                 waiting = self._messages[link] = _Waiting(letter)
@@ -512,9 +518,9 @@ class ElasticTransport:
             link.send(letter)
 
     def _link_to(self, entry: SlotEntry) -> PeerConnection | None:
-        """The connection with the process that fills a slot; opens one if there is none.
+        """The connection with a slot's process; opens one if necessary.
 
-        Of several the newest: a process dials anew only if the others are gone, which this end may not have noticed.
+        Of several the newest: a process redials only if the others are gone, which this end may not have noticed.
         """
         links = self._links_to(entry.slot)
         if not links and entry.address:
@@ -523,11 +529,11 @@ class ElasticTransport:
         return (known or links or [None])[-1]
 
     def _links_to(self, slot: int) -> list[PeerConnection]:
-        """The connections with the process that fills a slot, the oldest first."""
+        """The connections with a slot's process, oldest first."""
         return [link for link in self._links.get(slot, []) if self.core.is_filled_by(slot, link.nonce)]
 
     def _look_for_claimed(self) -> None:
-        """Looks for the processes that others say fill a slot, where they are said to be; what counts is their own word.
+        """Dials processes reported to fill a slot at their reported address; only their own report counts.
 
         Each slot once a beat, however many letters say so.
         """
@@ -541,7 +547,8 @@ class ElasticTransport:
                 continue
             self._looked_s[entry.slot] = now
             if entry.slot == self.worker:
-                # To look takes up to ten seconds, in which nobody else could be heard: this thread holds `changed`.
+                # In a separate thread: a search takes up to ten seconds, and this thread holds `changed`, which blocks
+                # all receivers.
                 threading.Thread(
                     target=self._look_for_namesake, args=(entry,), daemon=True, name="gossamer look"
                 ).start()
@@ -549,7 +556,7 @@ class ElasticTransport:
                 self._open(entry, known=False).nonce = entry.nonce
 
     def _look_for_namesake(self, entry: SlotEntry) -> None:
-        """Whether another process, which has this worker's key, fills its slot; in a thread of its own."""
+        """Whether another process with this worker's key fills its slot; runs in a separate thread."""
         endpoint = self._endpoint
         try:
             seen = look(
@@ -563,7 +570,7 @@ class ElasticTransport:
             )
             theirs = next((one for one in seen.entries if one.slot == seen.worker), None)
             there = theirs is not None and theirs.slot == self.worker and theirs.nonce != self.members.own.nonce
-        except (GossamerError, OSError):  # also an address that leads nowhere from here, as into a mailbox
+        except (GossamerError, OSError):  # also an address that is unreachable from here
             there = False
         with self.changed:
             if there:
@@ -590,7 +597,7 @@ class ElasticTransport:
                     keys=endpoint.keys,
                     whom=entry.slot,
                 )
-            except ConnectionRefusedError:  # its machine says that nobody listens there, which silence does not
+            except ConnectionRefusedError:  # refused by its machine, unlike a timeout: no process listens there
                 if known:
                     self.redial.ended.add(entry.nonce)
                 raise
@@ -608,17 +615,17 @@ class ElasticTransport:
         return Letter(LetterKind.MEMBERSHIP, self.worker, round=max(self.core.round, 0), body=body)
 
     def _arrived(self, arrival: Arrival) -> None:
-        """Somebody who knows the secret has connected: a peer, a newcomer or a watcher."""
+        """Handles an authenticated connection: of a peer, a newcomer or a watcher."""
         channel, host, peer, same = arrival
         channel.wait_at_most(self._endpoint.timeout_s)
         if same and peer < self.members.slots and peer != self.worker:
-            # One worker may hold several for a moment, as both ends dial, but not any number: each costs two threads.
+            # One worker may briefly hold several, as both ends dial, but not any number: each costs two threads.
             self._accepted.admit(channel, f"worker {peer} at {host}")
             with self.changed:
                 if not self._closed.is_set():
                     self._add(peer, lambda: channel)
                     return
-            self._accepted.release(channel)  # it was proving who it is while this process closed its connections
+            self._accepted.release(channel)  # its handshake was running while this process closed its connections
             channel.close()
             return
         self._guests.admit(channel, host)
@@ -638,7 +645,7 @@ class ElasticTransport:
 
     def _accepts(self, link: PeerConnection, letter: Letter, size: int) -> bool:
         with self.changed:
-            if letter.kind == LetterKind.PAYLOAD:  # whose size is known once this worker has begun its first round
+            if letter.kind == LetterKind.PAYLOAD:  # the size is known once this worker has begun its first round
                 self.changed.wait_for(
                     lambda: self._closed.is_set() or self.core.knows(letter.ticket), self._endpoint.timeout_s
                 )
@@ -649,15 +656,15 @@ class ElasticTransport:
             if letter.kind == LetterKind.PAYLOAD:
                 size, came_s = letter.body.numel(), time.perf_counter()
                 self._deliveries.append(Delivery(letter.ticket, letter.sender, size, 0.0, came_s))
-            link.nonce = self.core.heard(letter, time.monotonic(), link.nonce)
+            link.nonce = self.core.receive(letter, time.monotonic(), link.nonce)
             self._look_for_claimed()
             if not self.core.is_filled_by(link.peer, link.nonce):
-                # It reads that another process fills its slot. Nothing else that it says counts.
+                # The greeting informs it that another process fills its slot. Nothing else that it sends counts.
                 link.send(self._greeting())
             elif (
                 letter.kind in (LetterKind.REPORT, LetterKind.PROPOSAL, LetterKind.CLOSED) and self.closing is not None
             ):
-                self.closing.heard(letter, time.monotonic())
+                self.closing.receive(letter, time.monotonic())
             if letter.kind == LetterKind.MEMBERSHIP:
                 self._reasons.pop(link.peer, None)
             self._flush()
@@ -672,8 +679,8 @@ class ElasticTransport:
                 self._links.get(link.peer, []).remove(link)
             entry = self.members.entries.get(link.peer)
             current = entry is not None and self.core.is_filled_by(link.peer, link.nonce)
-            # Both ends may have dialled at once. Of two connections with one process the loss of one is no loss of the process,
-            # but what was queued on it is gone.
+            # Both ends may have dialled at once. Losing one of two connections with a process is not a loss of the
+            # process, but its queued letters are gone.
             if not self._closed.is_set() and current and not self._links_to(link.peer):
                 if entry is not None and entry.status == MemberStatus.ALIVE:
                     log.info("worker %d lost the connection with worker %d (%s)", self.worker, link.peer, why)
@@ -693,7 +700,7 @@ class ElasticTransport:
             self._name_unvouched(self.closing)
 
     def _name_unvouched(self, closing: Closing) -> None:
-        """Names the workers that alone say that they are in another round; one line for each power of two of them."""
+        """Reports the workers that are alone in claiming another round; one line for each power of two of them."""
         unvouched, closing.unvouched = closing.unvouched, []
         for one in unvouched:
             count = self.refusals.count(f"worker {one.worker}: ahead of the others")
@@ -712,12 +719,12 @@ class ElasticTransport:
                 log.warning("%s; worker %d keeps its own state, and does not wait for it", alone, self.worker)
 
     def _keep_house(self) -> None:
-        """Looks at the time, and again and again for those that are suspected: they may have come back."""
+        """Runs timeouts, and redials suspected workers, which may have come back."""
         while not self._closed.wait(self._beat_s):
-            self.redial.look(time.monotonic())  # reads files, so without the lock
+            self.redial.look(time.monotonic())  # reads files, hence outside the lock
             with self.changed:
                 if self._closed.is_set():
-                    return  # else it would dial those whose connections have just ended
+                    return  # else it would redial peers whose connections have just ended
                 now, core = time.monotonic(), self.core
                 self._look_at(now)
                 linked = {slot for slot in self._links if self._links_to(slot)}
@@ -725,6 +732,6 @@ class ElasticTransport:
                     if entry.slot in linked:
                         core.tell(entry.slot)
                 for entry in self.redial.due(now, self.members, linked, core.replaced.values()):
-                    self._open(entry).nonce = entry.nonce  # its greeting tells whom it knows
+                    self._open(entry).nonce = entry.nonce  # its greeting contains its view
                 self._flush()
                 self.changed.notify_all()

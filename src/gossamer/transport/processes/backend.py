@@ -1,6 +1,6 @@
-"""Where gloo and NCCL differ: which carries the messages of a group, how the end of a transfer is learnt, and how all end.
+"""The differences between gloo and NCCL: choice of backend, completion of transfers, and shutdown.
 
-What is said of NCCL here comes from its documentation, and of it only a group of one process was ever run.
+Statements about NCCL come from its documentation; only a group of one process was ever run with it.
 """
 
 import contextlib
@@ -23,34 +23,34 @@ from gossamer.transport.sockets.keepalive import keeping_alive
 Backend = Literal["gloo", "nccl"]
 FOREVER = timedelta(days=365)
 OWN, OWN_NCCL = "gossamer's own", "gossamer's own, of NCCL"
-"""Describe the groups of `gloo_group` and `nccl_group`, which torch's registry does not know."""
+"""Descriptions of the groups of `gloo_group` and `nccl_group`, which torch's registry does not know."""
 LIFELINE = key(0, "lifeline") >> 32
-"""The tag of the receive that nobody answers."""
+"""The tag of the receive that is never answered."""
 LATER_S = 10.0
-"""How much longer than for one of its waits torch has to make a group: it names who does not come, which the clock does not."""
+"""Extra seconds for torch to make a group: its own timeout names the missing process, ours does not."""
 G = TypeVar("G")
 
 
 class _Followers:
-    """Threads that wait inside torch, each for one transfer after the other: to start one takes longer than a small message."""
+    """A pool of threads that wait for transfers inside torch: starting a thread takes longer than a small message."""
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock, self._idle, self._closed = threading.Lock(), 0, 0
 
     def start(self, task: Callable[[], None]) -> None:
-        """Does it in a thread that is idle, or in a new one."""
+        """Runs a task in an idle thread, or in a new one."""
         with self._lock:
             if self._idle:
                 self._idle -= 1
                 self._tasks.put(task)
                 return
-            # Two threads cannot wait for one transfer of gloo, and one thread cannot wait for two: each has its own.
+            # In gloo a transfer can have only one waiting thread, and a thread only one transfer to wait for.
             thread = threading.Thread(target=self._work, args=(task, self._closed), name=THREADS, daemon=True)
         thread.start()
 
     def close(self) -> None:
-        """Ends the threads: idle ones at once, others after what they do."""
+        """Ends the threads: idle ones at once, others after their task."""
         with self._lock:
             for _ in range(self._idle):
                 self._tasks.put(None)
@@ -59,7 +59,7 @@ class _Followers:
     def _work(self, task: Callable[[], None] | None, closed: int) -> None:
         while task is not None:
             task()
-            task = None  # its memory is free now
+            task = None  # frees its memory
             with self._lock:
                 if self._closed != closed:
                     return
@@ -73,31 +73,31 @@ follow = _FOLLOWERS.start
 
 
 def backend_of(group: dist.ProcessGroup | None = None) -> Backend:
-    """What carries the messages of a group, however it was made; `carrier_in` says how it is chosen."""
+    """The backend that carries the messages of a group, however it was made; see `carrier_in`."""
     if group is not None and group.group_desc in (OWN, OWN_NCCL):
         return "gloo" if group.group_desc == OWN else "nccl"
     return carrier_in(dist.get_backend_config(group))
 
 
 def whole_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group itself, or the default one; torch's functions take registered groups only, and its groups have their methods."""
+    """The group itself, or the default one; torch's functions accept only registered groups, hence methods are used."""
     whole = group or dist.group.WORLD
     assert whole is not None
     return whole
 
 
 def connected(store: Store, timeout_s: float, make: Callable[[], G]) -> G:
-    """What `make` makes of a process group, whose processes find each other by a store; its connections are kept alive.
+    """The backend that `make` builds on a process group connected through a store, with keepalive.
 
-    Raises: RuntimeError when the others do not come within `timeout_s`, or the store does not answer.
+    Raises: RuntimeError when other processes are missing after `timeout_s`, or the store does not answer.
     """
 
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def kept() -> G:
         if device is not None:
-            torch.cuda.set_device(device)  # which is a setting of each thread
-        # An idle connection lasts as long as a worker waits: this group cannot dial again.
+            torch.cuda.set_device(device)  # a per-thread setting
+        # An idle connection lasts as long as a worker waits: this group cannot reconnect.
         with keeping_alive(timeout_s):
             return make()
 
@@ -105,15 +105,15 @@ def connected(store: Store, timeout_s: float, make: Callable[[], G]) -> G:
 
 
 def gloo_group(store: Store, rank: int, size: int, timeout_s: float, address: str = "") -> dist.ProcessGroup:
-    """A group of gloo that nobody else knows, of processes that have a store in common and need not be in one world.
+    """A private gloo group of processes that share a store and need not be in one world.
 
-    torch's `new_group` names a group of some ranks by how many groups a process is in, so that processes with unlike pasts wait
-    for each other in vain.
+    torch's `new_group` names a group by the number of groups that a process is in, so that processes with different
+    histories would hang.
 
     Args:
         store: for this group alone.
-        address: of this process, at which it waits for the others; by default torch chooses.
-    Raises: RuntimeError when the others do not come within `timeout_s`.
+        address: where this process listens for the others; by default torch chooses.
+    Raises: RuntimeError when others are missing after `timeout_s`.
     """
     return connected(store, timeout_s, lambda: _gloo_group(store, rank, size, timeout_s, address))
 
@@ -128,8 +128,8 @@ def _gloo_group(store: Store, rank: int, size: int, timeout_s: float, address: s
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     group._set_group_desc(OWN)
-    # Whoever gives up right away, such as for a rule that it refuses, would cut off those that are still connecting, and these
-    # would end in gloo's words.
+    # A process that fails right away, for example as it refuses a rule, would cut off others that are still connecting,
+    # which would fail with gloo's errors.
     group.barrier().wait()
     return group
 
@@ -138,8 +138,8 @@ def nccl_group(store: Store, rank: int, size: int, timeout_s: float) -> dist.Pro
     """As `gloo_group`, of NCCL; run with one process only.
 
     torch's `new_group` would split the communicator of the default group where that is bound to a device, and then all processes
-    of the world must take part, also those of other lanes and those that make no Outer: the others would hang. This one makes a
-    communicator of its own. It is made by the first transfer, for which all its processes must come at once: let it be a
+    of the world must take part, also those of other lanes and those without an Outer: else it hangs. This creates a
+    separate communicator. The first transfer creates it, for which all its processes must arrive together: make it a
     collective.
     """
     nccl = dist.ProcessGroupNCCL
@@ -154,10 +154,10 @@ def nccl_group(store: Store, rank: int, size: int, timeout_s: float) -> dist.Pro
 
 
 def carrier_in(config: str) -> Backend:
-    """What carries messages in a group of these backends: gloo where it serves the CPU, else NCCL.
+    """The backend for messages in a group of these backends: gloo if it serves the CPU, else NCCL.
 
-    gloo comes first because it names a peer that is gone and obeys a deadline; messages of a GPU then pass through the host.
-    Between workers, NCCL was never run.
+    gloo is preferred because it names a lost peer and obeys deadlines; messages of a GPU then pass through the host.
+    NCCL was never run between workers.
 
     Raises: ConfigError when there is neither.
 
@@ -178,14 +178,14 @@ def carrier_in(config: str) -> Backend:
 def hang_up(group: dist.ProcessGroup | None = None, limit_s: float = 2.0) -> bool:
     """Closes the connections of a gloo group and waits for the threads that are inside torch, at most `limit_s`.
 
-    Returns: whether all have ended. One that comes back from C++ while Python shuts down aborts the process; one whose peer
-        was lost amid its bytes never comes back.
+    Returns: whether all have ended. A thread that returns from C++ during Python's shutdown aborts the process; one
+        whose peer was lost mid-transfer never returns.
     """
     if backend_of(group) == "gloo":
         whole = whole_of(group)
         for peer in {*range(whole.size())} - {whole.rank()}:
             # A wait that times out closes all connections, but one that ends because this peer has just left closes
-            # none: so every peer has its turn. A receive on a closed connection fails at once.
+            # none: hence the loop over all peers. A receive on a closed connection fails at once.
             with contextlib.suppress(RuntimeError):
                 hold(peer, group).wait(timedelta(milliseconds=1))
     return threads_end(limit_s)
@@ -202,12 +202,12 @@ def threads_end(limit_s: float = 2.0) -> bool:
 
 
 def hold(peer: int, group: dist.ProcessGroup | None) -> dist.Work:
-    """A receive that nobody answers; it fails when the connection to this peer, a rank of the group, is lost."""
+    """A receive that is never answered; it fails when the connection to this peer, a rank of the group, is lost."""
     return whole_of(group).recv([torch.empty(1, dtype=torch.uint8)], peer, LIFELINE)
 
 
 def block(work: dist.Work) -> None:
-    """Blocks in gloo, which has no other way to learn that a transfer has ended."""
+    """Blocks in gloo, which offers no other way to detect the end of a transfer."""
     if not work.wait(FOREVER):
         raise RuntimeError("the process group ended before the transfer did")
 

@@ -1,11 +1,12 @@
-"""The notice board of a run, in the store of its launcher: who waits for whom, and who failed first.
+"""The notice board of a run, in the store of its launcher: which worker waits for which, and which failed first.
 
 A worker sees only its own connections, but the worker that failed may be two hops away. So a worker that waits for long
-repeatedly posts which peers it waits for. A worker that fails posts why, and only the first failure is kept. This part of the
-board is used only on long waits and on errors. The board also holds small notes of each worker: what it has saved, and its pace.
+repeatedly posts the peers it waits for. A worker that fails posts the reason, and only the first failure is kept. This
+part of the board is used only on long waits and on errors. The board also holds small notes of each worker: its saved
+round, and its pace.
 
-Every store access has a deadline. While the store does not answer we lose diagnostics, never termination, and the board says so
-once. A question that hangs is left to a thread, and no other is asked before it ends; then the board works again.
+Every store access has a deadline. While the store does not answer we lose diagnostics, never termination, and the board
+warns once. A call that hangs is left to a thread, and no other is made before it ends; then the board works again.
 """
 
 import json
@@ -20,7 +21,7 @@ from gossamer.record.jsonl import json_from_peer
 from gossamer.transport.processes.store import THREADS, Entries
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
-"""How long nothing is asked of a store after an error; doubled after each."""
+"""Pauses before the next call on a store after an error: the first, doubled after each, and the longest."""
 MOST_DIGITS = 10
 T = TypeVar("T")
 
@@ -28,7 +29,7 @@ log = logging.getLogger("gossamer")
 
 
 class Note(NamedTuple):
-    """What a waiting worker posts."""
+    """The note of a waiting worker."""
 
     beat: int
     """Counts up while the worker is alive and waits."""
@@ -52,12 +53,12 @@ def sentence(
     chain: Sequence[int] = (),
     name: Callable[[int], str] = "worker {}".format,
 ) -> str:
-    """What `worker` says of a failure.
+    """The error sentence of `worker` about a failure.
 
     Args:
         timeout_s: how long it waits.
         chain: of waits from one of its peers to the worker that failed.
-        name: what each is called.
+        name: the name of each.
 
     >>> sentence(Failure(2, 7, 0, "changed"), worker=1, timeout_s=30.0)  # doctest: +ELLIPSIS
     'worker 2 sent a payload that changed in transit in round 7, as worker 0 reported; a network card or memory is faulty: ...'
@@ -84,10 +85,11 @@ def sentence(
 
 
 def blame(worker: int, missing: Collection[int], before: Mapping[int, Note], after: Mapping[int, Note]) -> list[int]:
-    """The chain of waits from a peer that `worker` waits for to the worker at its end, which waits for nobody.
+    """The chain of waits from a peer that `worker` waits for to the worker at its end, which does not wait.
 
-    A worker whose beat increased between the two looks is alive, so the chain continues with a peer that it waits for. A
-    worker without a note, or whose beat stands still, ends the chain. If all wait in a circle, the chain is the first peer alone.
+    A worker whose beat increased between the two looks is alive, so the chain continues with a peer that it waits for.
+    A worker without a note, or with an unchanged beat, ends the chain. If all wait in a circle, the chain is only the
+    first peer.
 
     >>> blame(0, [1], {1: Note(4, (2,))}, {1: Note(7, (2,))})
     [1, 2]
@@ -108,30 +110,30 @@ def blame(worker: int, missing: Collection[int], before: Mapping[int, Note], aft
 
 
 class Board:
-    """Access of one worker, or of one process of it, to the notices of all; nothing raises or takes longer than `patience_s`."""
+    """Access of one worker, or of one process of it, to the notices of all; no call raises or takes longer than `patience_s`."""
 
     def __init__(self, entries: Entries, worker: int, n: int, patience_s: float) -> None:
         self.worker = worker
         self.gone = False
-        """Whether the store has not answered the last question, in time or at all."""
+        """Whether the store has not answered the last call, in time or at all."""
         self._n = n
         self._patience_s = patience_s
         self._entries = entries.under("gossamer/board")
         self._beat = 0
         self._asked = threading.Thread()
-        """The question that was asked last, in its thread; it may hang."""
+        """The last call, in its thread; it may hang."""
         self._errand = threading.Thread()
         self._errand_s = 0.0
         self._pause_s, self._again_s, self._said = FIRST_PAUSE_S, 0.0, False
         self._saved = [0] * n
-        """The newest round that each worker is known to own."""
+        """The newest round that each worker is known to have saved."""
         self._circulated: dict[int, bytes] = {}
 
     def waits_for(self, peers: Iterable[int]) -> None:
-        """Posts, with a new beat, the peers that this worker waits for."""
+        """Posts the peers that this worker waits for, with a new beat."""
         self._beat += 1
         text = json.dumps([self._beat, sorted(peers)])
-        self._ask(lambda: self._entries.set(f"note/{self.worker}", text))
+        self._query(lambda: self._entries.set(f"note/{self.worker}", text))
 
     def look(self, peers: Iterable[int]) -> dict[int, Note]:
         """The notes of these peers, of those they wait for, and so on."""
@@ -152,14 +154,15 @@ class Board:
     def claim(self, failure: Failure) -> Failure:
         """Posts a failure unless there is one already, and returns the one that counts."""
         text = json.dumps(failure)
-        standing = self._ask(lambda: self._entries.first("failure", text))
+        standing = self._query(lambda: self._entries.first("failure", text))
         return (self._failure(standing) if standing is not None else None) or failure
 
     def saved(self, round: int) -> int:
-        """Posts that this worker owns the checkpoint of a round; returns the newest round r such that every worker is known to
-        own one of round r or later: 0 while one has posted nothing, and what was known last if the store does not answer.
+        """Posts that this worker has the checkpoint of a round; returns the newest round r such that every worker is
+        known to have one of round r or later: 0 while any has posted none, and the last known value if the store does
+        not answer.
         """
-        self._ask(lambda: self._entries.set(f"saved/{self.worker}", str(round)))
+        self._query(lambda: self._entries.set(f"saved/{self.worker}", str(round)))
         for worker in range(self._n):
             text = self._read(f"saved/{worker}")
             if text is not None and text.isdigit() and len(text) <= MOST_DIGITS:
@@ -167,7 +170,8 @@ class Board:
         return min(self._saved)
 
     def circulate(self, text: str) -> dict[int, bytes]:
-        """Posts a note to all in the background, and returns the notes of all as the previous call found them; never waits.
+        """Posts a note to all in the background, and returns the notes of all as read by the previous call; never
+        waits.
 
         While the store has not answered the previous call, this one posts nothing.
         """
@@ -176,7 +180,7 @@ class Board:
             if time.monotonic() > self._errand_s + self._patience_s:
                 self._silent()
         elif self._may_ask():
-            # In a thread that may hang with the store: the caller trains on, and finds the answer at a later call.
+            # In a thread that may hang with the store: the caller keeps training, and gets the answer at a later call.
             self._errand = threading.Thread(target=self._circulate, args=(text,), name=THREADS, daemon=True)
             self._errand_s = time.monotonic()
             self._errand.start()
@@ -193,10 +197,10 @@ class Board:
             self._answered()
 
     def _read(self, name: str) -> bytes | None:
-        return self._ask(lambda: self._entries.get(name))
+        return self._query(lambda: self._entries.get(name))
 
-    def _ask(self, question: Callable[[], T]) -> T | None:
-        """The answer of the store, or None; a call that hangs cannot be ended, so its thread is left behind."""
+    def _query(self, question: Callable[[], T]) -> T | None:
+        """The answer of the store, or None; a hanging call cannot be cancelled, so its thread is left behind."""
         if not self._may_ask():
             return None
         answers: list[T] = []
@@ -209,7 +213,7 @@ class Board:
             else:
                 self._answered()
 
-        # A question to a store that is gone has no deadline of its own inside torch; the thread is left behind there.
+        # A call on a lost store has no deadline inside torch; its thread is left behind.
         self._asked = threading.Thread(target=ask, name=THREADS, daemon=True)
         self._asked.start()
         self._asked.join(self._patience_s)

@@ -1,27 +1,28 @@
 """One worker per process: point-to-point messages of torch.distributed, over gloo or NCCL; no collectives.
 
-What gloo (torch 2.13) does, found by experiment, and what we do about it:
+The behaviour of gloo (torch 2.13), by experiment, and our measures:
 
-* `Work.is_completed()` of an `isend` or `irecv` stays false until somebody calls `wait()`, and there is no future. A `wait`
+* `Work.is_completed()` of an `isend` or `irecv` stays false until `wait()` is called, and there is no future. A `wait`
   that times out closes the connections to all peers, healthy ones too. So the transfers with
-  each peer of a ticket have a thread in a `wait` without a timeout, for one after the other: what was posted has mostly left
-  when the answer has come. It costs no processor time and does not block the interpreter; our deadline is on a condition
-  variable, of which the caller is told once, when all have ended or one has failed.
+  each peer of a ticket have a thread in a `wait` without a timeout, sequentially: posted data has mostly been sent by
+  the time the answer arrives. This costs no processor time and does not block the interpreter; our deadline is on a
+  condition variable, notified once, when all have ended or one has failed.
 * A message larger than the memory it is received into ends the receiving process. So the tag of a payload depends on its
   size. The tag of the header does not, so that a header can always be read and a mismatch reported.
-* To touch fresh memory costs as much as a transfer over loopback (64 MB: 71 instead of 42 ms). So receive buffers are reused
-  once nobody holds a view of them.
-* When a peer is killed, transfers with it that have not begun fail within milliseconds, and those with other peers go on. But
-  a transfer in the middle of its bytes waits forever. So there is a lifeline to each peer, a receive that nobody answers: it
+* To touch fresh memory costs as much as a transfer over loopback (64 MB: 71 instead of 42 ms). So receive buffers are
+reused once no view of them is left.
+* When a peer is killed, transfers with it that have not begun fail within milliseconds, and those with other peers
+continue. But a transfer in the middle of its bytes waits forever. So there is a lifeline to each peer, a receive that
+is never answered: it
   fails when the connection does, and then we end all transfers with that peer.
-* When a peer is stopped, nothing happens at all until our deadline.
+* When a peer is stopped, there is no event until our deadline.
 * A thread that comes back from C++ while Python shuts down aborts the process ("terminate called without an active
   exception"). So before `main` returns, `hang_up` closes all connections, by a `wait` that times out, and joins the threads.
-  A `wait` that ends because its peer has left closes nothing else: the others are closed too, each by its own.
+  A `wait` that ends because its peer has left closes no other connection: the others are closed one by one.
 
-On NCCL tags do not exist, and each transfer waits on the device for those before it. So nothing starts until the first
-`ready` or `wait` of a ticket, which starts all its transfers as one batch: call `ready` once after the last post, and
-start tickets in the same order on all workers.
+On NCCL tags do not exist, and each transfer waits on the device for those before it. So transfers start only at the
+first `ready` or `wait` of a ticket, as one batch: call `ready` once after the last post, and start tickets in the same
+order on all workers.
 """
 
 import functools
@@ -91,7 +92,7 @@ class _Landing(NamedTuple):
 
 
 class _Packed(NamedTuple):
-    """A message as it is sent."""
+    """A message in the form in which it is sent."""
 
     frames: tuple[Tensor, ...]
     payload: Tensor
@@ -99,7 +100,7 @@ class _Packed(NamedTuple):
 
 
 class _Transfer(NamedTuple):
-    """One tensor on its way."""
+    """One tensor in flight."""
 
     way: Way
     tensor: Tensor
@@ -108,7 +109,7 @@ class _Transfer(NamedTuple):
 
 
 class _Begun(NamedTuple):
-    """Messages on their way."""
+    """Messages in flight."""
 
     transfers: set[tuple[Way, int]]
     landings: list[_Landing]
@@ -124,10 +125,10 @@ class _Exchange:
         self.landings: dict[int, _Landing] = {}
         self.pending: set[tuple[Way, int]] = set()
         self.begun: dict[int, deque[_Begun]] = {}
-        """By the peer of each thread that waits for them, in their order."""
+        """Messages by the peer of the thread that waits for them, in order."""
         self.batch: list[_Transfer] = []
         self.gathered: set[tuple[Way, int]] = set()
-        """Transfers that will start together; `batch` has their operations."""
+        """Transfers that start together; `batch` has their operations."""
         self.failure: tuple[int, Exception] | None = None
         """The peer of the first transfer that failed, and its error."""
         self.packed: _Packed | None = None
@@ -138,15 +139,15 @@ class GroupTransport:
     """The transport of this process over a process group of all workers; see `gossamer.transport.contract.Transport`.
 
     Args:
-        member: which worker this process is, where the collected frames shall be, and the store, best one that outlives all
-            workers, for the notice board.
+        member: this process's worker, the device of collected frames, and the store for the notice board, which should
+            outlive all workers.
         run: 64-bit digest of the configuration; messages of another run are refused.
         timeout_s: how long `wait` waits.
-        checksum: whether each payload carries a checksum; only a measurement of the links does without.
+        checksum: whether each payload carries a checksum; only measurements of links omit it.
         group: the process group; the default one when None. `hang_up` closes its connections.
 
     Cost: no copy of a message that is one contiguous frame, one copy of any other; with gloo and a device, one copy each
-    way between device and host. One thread per peer of a ticket, which is used again, and one per peer.
+    way between device and host. One reused thread per peer of a ticket, and one per peer.
     """
 
     keeps_frames = False
@@ -179,7 +180,7 @@ class GroupTransport:
         self._news = threading.Condition()
 
     def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor], sound: Sound | None = None) -> None:
-        """Announces that `peer` will send frames of these shapes and dtypes; from now on its bytes can flow.
+        """Announces that `peer` will send frames of these shapes and dtypes; its transfer can begin from now on.
 
         Raises: TransportError when the message would be larger than `wire.LIMIT_BYTES`.
         """
@@ -205,7 +206,7 @@ class GroupTransport:
         self._begin(exchange, ticket, "to", peer, header, payload)
 
     def ready(self, ticket: Ticket) -> bool:
-        """Whether everything expected under the ticket has come and everything posted has left.
+        """Whether everything expected under the ticket has arrived and everything posted has been sent.
 
         Raises: PeerError when a peer died or runs another configuration, TransportError when bytes are not as agreed.
         """
@@ -219,8 +220,8 @@ class GroupTransport:
     def wait(self, ticket: Ticket) -> None:
         """Returns once `ready(ticket)`.
 
-        Raises: PeerError after `timeout_s`, or as soon as a failure is known, naming the worker that failed first if that
-            can be known; TransportError when bytes are not as agreed.
+        Raises: PeerError after `timeout_s`, or as soon as a failure is known, naming the worker that failed first if
+            known; TransportError when bytes are not as agreed.
         """
         exchange, start_s = self._exchange(ticket), time.perf_counter()
         self._launch(exchange)
@@ -229,7 +230,7 @@ class GroupTransport:
         self._measured.waited.append(Wait(ticket, start_s, time.perf_counter()))
 
     def collect(self, ticket: Ticket) -> dict[int, list[Tensor]]:
-        """The frames that came under a ticket that is ready, by peer; forgets the ticket."""
+        """The frames received under a ready ticket, by peer; forgets the ticket."""
         exchange = self._exchanges.pop(ticket, None) or _Exchange()
         assert not exchange.pending | exchange.gathered and exchange.failure is None, f"{ticket} is not ready"
         frames: dict[int, list[Tensor]] = {}
@@ -239,7 +240,7 @@ class GroupTransport:
         return frames
 
     def deliveries(self) -> list[Delivery]:
-        """The messages received since the last call; none on NCCL, where header and payload come together."""
+        """The messages received since the last call; none on NCCL, where header and payload arrive together."""
         return self._measured.deliveries()
 
     def waits(self) -> list[Wait]:
@@ -247,11 +248,13 @@ class GroupTransport:
         return self._measured.waits()
 
     def close(self) -> None:
-        """Forgets all tickets; transfers in flight end with the process group (`hang_up`), which others may still use."""
+        """Forgets all tickets; transfers in flight end with the process group (`hang_up`), which may still be in use."""
         self._exchanges.clear()
 
     def _pack(self, frames: Sequence[Tensor], before: _Packed | None) -> _Packed:
-        """The message, which has to stay unchanged; it is packed, copied to the host and summed once for all its peers."""
+        """The packed message, which must stay unchanged; it is packed, copied to the host and checksummed once for all
+        its peers.
+        """
         if before is not None and [*map(id, before.frames)] == [*map(id, frames)]:
             return before
         packed = wire.pack_frames(frames, self._allocate if self._device == self._carrier else None)
@@ -273,7 +276,8 @@ class GroupTransport:
         assert peer != self.worker and (way, peer) not in exchange.pending | exchange.gathered, (ticket, way, peer)
         if peer not in self._lifelines and not self._batched:
             self._lifelines.add(peer)
-            # A receive that nobody answers fails when the connection is lost, which gloo tells nobody who waits for a message.
+            # The lifeline fails when the connection is lost, which gloo does not report to a thread that waits for a
+            # message.
             threading.Thread(target=self._hold_lifeline, args=(peer,), name=THREADS, daemon=True).start()
         rank = self._member.rank_of(peer)
         header_tag, payload_tag = wire.tags(self._run, ticket, payload.numel(), self._member.part)
@@ -285,7 +289,7 @@ class GroupTransport:
             self._launch(exchange)
 
     def _launch(self, exchange: _Exchange) -> None:
-        """Starts the collected transfers, and sees to it that a thread waits for their end."""
+        """Starts the collected transfers, and a thread that waits for their end."""
         batch, transfers = exchange.batch, exchange.gathered
         exchange.batch, exchange.gathered = [], set()
         if not batch:
@@ -300,7 +304,7 @@ class GroupTransport:
             return
         begun, peer = _Begun(transfers, landings, works, batch), min(peer for _, peer in transfers)
         with self._news:
-            if peer in exchange.begun:  # its thread takes this too: to wake another takes as long as a small message
+            if peer in exchange.begun:  # its thread takes this too: waking another takes as long as a small message
                 exchange.begun[peer].append(begun)
                 return
             exchange.begun[peer] = deque([begun])
@@ -312,7 +316,7 @@ class GroupTransport:
         return group.recv([tensor], rank, tag) if way == "from" else group.send([tensor], rank, tag)
 
     def _together(self, batch: Sequence[_Transfer]) -> list[dist.Work]:
-        # As torch's `batch_isend_irecv` does, which takes none but groups of torch's registry.
+        # As in torch's `batch_isend_irecv`, which accepts only groups of torch's registry.
         group, device = whole_of(self._group), batch[0].tensor.device
         if not group._get_backend(device).supports_coalescing:
             return [self._alone(transfer) for transfer in batch]
@@ -322,7 +326,7 @@ class GroupTransport:
         return [group._end_coalescing(device)]
 
     def _follow(self, exchange: _Exchange, peer: int) -> None:
-        """Waits for the messages to and from a peer, one after the other."""
+        """Waits for the messages to and from a peer, in order."""
         begun: _Begun | None = None
         error: Exception | None = None
         while True:
@@ -330,16 +334,16 @@ class GroupTransport:
                 if begun is not None:
                     self._settle(exchange, begun.transfers, error)
                 if not exchange.begun[peer]:
-                    del exchange.begun[peer]  # behind the lock: what comes later gets a thread of its own
+                    del exchange.begun[peer]  # under the lock: later messages get a new thread
                     return
                 begun = exchange.begun[peer].popleft()
             error = self._error_of(begun)
 
     def _error_of(self, begun: _Begun) -> Exception | None:
-        """Waits for messages and checks what arrives."""
+        """Waits for messages and validates them."""
         _, landings, works, _ = begun
         try:
-            # A payload of an unexpected size never arrives, so the header is checked first where possible.
+            # A payload of an unexpected size never arrives, so the header is checked first if possible.
             before = len(works) if self._batched else 1
             for work in works[:before]:
                 self._finish(work)
@@ -379,14 +383,16 @@ class GroupTransport:
                 self._news.notify_all()
 
     def _missing(self, exchange: _Exchange, seconds: float) -> list[int]:
-        """Waits at most so long, and returns the ranks that the exchange still waits for; none once it is done or has failed."""
+        """Waits at most `seconds`, and returns the ranks that the exchange still waits for; none once it is done or has
+        failed.
+        """
         with self._news:
             if self._news.wait_for(lambda: not exchange.pending or exchange.failure is not None, seconds):
                 return []
             return self._patience.ranks_of(exchange.pending)
 
     def _broken(self, ticket: Ticket, peer: int, error: Exception) -> TransportError:
-        """What to raise after a transfer with `peer` failed."""
+        """The error to raise after a transfer with `peer` failed."""
         cause = "closed"
         if isinstance(error, TransportError):
             cause = "changed" if isinstance(error, _ChangedError) else "foreign"
@@ -395,7 +401,7 @@ class GroupTransport:
 
 
 def all_reduce(timeout_s: float, group: dist.ProcessGroup | None = None) -> Reduce:
-    """Sums each frame over all workers in place with the backend's own collective, in an order and to last bits of its own.
+    """Sums each frame over all workers in place with the backend's collective, whose order of summation is unspecified.
 
     Args: `group` has all workers; the default group when None.
     Raises (when called): PeerError after `timeout_s` or when a connection closes; a collective does not report which.
@@ -408,7 +414,7 @@ def all_reduce(timeout_s: float, group: dist.ProcessGroup | None = None) -> Redu
     def reduce(frames: Sequence[Tensor], ticket: Ticket) -> None:
         try:
             for frame in frames:
-                total = frame.cpu() if on_host else frame  # a frame of the host is itself
+                total = frame.cpu() if on_host else frame  # a no-op for a frame on the host
                 whole.allreduce(total).wait(timedelta(seconds=timeout_s))
                 if total is not frame:
                     frame.copy_(total)

@@ -3,23 +3,20 @@
 The name of a machine does not tell: Debian and Ubuntu map it to 127.0.1.1 on the machine itself. The kernel does. Needs no torch.
 """
 
-import ctypes
 import functools
 import ipaddress
 import logging
 import os
 import socket
-from collections.abc import Iterator
 from typing import NamedTuple
+
+import psutil
 
 from gossamer.errors import ConfigError
 from gossamer.transport.sockets.addresses import is_loopback, is_wildcard, own_address
 
 GLOO = "GLOO_SOCKET_IFNAME"
 """The environment variable with the interface of gloo, which else takes the address of this machine's name."""
-
-_UP = 1
-"""The flag of an interface that is in use."""
 
 log = logging.getLogger("gossamer")
 
@@ -141,42 +138,14 @@ def use_interface_towards(host: str) -> None:
 
 
 def interfaces() -> list[Interface]:
-    """All interfaces of this machine, once for each of their addresses of either family."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    first = ctypes.POINTER(_Entry)()
-    if libc.getifaddrs(ctypes.byref(first)):
-        raise OSError(ctypes.get_errno(), "the interfaces of this machine could not be listed")
-    try:
-        return [*_entries(first)]
-    finally:
-        libc.freeifaddrs(first)
-
-
-class _Entry(ctypes.Structure):
-    """`struct ifaddrs` as far as it is read; it is the same on Linux and on macOS."""
-
-
-_Entry._fields_ = [
-    ("next", ctypes.POINTER(_Entry)),
-    ("name", ctypes.c_char_p),
-    ("flags", ctypes.c_uint),
-    ("address", ctypes.c_void_p),
-]
-
-
-def _entries(entry: "ctypes._Pointer[_Entry]") -> Iterator[Interface]:
-    while entry:
-        one = entry.contents
-        if one.address and one.flags & _UP:
-            # A sockaddr: its family is in the first two bytes, or on macOS in the second; the address follows the port.
-            raw = ctypes.string_at(one.address, 2)
-            family = raw[1] if raw[1] else raw[0]
-            if family == socket.AF_INET:
-                yield Interface(one.name.decode(), socket.inet_ntoa(ctypes.string_at(one.address + 4, 4)))
-            elif family == socket.AF_INET6:
-                numeric = socket.inet_ntop(socket.AF_INET6, ctypes.string_at(one.address + 8, 16))
-                yield Interface(one.name.decode(), numeric)
-        entry = one.next
+    """All interfaces of this machine that are up, once for each of their addresses of either family."""
+    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    return [
+        Interface(name, one.address)
+        for name, addresses in psutil.net_if_addrs().items()
+        for one in addresses
+        if name in up and one.family in (socket.AF_INET, socket.AF_INET6)
+    ]
 
 
 def _in_network(address: str) -> bool:

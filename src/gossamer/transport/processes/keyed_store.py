@@ -1,8 +1,10 @@
-"""The store of a run whose machines have keys: it listens on loopback alone, and what it says leaves the machine encrypted.
+"""The store of a run whose machines have keys: it listens on loopback only, and its traffic leaves the machine
+encrypted.
 
-A store of torch encrypts nothing and asks nobody who he is. Here its port is open on the machine that hosts it only, a listener
-with keys takes the connections of the others and carries their bytes to it, and each of them reaches it through a port of its own
-loopback. So other users of these machines reach the board of a run, and nobody on the way between them does.
+A torch store neither encrypts nor authenticates. Here its port is open only on the machine that hosts it, an
+authenticating listener forwards the connections of the other machines to it, and each of those reaches it through a
+local loopback port. So other users of these machines can reach the board of a run, but no one on the network between
+them.
 """
 
 import contextlib
@@ -29,12 +31,12 @@ from gossamer.transport.sockets.handshake import dial
 from gossamer.transport.sockets.listener import Arrival, Listener, Refusals
 
 _RUN = int.from_bytes(b"a store", "big")
-"""In place of the number of a run, which nobody knows before he has read the store."""
+"""A placeholder for the run's number, which is unknown before the store is read."""
 _PIECE_BYTES = 1 << 16
 
 
 class KeyedStore:
-    """A store that is hosted behind keys, or reached through them; `close` ends the connections that carry it."""
+    """A store hosted or reached through authenticated connections, which `close` ends."""
 
     def __init__(self, store: TCPStore, port: "_Gate | Listener") -> None:
         self.store, self._port = store, port
@@ -66,8 +68,8 @@ class KeyedStore:
     def reached(cls, host: str, port: int, keys: Keys, me: int, timeout_s: float) -> "KeyedStore":
         """The store behind this address, where worker 0 hosts it.
 
-        Raises: OSError or RuntimeError when it cannot be reached within `timeout_s`; PeerError where whoever is there has not
-            the key of worker 0; ConfigError where this machine's key is not that of worker `me`.
+        Raises: OSError or RuntimeError when it cannot be reached within `timeout_s`; PeerError where the other end does
+            not have the key of worker 0; ConfigError where this machine's key is not that of worker `me`.
         """
         deadline, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
         while True:
@@ -75,7 +77,7 @@ class KeyedStore:
                 left_s = max(FIRST_PAUSE_S, deadline - time.monotonic())
                 channel = dial(shown(host, port), b"", run=_RUN, me=me, timeout_s=left_s, keys=keys, whom=0)
                 break
-            except RefusedError:  # it would be so for ever
+            except RefusedError:  # permanent
                 raise
             except OSError:
                 if time.monotonic() + pause_s >= deadline:
@@ -91,17 +93,19 @@ class KeyedStore:
             raise
 
     def close(self) -> None:
-        """Takes no more connections."""
+        """Stops accepting connections."""
         self._port.close()
 
 
 def meeting_store(
     host: str, port: int, *, hosts: bool, me: int, keys: Keys | None, timeout_s: float
 ) -> tuple[Store, KeyedStore | None]:
-    """The store where processes meet, which this one `hosts` or reaches; with keys also what carries it, which is to be closed.
+    """The store at which processes rendezvous, which this one `hosts` or reaches; with keys also the carrier, which is
+    to be closed.
 
-    Args: `me` is a worker whose number this machine's key has.
-    Raises: OSError or RuntimeError when it cannot be reached, or made; PeerError and ConfigError for keys that do not fit.
+    Args: `me` is a worker number of this machine's key.
+    Raises: OSError or RuntimeError when it cannot be reached, or created; PeerError and ConfigError for keys that do
+        not fit.
     """
     if keys is None:
         return (hosted_store if hosts else reached_store)(host, port, timeout_s), None
@@ -113,17 +117,17 @@ def meeting_store(
 
 
 class _Gate:
-    """A port of loopback: the first connection to it goes on through a channel that is there, each other one through its own."""
+    """A loopback port: its first connection is forwarded over an existing channel, each further one over a new channel."""
 
     def __init__(self, first: Channel, again: Callable[[], Channel]) -> None:
         self._first, self._again = [first], again
         self._server = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._server.getsockname()[1]
-        # The client of the store, in C++, connects while the thread that made it waits inside that.
+        # In a thread, as the store's C++ client connects while its constructor blocks the calling thread.
         threading.Thread(target=self._accept, daemon=True, name="gossamer store").start()
 
     def close(self) -> None:
-        """Takes no more connections; those that are there last until either end closes them."""
+        """Stops accepting; existing connections last until either end closes them."""
         with contextlib.suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)  # a close alone would leave the thread in accept
         self._server.close()
@@ -140,14 +144,14 @@ class _Gate:
         try:
             channel = self._first.pop() if self._first else self._again()
         except (OSError, PeerError):
-            near.close()  # by which the store's own client learns it
+            near.close()  # so that the store's client notices
             return
         _carry(channel, near)
 
 
 def _carry(channel: Channel, near: socket.socket) -> None:
-    """Carries bytes both ways until either end closes."""
-    # A question and the answer to the one before may cross, so each way has its thread.
+    """Forwards bytes in both directions until either end closes."""
+    # Requests and answers may overlap, so each direction has its thread.
     inward = threading.Thread(target=_carry_in, args=(channel, near), daemon=True, name="gossamer store")
     near.settimeout(None)
     inward.start()
@@ -155,15 +159,15 @@ def _carry(channel: Channel, near: socket.socket) -> None:
         while data := near.recv(_PIECE_BYTES):
             channel.write(data)
     channel.interrupt()
-    inward.join()  # only then: a descriptor that is free may be another connection's a moment later
+    inward.join()  # before closing: a freed descriptor may be reused by another connection
     channel.close()
     near.close()
 
 
 def _carry_in(channel: Channel, near: socket.socket) -> None:
     view = memoryview(bytearray(_PIECE_BYTES))
-    with contextlib.suppress(OSError):  # a changed byte among them, at which nothing more is carried
+    with contextlib.suppress(OSError):  # including corrupted data, after which forwarding stops
         while got := channel.read_some(view):
             near.sendall(view[:got])
     with contextlib.suppress(OSError):
-        near.shutdown(socket.SHUT_RDWR)  # which wakes the other thread
+        near.shutdown(socket.SHUT_RDWR)  # wakes the other thread

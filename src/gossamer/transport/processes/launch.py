@@ -1,4 +1,4 @@
-"""Starting a run of real processes: joining the other workers, and agreeing on a configuration."""
+"""The start of a run of real processes: rendezvous, and agreement on a configuration."""
 
 import atexit
 import contextlib
@@ -53,7 +53,7 @@ def join(
 ) -> Member:
     """Makes this process the worker, or the part of one, that the environment of torchrun (or `run_local`) names.
 
-    With keys, and without a number in the environment, it is the first worker of its key that no other process is.
+    With keys, and without a number in the environment, it is the first worker of its key without a process.
 
     Args:
         workers: the number of workers the run file asks for.
@@ -62,11 +62,11 @@ def join(
         device: "cpu", "cuda" (the GPU of this process's LOCAL_RANK), or "auto": a GPU if there is one.
         threads: as `intra_op_threads` takes them.
         timeout_s: how long to wait for the others.
-        part_is: what a process of a worker of several is called.
-        group: whether to make a process group; without one the workers only meet at the store.
+        part_is: the word for a process of a multi-process worker.
+        group: whether to make a process group; without one the workers only rendezvous at the store.
         fewer: whether some workers may be absent.
-        keys: those of the run, behind which the store is where machines meet at it.
-    Raises: ConfigError when the environment does not fit, PeerError when workers do not come, TransportError when the
+        keys: those of the run, which protect the store between machines.
+    Raises: ConfigError when the environment does not fit, PeerError when workers are missing, TransportError when the
         store cannot be reached.
     """
     if fewer:
@@ -93,7 +93,7 @@ def join(
         return member
     use_interface_towards(os.environ["MASTER_ADDR"])
     raise_descriptor_limit()
-    # Otherwise torch ends the process on an NCCL error or timeout, before we can say which worker failed.
+    # Otherwise torch ends the process on an NCCL error or timeout, before we can report which worker failed.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     try:
         connected(member.store, timeout_s, lambda: _make_group(member, backend, timeout_s))
@@ -108,10 +108,10 @@ def join(
 
 
 def launched(timeout_s: float) -> Member | None:
-    """This process among those that a launcher such as torchrun has started; None where it has started no others.
+    """This process among those started by a launcher such as torchrun; None for a single process.
 
-    It only reaches the store of the processes. No process group is made and nothing of torch is set, so that the script
-    may still do either. The store stays open as long as the process, since rank 0 may serve it to the others.
+    It only reaches the store of the processes. No process group is made and no torch setting is changed, so that the
+    script may still do either. The store stays open as long as the process, since rank 0 may serve it to the others.
 
     Args: `timeout_s` is how long to wait for the store.
     Raises: ConfigError when the environment counts several processes without saying how to reach them, TransportError
@@ -152,12 +152,12 @@ def _make_group(member: Member, backend: str, timeout_s: float) -> None:
 def raise_descriptor_limit() -> None:
     """Lets this process open as many files and connections as its hard limit allows.
 
-    gloo keeps each connection of a stranger that says nothing, and ends the run when it can open no more: with the usual soft
+    gloo keeps every silent foreign connection, and ends the run when it can open no more: with the usual soft
     limit of 1,024, after a thousand of them.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        with contextlib.suppress(ValueError, OSError):  # a system may allow less than it says
+        with contextlib.suppress(ValueError, OSError):  # a system may allow less than it reports
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
@@ -184,7 +184,7 @@ def _rank(sizes: Sequence[int]) -> int:
 
 
 def _assemble(member: Member, backend: str, timeout_s: float) -> None:
-    """Waits until all processes of the run are there, and makes sure that all use one backend."""
+    """Waits for all processes of the run, and checks that all use the same backend."""
     here, entries = [f"here/{rank}" for rank in range(member.ranks)], member.entries.within(timeout_s)
     with store_answers():
         entries.set(here[member.rank], backend)
@@ -207,11 +207,11 @@ def agree(
     """Checks that all workers run one configuration, and exchanges facts between them.
 
     Args:
-        digest: of everything that all workers must have in common.
-        facts: anything JSON can hold, such as the rounds of which this worker owns a checkpoint.
-        settings: what the digest is made of, by `gossamer.transport.alike.short_settings`, to name what differs.
+        digest: of everything that all workers must share.
+        facts: any JSON value, such as the rounds of which this worker has a checkpoint.
+        settings: the inputs of the digest, by `gossamer.transport.alike.short_settings`, to name differences.
     Returns: the facts of all processes in the order of their ranks, which is that of their workers.
-    Raises: PeerError naming the workers that differ, or that sent nothing within `timeout_s`.
+    Raises: PeerError naming the workers that differ, or that did not answer within `timeout_s`.
     """
     text = json.dumps([digest, facts, *([] if settings is None else [settings])])
     if len(text) > ENTRY_BYTES:
@@ -235,16 +235,17 @@ def agree(
     for rank, (theirs, _, _) in enumerate(said):
         camps.setdefault(theirs, []).append(rank)
     if len(camps) > 1:
-        part(member, min(timeout_s, 10.0))  # so that all can say what differs, and not that the store is gone
+        part(member, min(timeout_s, 10.0))  # so that all can report the difference rather than a lost store
         raise PeerError(_disagreement(camps, [settings for _, _, settings in said], member))
     return [facts for _, facts, _ in said]
 
 
 def part(member: Member, timeout_s: float) -> None:
-    """Ends this process's use of the store: at the end of a run, or once all have started where none needs it afterwards.
+    """Ends this process's use of the store: at the end of a run, or after the start if no process needs it later.
 
-    Where worker 0 hosts the store, it ends with worker 0's last reference to it. So worker 0 waits here until all the others have
-    read what they need: the slowest asks a moment after the fastest has gone on. One that dies meanwhile costs `timeout_s`.
+    Where worker 0 hosts the store, it ends with worker 0's last reference to it. So worker 0 waits here until all
+    others have finished reading: the slowest reads a moment after the fastest has continued. One that dies meanwhile
+    costs `timeout_s`.
     """
     names, entries = [f"parted/{rank}" for rank in range(1, member.ranks)], member.entries.within(timeout_s)
     if member.rank:
@@ -263,7 +264,7 @@ def part(member: Member, timeout_s: float) -> None:
 def _disagreement(
     camps: Mapping[str, Sequence[int]], settings: Sequence[Mapping[str, str] | None], member: Member
 ) -> str:
-    """Which workers differ from the most, and in which keys as far as these are known."""
+    """The workers that differ from the majority, and the differing keys as far as known."""
     *odd, last = sorted(camps.items(), key=lambda camp: (len(camp[1]), -camp[1][0]))
     most = last[1]
     theirs, words = settings[most[0]], []
@@ -279,13 +280,13 @@ def _disagreement(
 def leave(timeout_s: float = 5.0) -> bool:
     """Ends the process group, even with transfers in flight; also runs when Python exits.
 
-    Returns: whether it ended in time, with every thread that was inside torch. If not (a transfer was cut amid its bytes, a
-        GPU waits for a peer that is gone), end the process by `os._exit`: a thread that came back now would abort it.
+    Returns: whether it ended in time, with every thread that was inside torch. If not (a transfer was cut mid-way, a
+        GPU waits for a lost peer), end the process by `os._exit`: a thread that returned now would abort it.
     """
     if not dist.is_initialized():
-        return threads_end()  # those that have asked the store
+        return threads_end()  # threads of store calls
     silent = hang_up()
-    # It waits for transfers in flight, so for ever where a peer is gone; from a thread it can be given up.
+    # It waits for transfers in flight, forever if a peer is gone; in a thread it can be abandoned.
     end = threading.Thread(target=dist.destroy_process_group, daemon=True)
     end.start()
     end.join(timeout_s)
@@ -293,7 +294,7 @@ def leave(timeout_s: float = 5.0) -> bool:
 
 
 def _claimed(entries: Entries, ranks: Sequence[int], undo: contextlib.ExitStack) -> int:
-    """The first of these ranks that no other process has; it is free again when `undo` is closed. Raises: PeerError."""
+    """The first of these ranks not taken by another process; released when `undo` is closed. Raises: PeerError."""
     token = secrets.token_hex(8)
     with store_answers():
         for rank in ranks:
@@ -307,12 +308,12 @@ def _claimed(entries: Entries, ranks: Sequence[int], undo: contextlib.ExitStack)
 
 
 def _forgotten(entries: Entries, name: str) -> None:
-    with contextlib.suppress(RuntimeError):  # the store is gone, and the entry with it
+    with contextlib.suppress(RuntimeError):  # the store and the entry are gone
         entries.remove(name)
 
 
 def _store(rank: int | None, timeout_s: float, keys: Keys | None = None) -> tuple[Store, KeyedStore | None]:
-    """The store that all workers share: torchrun's or the launcher's if they host one, else worker 0 does; and what carries it.
+    """The store that all workers share, hosted by torchrun, the launcher or worker 0; and its carrier.
 
     Args: `rank` is None for a process that joins with keys.
     """
@@ -328,7 +329,7 @@ def _store(rank: int | None, timeout_s: float, keys: Keys | None = None) -> tupl
     hosts, mine = rank is not None and _hosts_store(rank), rank
     if keys is not None and rank is None:
         mine = min(keys.numbers(keys.certificate), default=0)
-    needed = None if is_theirs else keys  # that of our own launcher is on loopback
+    needed = None if is_theirs else keys  # our launcher's is on loopback
     try:
         store, behind = meeting_store(host, port, hosts=hosts, me=mine or 0, keys=needed, timeout_s=timeout_s)
     except (RuntimeError, OSError) as error:
@@ -341,7 +342,7 @@ def _store(rank: int | None, timeout_s: float, keys: Keys | None = None) -> tupl
 
 
 def _hosts_store(rank: int) -> bool:
-    """Whether the process of this rank hosts the store of the run, as no launcher does."""
+    """Whether the process of this rank hosts the store of the run, in the absence of a launcher."""
     return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
@@ -358,7 +359,7 @@ def _statement(worker: int, raw: bytes) -> tuple[str, Any, dict[str, str] | None
 
 
 def device_of(device: str, turn: int | None = None) -> torch.device:
-    """The device of a process: GPU number `turn`, or by default LOCAL_RANK (0 where nobody has set it), or the CPU.
+    """The device of a process: GPU number `turn`, or by default LOCAL_RANK (0 if unset), or the CPU.
 
     Raises: ConfigError for an unusable one.
     """
@@ -413,14 +414,14 @@ def intra_op_threads(threads: int, processes: int) -> int:
     """The intra-op threads of each of the processes on this machine: the same for those of a real run and their simulation.
 
     Args: `threads` is `run.threads`; 0 takes OMP_NUM_THREADS, or where that is not set an equal share of the cores.
-    Raises: ConfigError where OMP_NUM_THREADS is no number of threads.
+    Raises: ConfigError where OMP_NUM_THREADS is not a valid number.
     """
     if threads:
         return threads
     text = os.environ.get("OMP_NUM_THREADS", "")
     if not text.strip():
         return max(1, available_cores() // processes)
-    outer = text.partition(",")[0].strip()  # OpenMP takes a list: what follows is for loops within loops
+    outer = text.partition(",")[0].strip()  # OpenMP accepts a list: further values are for nested loops
     if not outer.isascii() or not outer.isdigit() or len(outer) > 4 or not 1 <= int(outer) <= 1024:
         raise ConfigError(
             f"OMP_NUM_THREADS is '{text:.40}'; it must be a whole number of threads from 1 to 1024, or unset it to share the "
@@ -432,7 +433,7 @@ def intra_op_threads(threads: int, processes: int) -> int:
 def available_cores() -> int:
     """Number of cores that this process may keep busy: those that it may run on, or the quota of its container if that is less.
 
-    A part of a core is not counted: with more threads than quota all of them would be stopped for the rest of each period.
+    Fractions are rounded down: with more threads than quota all of them are throttled for the rest of each period.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(
@@ -442,17 +443,17 @@ def available_cores() -> int:
 
 
 def _cpu_quotas(groups: Path, mounted: Path) -> Iterator[float]:
-    """The cores' worth of time that the control groups of this process grant it, of the versions 1 and 2 of Linux.
+    """The CPU quotas, in cores, of this process's control groups, in versions 1 and 2 of Linux.
 
-    Args: `groups` says which groups these are, and below `mounted` are their files.
+    Args: `groups` lists the groups, whose files are below `mounted`.
     """
     for line in _text(groups).splitlines():
         _, _, rest = line.partition(":")
         names, _, path = rest.partition(":")
         if names and "cpu" not in names.split(","):
             continue
-        # Each enclosing group has its quota too. Within a container the root folder is the container's group, while the path
-        # may be the one on the host.
+        # Enclosing groups have quotas too. Inside a container the root folder is the container's group, while the path
+        # may be the host's.
         innermost = Path(path.lstrip("/"))
         for group in [innermost, *innermost.parents]:
             if not names:
@@ -467,7 +468,7 @@ def _cpu_quotas(groups: Path, mounted: Path) -> Iterator[float]:
 
 
 def _text(path: Path) -> str:
-    """What is in a file of the system; nothing where it has none."""
+    """The content of a system file; empty if missing."""
     try:
         return path.read_text()
     except (OSError, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""All processes of a run on this machine: starting them, forwarding what they print, and ending them."""
+"""All processes of a run on this machine: starting them, forwarding their output, and ending them."""
 
 import contextlib
 import gc
@@ -31,7 +31,7 @@ from gossamer.transport.processes.store import Entries, hosted_store, report_fal
 from gossamer.transport.secret import SECRET, environment_secret, new_secret
 
 LISTENER = "GOSSAMER_LISTENER"
-"""The environment variable with the file descriptor of the listening socket that a server inherits, and takes once."""
+"""The environment variable with the file descriptor of the listening socket that a server inherits, and uses once."""
 
 
 class Among(NamedTuple):
@@ -45,15 +45,15 @@ class Among(NamedTuple):
     """The machine of rank 0, where the store of the run is."""
     port: int
     keys: Keys | None = None
-    """Those of the run, behind which that store is."""
+    """The keys of the run, which protect that store."""
 
 
 Work = Callable[[Sequence[str]], int]
-"""What a process does: from its arguments to its exit code; a function of a module, as processes find it by name."""
+"""The work of a process, from its arguments to its exit code; a module-level function, as processes import it by name."""
 
 ASKED = "all workers are asked to leave after their round; stop once more to end them at once"
 STOPPED = 130
-"""The exit code of a process that was stopped, as of one that Ctrl-C has ended."""
+"""The exit code of a process that was stopped, as for Ctrl-C."""
 REPORT_S = 5.0
 """How long a launcher tries to reach the store of another machine."""
 
@@ -73,20 +73,20 @@ def run_local(
 
     Workers of several parts are as many processes each, and their lines begin with the numbers of both, such as `[3.1]`.
 
-    The store lives here, so it outlives every worker, and its entries carry the code of a secret that only they get. When a
-    worker fails, those that wait for others to start learn it from the store, and all have `grace_s` to end by themselves. So a
-    run ends at most that long after the first failure, be it a death or that a worker waited in vain for `run.timeout_s`.
-    No worker outlives this process.
+    The store lives here, so it outlives every worker, and its entries are authenticated by a secret that only they get.
+    When a worker fails, workers that wait for others to start see it in the store, and all have `grace_s` to end by
+    themselves. So a run ends at most that long after the first failure: a death, or a wait that exceeded
+    `run.timeout_s`. No worker outlives this process.
 
     Args:
-        work: what each worker does, such as `gossamer.cli.main`.
+        work: the function of each worker, such as `gossamer.cli.main`.
         argv: its arguments, such as `["train", "run.toml"]`.
         parts: processes of a worker, or those of each, which are the n workers or all of the run.
-        among: where the processes are some of those of a run on several machines; then worker 0 has the store, and they connect
-            as these do.
+        among: for a run on several machines; then worker 0 has the store, and the processes connect to it as those of
+            other machines do.
     Returns: the exit code of the worker that failed first (128 + k if signal k ended it), else 0, or `STOPPED` if one was.
-    Raises: KeyboardInterrupt when this process is stopped, once all workers have left: they are asked to, and save after a round
-        on which they agree. If it is stopped once more meanwhile, they are ended at once.
+    Raises: KeyboardInterrupt when this process is stopped, once all workers have left: they save after a common round.
+        A second stop ends them at once.
     """
     sizes = sizes_of_workers(n, parts) if isinstance(parts, int) else tuple(parts)
     first, _ = (0, 0) if among is None else place_of(among.first, sizes)
@@ -99,12 +99,12 @@ def run_local(
             _ask_to_leave(workers)
             _outcome(
                 workers, grace_s, lambda rank, code: None, stopped=True
-            )  # a second signal would end them amid a round
+            )  # a second signal would end them in the middle of a round
             raise
 
 
 def _names(sizes: Sequence[int]) -> list[str]:
-    """The number of the worker of each process, and behind a dot that of its part where it has several."""
+    """The name of each process: the worker's number, and for several parts a dot and the part's number."""
     return [str(w) if size == 1 else f"{w}.{part}" for w, size in enumerate(sizes) for part in range(size)]
 
 
@@ -116,15 +116,15 @@ def run_elastic(
     fell: Callable[[int, int, str], None] = lambda *_: None,
     among: Among | None = None,
 ) -> dict[int, int]:
-    """Runs n workers of an elastic run as `run_local` does; when one fails, the others go on.
+    """Runs n workers of an elastic run like `run_local`; when one fails, the others continue.
 
     Args:
         secret: of the run, which workers that join must have too.
-        fell: called with each worker that has failed, its exit code, and whether others go on, as soon as that is noticed.
+        fell: called with each failed worker, its exit code, and whether others continue, as soon as it is noticed.
         among: as in `run_local`.
     Returns: the exit code of each worker (128 + k if signal k ended it), in the order in which they ended.
-    Raises: KeyboardInterrupt when this process is stopped, once all workers have left: they are asked to, and finish their round
-        and save. If it is stopped once more meanwhile, they are ended at once.
+    Raises: KeyboardInterrupt when this process is stopped, once all workers have left: they finish their round and
+        save. A second stop ends them at once.
     """
     first = 0 if among is None else among.first
     with _workers([str(first + i) for i in range(n)], work, argv, secret, among) as (workers, report):
@@ -146,9 +146,10 @@ def run_elastic(
 def _workers(
     names: Sequence[str], work: Work, argv: Sequence[str], secret: bytes, among: Among | None = None
 ) -> Iterator[tuple[list[BaseProcess], Callable[[str, int], None]]]:
-    """The processes of a run, started, by their names, and what reports one that has fallen, with its exit code, to the others.
+    """The started processes of a run, by name, and a function that reports a failed one with its exit code to the
+    others.
 
-    Their store lives here, unless they are some of those of several machines.
+    Their store lives here, unless the run spans several machines.
     """
     common = {"LOCAL_WORLD_SIZE": str(len(names))}
     if among is None:
@@ -161,7 +162,7 @@ def _workers(
     common |= {"MASTER_ADDR": among.host, "MASTER_PORT": str(among.port), "WORLD_SIZE": str(among.of)}
 
     def report(name: str, code: int) -> None:
-        with contextlib.suppress(RuntimeError, OSError):  # that of worker 0, which may be gone or not there yet
+        with contextlib.suppress(RuntimeError, OSError):  # worker 0's store, which may be gone or not started yet
             place = {"hosts": False, "me": among.first, "keys": among.keys, "timeout_s": REPORT_S}
             shared = shared_part(store or meeting_store(among.host, among.port, **place)[0])
             report_fallen(Entries(shared, secret, REPORT_S), name, code)
@@ -179,9 +180,9 @@ def run_served(
 ) -> int:
     """Runs a server and n workers on this machine over loopback; a worker that fails does not stop the others.
 
-    When a signal ends the server, its workers try again for `run.timeout_s`, and somebody may resume it at its port.
+    When a signal ends the server, its workers retry for `run.timeout_s`, and it may be resumed at its port.
 
-    The listening socket is made here and inherited by the server, so that no other process can take its port.
+    The listening socket is created here and inherited by the server, so that no other process can take its port.
 
     Args:
         work: as in `run_local`.
@@ -196,11 +197,11 @@ def run_served(
         own = [[*argv, *at, "--worker", str(i)] for i in range(n)]
         workers = [start(words, f"[{i}] ", {}) for i, words in enumerate(own)]
         server = start([*argv, *at], "[server] ", {}, listener)
-        listener.close()  # the server has it now; once that is gone, nobody can connect
+        listener.close()  # now only the server has it; once it is gone, no connection is possible
         try:
             code = _served_code(server, workers, own)
         except KeyboardInterrupt:
-            # Its workers go on meanwhile: without them its round would never end.
+            # Its workers keep running: without them its round would never end.
             log.warning("the server is asked to save and to end after its round; stop once more to end it at once")
             server.terminate()
             server.join()
@@ -209,7 +210,7 @@ def run_served(
             raise
         deadline = time.monotonic() + grace_s
         if code == STOPPED:
-            _ask_to_leave(workers)  # which would look for a server until `run.timeout_s` is over
+            _ask_to_leave(workers)  # they would look for a server until `run.timeout_s` is over
         if code < 0:
             again = shlex.join(["gossamer", *resume, *at])
             log.warning("the server ended with code %d; its workers try again; resume it with %s", _shown(code), again)
@@ -221,7 +222,7 @@ def run_served(
 
 
 def _served_code(server: BaseProcess, workers: Sequence[BaseProcess], own: Sequence[Sequence[str]]) -> int:
-    """Waits for the end of a server, and tells which of its workers have failed; returns the exit code of its process.
+    """Waits for the end of a server, and reports failed workers; returns the exit code of its process.
 
     Args: `own` has the arguments of each worker.
     """
@@ -243,10 +244,10 @@ def _served_code(server: BaseProcess, workers: Sequence[BaseProcess], own: Seque
 
 @contextlib.contextmanager
 def _children(n: int, work: Work, secret: bytes) -> Iterator[Callable[..., BaseProcess]]:
-    """A function that starts processes, whose output is forwarded with a prefix; at the end, all of them are ended.
+    """A function that starts processes, whose output is forwarded with a prefix; on exit, all of them are ended.
 
-    On Linux they are forks of one process that has imported what they need (`multiprocessing.set_forkserver_preload`): imports
-    take seconds of a core, which every worker would pay. That process computes nothing and has one thread, so it can be forked.
+    On Linux they are forks of one process with preloaded imports (`multiprocessing.set_forkserver_preload`), which
+    would cost every worker seconds of a core. That process does no work and has one thread, so it can be forked.
     Elsewhere, system libraries do not survive a fork, and every process imports for itself.
     """
     context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
@@ -262,7 +263,7 @@ def _children(n: int, work: Work, secret: bytes) -> Iterator[Callable[..., BaseP
         argv: Sequence[str], prefix: str, environment: Mapping[str, str], listener: socket.socket | None = None
     ) -> BaseProcess:
         pipes = [context.Pipe(duplex=False) for _ in range(2)]
-        name = prefix.strip("[] ")  # of several parts of a worker the first counts its steps
+        name = prefix.strip("[] ")  # among several parts of a worker, the first counts its steps
         process = context.Process(
             target=_enter,
             name=name,
@@ -293,10 +294,10 @@ def _children(n: int, work: Work, secret: bytes) -> Iterator[Callable[..., BaseP
 
 
 def end_with_parent() -> None:
-    """From here on this process, which multiprocessing has started, ends with the one that asked for it, however that ends."""
+    """Makes this process, started by multiprocessing, end with its parent, however that ends."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    # A killed parent ends nobody, and with a forkserver the system knows it as no parent either.
+    # A killed parent does not end its children, and with a forkserver it is not the parent for the system.
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
@@ -310,13 +311,13 @@ def _enter(
     err: Connection,
     listener: socket.socket | None,
 ) -> None:
-    """What a new process does first: it takes its place, environment, folder and output, and then works."""
-    gc.freeze()  # else its first collections look at all that was imported, and copy the memory that it shares with the others
-    os.setsid()  # Ctrl-C and the hang-up of a terminal reach the launcher alone, which then asks its processes to leave
+    """The entry point of a new process: sets up session, environment, folder and output, and then works."""
+    gc.freeze()  # else its first collections would scan all imports, and copy the shared memory
+    os.setsid()  # Ctrl-C and a terminal's hang-up reach only the launcher, which then asks its processes to leave
     has_launcher()
     end_with_parent()
     with contextlib.suppress(OSError):
-        Path("/proc/self/comm").write_text(f"gossamer {prefix.strip()}")  # what `top` and `ps -o comm` show
+        Path("/proc/self/comm").write_text(f"gossamer {prefix.strip()}")  # the name in `top` and `ps -o comm`
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
@@ -328,39 +329,40 @@ def _enter(
     os.dup2(err.fileno(), 2)
     for stream in (sys.stdout, sys.stderr):
         assert isinstance(stream, io.TextIOWrapper)
-        stream.reconfigure(line_buffering=True)  # the launcher forwards lines as they come
-    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # which was read when torch was imported
+        stream.reconfigure(line_buffering=True)  # the launcher forwards line by line
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # torch read the variable on import
     code = work(argv)
-    # Once one process was stopped, the launcher asks all: the exception of that signal amid Python's shutdown would be code 1.
+    # Once one process was stopped, the launcher stops all: that signal's exception during Python's shutdown would give
+    # code 1.
     deaf()
     sys.exit(code)
 
 
 def _wait(workers: Sequence[BaseProcess], deadline: float) -> None:
-    """Waits until all have ended, or this time on the clock of `time.monotonic` has come."""
+    """Waits until all have ended, or until a deadline on the clock of `time.monotonic`."""
     while any(worker.exitcode is None for worker in workers) and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
 def _ask_to_leave(workers: Sequence[BaseProcess]) -> None:
-    """Sends SIGTERM to those that still run."""
+    """Sends SIGTERM to the running ones."""
     for worker in workers:
         if worker.exitcode is None:
             worker.terminate()
 
 
 def _shown(code: int) -> int:
-    """The exit code of a process as a shell shows it: 128 + k if signal k ended it."""
+    """The exit code of a process in a shell's convention: 128 + k if signal k ended it."""
     return code if code >= 0 else 128 - code
 
 
 def _left(workers: Sequence[BaseProcess]) -> str:
-    """Whether anybody goes on, in words."""
+    """Whether any worker continues, in words."""
     return "the others go on" if any(worker.exitcode is None for worker in workers) else "no other is left"
 
 
 def _codes(workers: Sequence[BaseProcess], fell: Callable[[int, int, str], None], first: int = 0) -> dict[int, int]:
-    """The exit code of each worker, whose numbers begin at `first`, once all have ended; `fell` is told of those that failed."""
+    """The exit code of each worker, whose numbers begin at `first`, once all have ended; `fell` is called for failed ones."""
     codes: dict[int, int] = {}
     while True:
         for worker, process in enumerate(workers, first):
@@ -379,12 +381,12 @@ def _outcome(
 ) -> int:
     """The exit code of the worker that failed first, once all have ended or `patience_s` has passed since that failure.
 
-    Where one was stopped, all are: those that train have agreed on it, and those that do not yet are asked here. They take the
-    time that they need, and the code is `STOPPED` unless one fails.
+    If one was stopped, all stop: training workers have agreed on it, and those not training yet are asked here. They
+    take the time that they need, and the code is `STOPPED` unless one fails.
 
     Args:
         report: called with the worker that failed first and its exit code.
-        stopped: whether all have been asked already.
+        stopped: whether all have been asked to stop already.
     """
     code, deadline = 0, float("inf")
     while True:
@@ -392,10 +394,11 @@ def _outcome(
         if STOPPED in codes and not stopped:
             stopped = True
             _ask_to_leave(workers)
-        # One that is asked before it has a handler for that signal ends by it.
+        # A process without a handler yet ends by the signal.
         as_asked = (STOPPED, -signal.SIGTERM) if stopped else (STOPPED,)
         if not code and (failed := [(i, one) for i, one in enumerate(codes) if one and one not in as_asked]):
-            # Of several found at one look, one that a signal ended was first: the others noticed that it was gone.
+            # Among several that ended since the last poll, one ended by a signal was first: the others reacted to its
+            # loss.
             worker, ended = min(failed, key=lambda one: one[1] > 0)
             code, deadline = _shown(ended), time.monotonic() + patience_s
             report(worker, code)
@@ -419,7 +422,7 @@ def _end(workers: Sequence[BaseProcess], grace_s: float = 2.0) -> None:
 
 
 def _forward(source: Connection, sink: TextIO, prefix: str) -> threading.Thread:
-    """Copies lines as they come, in a thread."""
+    """Forwards lines in a thread."""
 
     def copy() -> None:
         with source, open(source.fileno(), errors="replace", closefd=False) as lines:
@@ -428,7 +431,7 @@ def _forward(source: Connection, sink: TextIO, prefix: str) -> threading.Thread:
                     sink.write(prefix + line.rstrip("\n") + "\n")
                     sink.flush()
 
-    # A pipe that nobody empties stops the process that writes to it, also where nobody reads what is copied any more.
+    # An unread pipe blocks its writer, so it is drained even if the output is gone.
     thread = threading.Thread(target=copy, daemon=True)
     thread.start()
     return thread

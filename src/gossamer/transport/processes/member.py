@@ -1,4 +1,4 @@
-"""Which worker of a run a process is: a worker is a replica, and a process is a worker or a part of one."""
+"""The identity of a process in a run: a worker is a replica, and a process is a worker or a part of one."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -19,7 +19,7 @@ def sizes_of_workers(workers: int, parts: int | Sequence[int]) -> tuple[int, ...
 
 
 def place_of(rank: int, sizes: Sequence[int]) -> tuple[int, int]:
-    """Worker and part of the process of a rank: the parts of a worker follow each other, and so do workers.
+    """Worker and part of the process of a rank: ranks enumerate the parts of worker 0, then of worker 1, and so on.
 
     >>> [place_of(rank, (1, 2, 1)) for rank in range(4)]
     [(0, 0), (1, 0), (1, 1), (2, 0)]
@@ -31,9 +31,9 @@ def place_of(rank: int, sizes: Sequence[int]) -> tuple[int, int]:
 class Member(NamedTuple):
     """This process as a part of one worker of a run; only a worker in stages or shards has several.
 
-    Rules, topologies, codecs and run folders know workers. Only process groups know ranks, and a rank is computed here and
-    nowhere else. Part p of a worker exchanges messages with part p of its peers, and with the one process of a peer that has
-    no parts; such a worker takes the place of each part in turn (`on_side`).
+    Rules, topologies, codecs and run folders know workers. Only process groups know ranks, and ranks are computed only
+    here. Part p of a worker exchanges messages with part p of its peers, and with the one process of a peer that has no
+    parts; such a worker takes the place of each part in turn (`on_side`).
     """
 
     worker: int
@@ -41,21 +41,21 @@ class Member(NamedTuple):
     """The processes of each worker."""
     device: torch.device
     store: Store
-    """Shared by all processes of the run; it lives in the launcher where there is one, else in rank 0."""
+    """Shared by all processes of the run; hosted by the launcher, or by rank 0 without one."""
     part: int = 0
-    """Which part of the worker this process holds."""
+    """The part of the worker that this process holds."""
     secret: bytes = b""
-    """Known to the processes of the run only; empty where none was given."""
+    """Known only to the processes of the run; empty if none was given."""
     part_is: str = "stage"
-    """What a part is called."""
+    """The word for a part."""
     timeout_s: float = 300.0
-    """How long the store has for each answer."""
+    """The timeout of each store call."""
     behind: KeyedStore | None = None
-    """What carries the store, where it is reached through keys."""
+    """The carrier of the store, where it is reached through keys."""
 
     @property
     def entries(self) -> Entries:
-        """What the processes of the run tell each other in the store."""
+        """The entries of the run's processes in the store."""
         return Entries(self.store, self.secret, self.timeout_s)
 
     @property
@@ -84,7 +84,7 @@ class Member(NamedTuple):
         return sum(self.sizes[:worker]) + (own if self.sizes[worker] > 1 else 0)
 
     def on_side(self, part: int) -> "Member":
-        """This process as its peers' parts of this number see it, where it is all of its worker."""
+        """This process in the role of part `part`, towards peers with parts, where it is all of its worker."""
         assert self.parts == 1
         return self._replace(part=part)
 
@@ -93,7 +93,7 @@ class Member(NamedTuple):
         return place_of(rank, self.sizes)[0]
 
     def name(self, rank: int) -> str:
-        """What the process of a rank is called.
+        """The name of the process of a rank.
 
         >>> import torch
         >>> from torch.distributed import HashStore
@@ -115,7 +115,7 @@ class Member(NamedTuple):
         parts: int | Sequence[int] = 1,
         secret: bytes = b"",
     ) -> "Member":
-        """The process of this rank; `rank` turns it back.
+        """The process of this rank; the inverse of `rank`.
 
         Args: `parts` are the processes of a worker, or those of each.
 

@@ -1,8 +1,8 @@
 """The processes of one worker: payloads from stage to stage, and vectors among all of them.
 
-Payloads cross as flat bytes over gloo, from and to host memory, in a process group of the worker's own. Each stream, as the
-activations at one boundary, has a thread that receives its messages in order, as soon as they come: so bytes are in flight
-while a stage computes, and a stage that is gone is noticed at once. Sending never blocks.
+Payloads cross as flat bytes over gloo, from and to host memory, in a process group private to the worker. Each stream,
+such as the activations at one boundary, has a thread that receives its messages in order, as they arrive: so bytes are
+in flight while a stage computes, and a lost stage is noticed at once. Sending never blocks.
 """
 
 import threading
@@ -24,33 +24,33 @@ from gossamer.transport.processes.store import THREADS
 from gossamer.transport.processes.waiting import PeerWait
 
 LENGTH_BYTES = 8
-"""Of the length before a payload whose size only the sender knows."""
+"""Bytes of the length prefix of a payload whose size only the sender knows."""
 
 
 class Flow(NamedTuple):
-    """Messages in one direction between two processes of a worker; each end names the same."""
+    """Messages in one direction between two processes of a worker; both ends use the same name."""
 
     name: str
     boundary: int
 
 
 class _Receiver:
-    """The thread that receives one stream. It is in torch only while a message is announced."""
+    """The receiving thread of one stream. It is inside torch only while a message is announced."""
 
     def __init__(self, stream: Flow, part: int, group: dist.ProcessGroup) -> None:
         self._stream, self._part, self._group = stream, part, group
         self._announced: SimpleQueue[tuple[int | None, int] | None] = SimpleQueue()
         self.came: SimpleQueue[Tensor | Exception] = SimpleQueue()
-        # A receive of torch blocks until the message is there, and whoever trains computes meanwhile.
+        # In a thread, as torch's receive blocks until the message has arrived, and training continues meanwhile.
         threading.Thread(target=self._receive_all, name=THREADS, daemon=True).start()
 
     def announce(self, sizes: Sequence[int | None], most_bytes: int) -> None:
-        """The lengths of the next messages; None where they come first."""
+        """Announces the lengths of the next messages; None if each is sent as a prefix."""
         for size in sizes:
             self._announced.put((size, most_bytes))
 
     def end(self) -> None:
-        """Ends the thread once all that was announced has come."""
+        """Ends the thread once all announced messages have arrived."""
         self._announced.put(None)
 
     def _receive_all(self) -> None:
@@ -79,24 +79,24 @@ class _Receiver:
 
 
 def _tag(stream: Flow, size: int | None = None) -> int:
-    """The tag of a payload, which its size is part of: gloo ends a process that receives more than it has room for."""
+    """The tag of a payload, which includes its size: gloo ends a process that receives more than its buffer holds."""
     return key(0, "pipe", *stream, -1 if size is None else size) >> 33
 
 
 class Pipe:
-    """This process's connections to the others of its worker. All of them make theirs at the same time; `close` it.
+    """This process's connections to the others of its worker, created by all at the same time; `close` it.
 
     Args: `timeout_s` is how long it waits for one of them.
-    Raises: PeerError, wherever it waits, naming worker and stage of the process that failed first if that can be known.
-    Cost: of `gather`, one small message to and from each.
+    Raises: PeerError, wherever it waits, naming worker and stage of the process that failed first if known.
+    Cost: for `gather`, one small message to and from each.
     """
 
     def __init__(self, member: Member, timeout_s: float) -> None:
         self.part, self.parts = member.part, member.parts
         self.round = 0
-        """Where the run is, for messages."""
+        """The current round, for messages."""
         self.waited_s = 0.0
-        """How long this process has waited for others."""
+        """Seconds that this process has waited for others."""
         self._member, self._timeout_s = member, timeout_s
         self._patience = PeerWait(member, timeout_s)
         ranks = [self._rank(part) for part in range(self.parts)]
@@ -143,7 +143,7 @@ class Pipe:
             self._sending.append((part, work, tensor))
 
     def receive(self, stream: Flow, part: int) -> Tensor:
-        """Waits for the next of the messages that were announced."""
+        """Waits for the next announced message."""
         came, began_s = self._receivers[stream].came, time.perf_counter()
         found: list[Tensor | Exception] = []
 
@@ -165,7 +165,7 @@ class Pipe:
         return message
 
     def flush(self) -> None:
-        """Waits until everything has left."""
+        """Waits until everything has been sent."""
         began_s = time.perf_counter()
         for part, work, _ in self._sending:
             try:
@@ -176,7 +176,7 @@ class Pipe:
         self.waited_s += time.perf_counter() - began_s
 
     def gather(self, numbers: Tensor) -> list[Tensor]:
-        """The vectors of all parts, in their order; all have the same shape and dtype."""
+        """The vectors of all parts, in order; all have the same shape and dtype."""
         own = numbers.cpu().contiguous()
         others = [part for part in range(self.parts) if part != self.part]
         for part in others:
@@ -187,7 +187,7 @@ class Pipe:
         return [came.get(part, own) for part in range(self.parts)]
 
     def close(self) -> None:
-        """Ends the connections; those of a run that has failed are cut."""
+        """Ends the connections; those of a failed run are cut."""
         for receiver in self._receivers.values():
             receiver.end()
         hang_up(self.group)
@@ -196,5 +196,5 @@ class Pipe:
         return self._member.rank_of(self._member.worker, part)
 
     def gone(self, part: int) -> PeerError:
-        """What to raise when another part has closed its connections."""
+        """The error to raise when another part has closed its connections."""
         return self._patience.failed(self.round, self._rank(part), "closed")

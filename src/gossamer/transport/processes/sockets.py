@@ -1,12 +1,12 @@
-"""One worker per process over encrypted connections: what a process group of torch is to a run without keys.
+"""One worker per process over encrypted connections: the counterpart of a process group for runs with keys.
 
 gloo and NCCL cannot encrypt. So where a run has keys, each pair of workers has one connection of ours
-(`gossamer.transport.sockets`), which the worker of the higher number opens. No departure is tolerated: a message counts as soon
-as it is here, without the COMMIT of an elastic run, and a connection that is lost ends all who wait for something from it. Whom a
-worker waits for, and who failed first, is on the notice board in the store of the run, as over a process group.
+(`gossamer.transport.sockets`), opened by the worker of the higher number. No departure is tolerated: a message counts
+on arrival, without the COMMIT of an elastic run, and a lost connection fails all waits on it. Waits and the first
+failure are on the notice board in the store of the run, as over a process group.
 
-A payload that this worker has not announced yet waits inside its connection, whose reader stops: a worker that is ahead of its
-peers costs them no memory.
+An unannounced payload stays in its connection, whose reader pauses: a worker that is ahead of its peers costs them no
+memory.
 """
 
 import contextlib
@@ -37,9 +37,9 @@ from gossamer.transport.sockets.letter import Letter
 from gossamer.transport.sockets.listener import Arrival, ConnectionLimit, Listener, Refusals
 
 _AGAIN_S = 0.1
-"""After a connection that could not be made."""
+"""Pause after a failed connection."""
 _PARTING_S = 5.0
-"""How long the others have to read that this worker has ended."""
+"""How long the others have to read this worker's goodbye."""
 
 
 class _Exchange:
@@ -47,32 +47,32 @@ class _Exchange:
 
     def __init__(self) -> None:
         self.likes: dict[int, tuple[Tensor, ...]] = {}
-        """The form of the message of each peer."""
+        """Shapes and dtypes of the message of each peer."""
         self.came: dict[int, Tensor] = {}
         self.pending: set[tuple[Way, int]] = set()
         self.posted: tuple[tuple[Tensor, ...], Tensor] | None = None
-        """The frames that were posted last, which may go to further peers, and their bytes."""
+        """The frames posted last, which may go to further peers, and their bytes."""
 
 
 class _Peer(NamedTuple):
-    """What is known of another worker."""
+    """The state of another worker."""
 
     connection: PeerConnection
     arrivals: "queue.SimpleQueue[Channel]"
-    """The connection that it has opened."""
+    """The connection opened by the peer."""
 
 
 class SocketTransport:
-    """The transport of this process over connections of its own; see `gossamer.transport.contract.Transport`.
+    """The transport of this process over our own connections; see `gossamer.transport.contract.Transport`.
 
     Args:
-        member: which worker this process is, where the collected frames shall be, and the store of the notice board.
+        member: this process's worker, the device of collected frames, and the store of the notice board.
         endpoint: where this process listens.
-        addresses: where each worker says that it listens already.
-    Raises: PeerError for what is no address.
+        addresses: where each worker listens.
+    Raises: PeerError for an invalid address.
 
-    Cost: no copy of a message that is one contiguous frame, one of any other, and those between a device and the host. Two
-        threads per peer.
+    Cost: no copy of a message that is one contiguous frame, one of any other, and those between a device and the host.
+        Two threads per peer.
     """
 
     keeps_frames = False
@@ -89,17 +89,17 @@ class SocketTransport:
         self._exchanges: dict[Ticket, _Exchange] = {}
         self._measured = ExchangeTimes()
         self._news = threading.Condition()
-        """Held by whoever looks at the exchanges or changes them; notified whenever a message has come or left."""
+        """The lock of the exchanges; notified whenever a message was received or sent."""
         self._closed = False
         self._lost: dict[int, str] = {}
-        """Why the connection with a worker is gone."""
+        """Why the connection with each lost worker is gone."""
         self._rounds = dict.fromkeys(range(member.workers), 0)
-        """The newest round of which each has sent a message."""
+        """The newest round of each worker's messages."""
         self._began_s: dict[int, float] = {}
-        """When the header of the message that is coming from a peer was read."""
+        """The time at which the header of each peer's current message was read."""
         self._nonce = secrets.randbelow(LIFE_LIMIT)
         self._refusals, self._guests = Refusals(), ConnectionLimit()
-        most = LIFE_LIMIT - 1  # what a message may be is known once its exchange is announced (`_accepts`)
+        most = LIFE_LIMIT - 1  # tighter bounds apply once the exchange is announced (`_accepts`)
         self._owner = Owner(
             me,
             endpoint.run,
@@ -110,7 +110,7 @@ class SocketTransport:
             self._gone,
             self._refusals,
             self._left,
-            Reused(sys.maxsize).take,  # to touch fresh memory costs as much as a transfer over loopback
+            Reused(sys.maxsize).take,  # touching fresh memory costs as much as a transfer over loopback
         )
         arrivals = {peer: queue.SimpleQueue[Channel]() for peer in range(member.workers) if peer != me}
         self._peers = {peer: _Peer(self._connection(peer, came), came) for peer, came in arrivals.items()}
@@ -119,7 +119,7 @@ class SocketTransport:
         )
 
     def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor], sound: Sound | None = None) -> None:
-        """Announces that `peer` will send frames of these shapes and dtypes; from now on its bytes are read.
+        """Announces that `peer` will send frames of these shapes and dtypes; its bytes are read from now on.
 
         Raises: TransportError when the message would be larger than `wire.LIMIT_BYTES`.
         """
@@ -144,9 +144,9 @@ class SocketTransport:
         self._peers[peer].connection.send(letter)
 
     def ready(self, ticket: Ticket) -> bool:
-        """Whether everything expected under the ticket has come and everything posted has left.
+        """Whether everything expected under the ticket has arrived and everything posted has been sent.
 
-        Raises: PeerError when a peer died or has sent what does not fit.
+        Raises: PeerError when a peer died or has sent an unexpected message.
         """
         with self._news:
             exchange = self._exchanges.setdefault(ticket, _Exchange())
@@ -158,7 +158,7 @@ class SocketTransport:
     def wait(self, ticket: Ticket) -> None:
         """Returns once `ready(ticket)`.
 
-        Raises: PeerError after the timeout, or as soon as a failure is known, naming the worker that failed first if that can be
+        Raises: PeerError after the timeout, or as soon as a failure is known, naming the worker that failed first if
             known.
         """
         start_s = time.perf_counter()
@@ -169,7 +169,7 @@ class SocketTransport:
         self._measured.waited.append(Wait(ticket, start_s, time.perf_counter()))
 
     def collect(self, ticket: Ticket) -> dict[int, list[Tensor]]:
-        """The frames that came under a ticket that is ready, by peer; forgets the ticket."""
+        """The frames received under a ready ticket, by peer; forgets the ticket."""
         with self._news:
             exchange = self._exchanges.pop(ticket, None) or _Exchange()
         assert not exchange.pending, f"{ticket} is not ready"
@@ -180,7 +180,7 @@ class SocketTransport:
 
     def broadcast(self, data: Tensor) -> None:
         """Overwrites flat bytes in host memory with those of worker 0, before the first exchange. Raises: as `wait`."""
-        # Of a leg that no exchange has: worker 0 may have posted its first message before another has this.
+        # A leg that no exchange uses: worker 0 may post its first message before another has received this.
         ticket = Ticket(0, leg=2)
         for peer in self._peers if self.worker == 0 else (0,):
             if self.worker == 0:
@@ -205,11 +205,11 @@ class SocketTransport:
             if self._closed:
                 return
             self._closed = True
-            self._news.notify_all()  # readers that wait for an announcement
+            self._news.notify_all()  # wakes readers that wait for an announcement
         self._listener.close()
         self._listener.hang_up()
         self._guests.close()
-        # At the same time: a peer that hangs costs these seconds once, and not for each that hangs.
+        # Concurrently: several hanging peers cost this timeout only once.
         limit_s = 0.0 if at_once else min(_PARTING_S, self._endpoint.timeout_s)
         enders = [threading.Thread(target=peer.connection.finish, args=(limit_s,)) for peer in self._peers.values()]
         for ender in enders:
@@ -236,9 +236,9 @@ class SocketTransport:
                         keys=endpoint.keys,
                         whom=peer,
                     )
-                except (RefusedError, ConnectionRefusedError):  # it would be so again
+                except (RefusedError, ConnectionRefusedError):  # a retry would fail too
                     raise
-                except (OSError, PeerError):  # where all dial at once, a listener hangs up on those that are too many
+                except (OSError, PeerError):  # when all dial at once, a listener drops excess connections
                     if self._closed or time.monotonic() >= deadline:
                         raise
                 time.sleep(_AGAIN_S)
@@ -252,7 +252,7 @@ class SocketTransport:
         return PeerConnection(peer, self._owner, dialled if peer < self.worker else came)
 
     def _arrived(self, arrival: Arrival) -> None:
-        """Somebody has connected who has shown a key of the run."""
+        """Handles a connection authenticated by a key of the run."""
         channel, host, number, same = arrival
         channel.wait_at_most(self._endpoint.timeout_s)
         if same and number == WATCHER:
@@ -262,7 +262,7 @@ class SocketTransport:
             self._guests.release(channel)
             return
         if same and number in self._peers and number > self.worker:
-            # Whoever has its key could open any number of them: the first counts, and others never get any farther.
+            # An owner of the key could open any number of them: only the first is used.
             peer = self._peers[number]
             if peer.connection.channel is None and peer.arrivals.empty() and not self._closed:
                 peer.arrivals.put(channel)
@@ -278,7 +278,7 @@ class SocketTransport:
         if letter.kind is not LetterKind.PAYLOAD:
             return False
         with self._news:
-            # It may be ahead of this worker. Until the exchange is announced, its bytes stay in the connection.
+            # The peer may be ahead of this worker. Until the exchange is announced, its bytes stay in the connection.
             self._news.wait_for(lambda: self._closed or self._expects(ticket, peer))
             if self._closed:
                 raise ConnectionError(CLOSED)
@@ -299,7 +299,7 @@ class SocketTransport:
             self._settle(exchange, "from", peer)
 
     def _left(self, connection: PeerConnection, letter: Letter) -> None:
-        """A message has left this process."""
+        """Records that a message was sent."""
         with self._news:
             if letter.kind is LetterKind.PAYLOAD and (exchange := self._exchanges.get(letter.ticket)) is not None:
                 self._settle(exchange, "to", connection.peer)
@@ -310,7 +310,8 @@ class SocketTransport:
             self._news.notify_all()
 
     def _gone(self, connection: PeerConnection, why: str) -> None:
-        # A peer that has ended after the last message may be noticed before this process has noted that the message left.
+        # The end of a peer after the last message may be noticed before this process has recorded that the message was
+        # sent.
         if not self._closed:
             time.sleep(GRACE_S)
         with self._news:
@@ -320,23 +321,25 @@ class SocketTransport:
     # --- whom it waits for --------------------------------------------------------------------------------------------
 
     def _failed(self, exchange: _Exchange) -> int | None:
-        """The lowest peer of those that an exchange waits for and that are gone."""
+        """The lowest lost peer that an exchange waits for."""
         return min((peer for _, peer in exchange.pending if peer in self._lost), default=None)
 
     def _missing(self, exchange: _Exchange, seconds: float) -> list[int]:
-        """Waits at most so long, and returns the ranks that the exchange still waits for; none once it is done or has failed."""
+        """Waits at most `seconds`, and returns the ranks that the exchange still waits for; none once it is done or has
+        failed.
+        """
         with self._news:
             if self._news.wait_for(lambda: not exchange.pending or self._failed(exchange) is not None, seconds):
                 return []
             return self._patience.ranks_of(exchange.pending)
 
     def _cause(self, peer: int) -> Literal["closed", "foreign", "changed"]:
-        """What was wrong with a peer whose connection is gone."""
+        """The fault of a peer whose connection is gone."""
         refused = {what.rpartition(": ")[2] for what in self._refusals.counts if what.startswith(f"worker {peer}: ")}
         return "changed" if "checksum" in refused else "foreign" if refused else "closed"
 
     def _view(self) -> View:
-        """What this worker knows of all, for whoever asks how the run is doing."""
+        """This worker's view, for status queries."""
         now_s = time.monotonic()
         with self._news:
             status = {

@@ -1,11 +1,12 @@
-"""How a run in rounds stops before its end: its processes agree on the round after which all of them stop.
+"""Early stop of a run in rounds: its processes agree on the round after which all of them stop.
 
-A process that is asked to stop must not stop on its own: its peers may be in a later round, or wait for its next message. So
-one entry of the store holds, for each process, after how many rounds it could stop, with the one that it is in. Everybody adds
-himself as soon as he sees the entry, and it is complete once all have; nothing changes it then. All stop after the largest number
-in it. Who ends a round before the entry is complete trains the next one, as others may wait for its messages, and says so first.
+A process that is asked to stop must not stop alone: its peers may be in a later round, or wait for its next message. So
+one entry of the store holds, for each process, the number of rounds after which it could stop, its current round
+included. Every process adds itself on seeing the entry, which is then complete once all have, and final. All stop after
+the largest number in it. A process that ends a round before the entry is complete trains the next one, as others may
+wait for its messages, and updates its number first.
 
-The store is asked in a thread of its own, so training never waits for it, before somebody wants to stop.
+The store is polled in a separate thread, so training never waits for it until a stop is requested.
 """
 
 import json
@@ -20,20 +21,20 @@ from gossamer.transport.processes.store import ANSWER_S, THREADS, NoAnswerError
 
 ENTRY = "stop"
 LOOK_S = 1.0
-"""How often a process looks whether another has been asked to stop."""
+"""How often a process polls for a stop requested by another."""
 WAIT_S = 3.0
-"""How long a process that could stop waits for the others to say so too, before it trains on."""
+"""How long a process that could stop waits for the others' numbers, before it continues training."""
 _MOST = 1 << 31
 
 log = logging.getLogger("gossamer")
 
 
 class Stopping:
-    """The wish of any process of the run to stop, as this one sees it; a context in which it looks for it.
+    """A stop request of any process of the run, as seen by this one; a context that polls for it.
 
     Args:
         asked: whether this process has been asked to stop.
-        finished: rounds behind it.
+        finished: its completed rounds.
     """
 
     def __init__(self, member: Member, asked: Callable[[], bool], finished: int) -> None:
@@ -42,13 +43,13 @@ class Stopping:
         self._asked, self._after = asked, finished + 1
         self._wished = self._waited = self._told = False
         self._last: int | None = None
-        """The rounds after which all stop, once that is known."""
+        """The rounds after which all stop, once known."""
         self._lock = threading.Lock()
-        """Who holds it may change what this process has said."""
+        """Guards this process's number."""
         self._over = threading.Event()
 
     def __enter__(self) -> "Stopping":
-        # The wish of another is seen amid a round, so that all have said how far they are when this one has ended it.
+        # Requests are seen within a round, so that all have added their numbers when this one has ended it.
         threading.Thread(target=self._look, name=THREADS, daemon=True).start()
         return self
 
@@ -56,9 +57,9 @@ class Stopping:
         self._over.set()
 
     def after(self, finished: int) -> bool:
-        """Whether this process stops now, with so many rounds behind it; if not, it must train the next one.
+        """Whether this process stops now, after `finished` rounds; if not, it must train the next one.
 
-        Never waits before somebody has been asked to stop; then once, at most `WAIT_S` and the time of the store.
+        Never waits before a stop is requested; then once, at most `WAIT_S` and the store's time.
         """
         with self._lock:
             self._wished = self._wished or self._asked()
@@ -67,7 +68,7 @@ class Stopping:
                 return False
             deadline = time.monotonic() + (0.0 if self._waited else WAIT_S)
             self._waited = True
-            # The others need nothing of this process to say when they could stop: each does that from its own thread.
+            # The others add their numbers independently of this process, from their own threads.
             while self._last is None and time.monotonic() < deadline:
                 self._say()
                 time.sleep(0.02)
@@ -77,7 +78,9 @@ class Stopping:
             return self._last is not None and finished >= self._last
 
     def _look(self) -> None:
-        """Looks until all is said, or the run is over. A store that is gone is asked no more: nobody can agree any longer."""
+        """Polls until the entry is complete, or the run is over. Ends when the store is gone, as no agreement is
+        possible then.
+        """
         try:
             while not self._over.wait(LOOK_S if not self._asked() else 0.0) and self._last is None:
                 if self._asked() or self._is_wished():
@@ -97,7 +100,7 @@ class Stopping:
             return False
 
     def _say(self) -> None:
-        """Adds after how many rounds this process could stop, unless all have done so: then all know when they will."""
+        """Adds the round after which this process could stop, unless the entry is complete."""
         try:
             found = self._entries.changed(ENTRY, self._added)
         except RuntimeError:
@@ -120,7 +123,7 @@ class Stopping:
         return json.dumps({**said, self._me: self._after})
 
     def _read(self, text: bytes | None) -> dict[str, int]:
-        """What the processes have said; what is no process or no number of rounds counts as nothing."""
+        """The numbers of the processes; invalid entries are ignored."""
         found = json_from_peer(text or b"{}")
         if not isinstance(found, dict):
             return {}

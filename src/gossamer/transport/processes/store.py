@@ -1,13 +1,14 @@
-"""The store of a run: where it listens, and its entries, which carry a code of the run's secret.
+"""The store of a run: its address, and its entries, authenticated by the run's secret.
 
-The store is a TCPStore of torch, which asks nobody who he is. Ours listens only on the address towards the workers, torchrun's on
-all. What Gossamer reads from it counts only with a code that binds the entry's name and content to the secret of the run.
-That does not hide it, nor keep a stranger who reaches the store from removing entries, from putting back an older entry of the
-same name, or from filling the memory. Nor does it protect the keys that torch itself writes, with the addresses at which
-the processes of a group connect: torch has no place for a code in them.
+The store is a torch TCPStore, which does not authenticate. Ours listens only on the address towards the workers,
+torchrun's on all. Gossamer accepts an entry only with an authentication code of its name and content under the secret
+of the run. That does not encrypt, nor prevent an attacker who reaches the store from removing entries, replaying an
+older entry of the same name, or filling the memory. Nor does it protect the keys that torch itself writes, with the
+addresses at which the processes of a group connect: torch cannot authenticate them.
 
-A client of such a store waits for each answer in C++, without a deadline and deaf to signals: for ever, where a firewall, router
-or a power cut drops its connection in silence. So every call on a store goes through `answer`, which makes it in a thread.
+A client of such a store waits for each answer in C++, without a deadline and deaf to signals: forever, if a firewall,
+router or a power cut drops its connection silently. So every call on a store goes through `answer`, which makes it in a
+thread.
 """
 
 import contextlib
@@ -32,36 +33,36 @@ from gossamer.transport.sockets.addresses import shown
 from gossamer.transport.sockets.keepalive import keep_alive, keeping_alive
 
 THREADS = "gossamer transfer"
-"""The name of all threads that may be inside torch when a run ends: those of transfers, of the board and of the store."""
+"""The name of all threads that may be inside torch when a run ends: of transfers, the board and the store."""
 ENTRY_BYTES = 1 << 20
 """Most bytes of the content of an entry."""
 FALLEN = "fallen"
 """The entry in which a launcher reports the first worker that failed: its number and its exit code."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 0.25
-"""How often a worker that waits for entries looks whether they are there, or another worker has fallen: soon, then less often."""
+"""The polling interval of a worker that waits for entries or a failure: short at first, then growing."""
 ANSWER_S = 5.0
-"""How long a store has for an answer where another is sought then: over another connection, or in the next round."""
+"""The timeout of a store call that is retried over another connection, or in the next round."""
 
 _MOST_TRIES = 10_000
-"""Times that others may come first where an entry is changed; more, and somebody keeps it from being changed."""
+"""The most attempts of a compare-and-set; more failures mean deliberate interference."""
 T = TypeVar("T")
 
 log = logging.getLogger("gossamer")
 
 
 class NoAnswerError(DistStoreError):
-    """A store has not answered in time; torch's own error for one whose connection is lost has the same parent."""
+    """A store has not answered in time; torch's error for a lost connection has the same parent."""
 
 
 _unanswered: list[tuple[Store, threading.Thread]] = []
-"""The stores with a question that has had no answer in time, and the thread that still waits for it."""
+"""Stores with an unanswered call, and the thread that still waits for it."""
 
 
 def answer(store: Store, timeout_s: float, ask: Callable[[], T]) -> T:
-    """What a call on a store returns, or whatever else in torch waits for one; the only way to make such a call.
+    """The result of a call on a store, or of any torch function that waits for one; the only way to make such a call.
 
-    Signals are heeded meanwhile. A call without an answer is left to its thread, and other calls on this store wait for that one,
-    as they would in torch.
+    Signals are handled during the wait. An unanswered call is left to its thread, and other calls on this store wait
+    for it, as they would in torch.
 
     Raises: NoAnswerError when there is none within `timeout_s`; what `ask` raises.
 
@@ -88,7 +89,7 @@ def answer(store: Store, timeout_s: float, ask: Callable[[], T]) -> T:
     try:
         value, error = came.get(timeout=max(0.0, deadline - time.monotonic()))
     except queue.Empty:
-        # Held with its store: `root` of another part of it is then the same object.
+        # Kept with its store, so that `root` of another part of it is the same object.
         _unanswered.append((root, thread))
         raise _no_answer(root, timeout_s) from None
     if error is not None:
@@ -111,7 +112,7 @@ def _root(store: Store) -> Store:
 
 @contextlib.contextmanager
 def store_answers() -> Iterator[None]:
-    """Makes one sentence, a TransportError, of what torch raises when the store is gone."""
+    """Turns torch's errors for a lost store into a TransportError."""
     try:
         yield
     except RuntimeError as error:
@@ -137,15 +138,15 @@ class Entries(NamedTuple):
     """How long the store has for each answer."""
 
     def within(self, timeout_s: float) -> "Entries":
-        """The same, of a store that has so long for each answer."""
+        """The same entries with another timeout."""
         return self._replace(timeout_s=timeout_s)
 
     def under(self, prefix: str) -> "Entries":
-        """Those whose names begin so."""
+        """The entries under a prefix."""
         return self._replace(store=PrefixStore(prefix, self.store))
 
     def sealed(self, name: str, text: str) -> str:
-        """The content of an entry behind its code."""
+        """The content of an entry, prefixed with its code."""
         return code(self.secret, name.encode(), text.encode()).hex() + text
 
     def opened(self, name: str, raw: bytes) -> bytes | None:
@@ -157,33 +158,33 @@ class Entries(NamedTuple):
 
     def set(self, name: str, text: str) -> None:
         """Writes an entry."""
-        self._ask(lambda: self.store.set(name, self.sealed(name, text)))
+        self._query(lambda: self.store.set(name, self.sealed(name, text)))
 
     def get(self, name: str) -> bytes | None:
-        """The content of an entry, without waiting for it; None where there is none with a right code."""
-        raw = self._ask(lambda: self.store.get(name) if self.store.check([name]) else None)
+        """The content of an entry, without waiting; None without a valid one."""
+        raw = self._query(lambda: self.store.get(name) if self.store.check([name]) else None)
         return None if raw is None else self.opened(name, raw)
 
     def count(self, name: str) -> int:
-        """Adds one to a number that carries no code, and returns it."""
-        return self._ask(lambda: self.store.add(name, 1))
+        """Increments an unauthenticated counter, and returns it."""
+        return self._query(lambda: self.store.add(name, 1))
 
     def first(self, name: str, text: str) -> bytes | None:
-        """Writes an entry unless there is one, and returns the content of the one that counts."""
-        return self.opened(name, self._ask(lambda: self.store.compare_set(name, "", self.sealed(name, text))))
+        """Writes an entry unless it exists, and returns the stored content."""
+        return self.opened(name, self._query(lambda: self.store.compare_set(name, "", self.sealed(name, text))))
 
     def remove(self, name: str) -> None:
-        """Removes an entry, if it is there."""
-        self._ask(lambda: self.store.delete_key(name))
+        """Removes an entry, if it exists."""
+        self._query(lambda: self.store.delete_key(name))
 
     def changed(self, name: str, change: Callable[[bytes | None], str | None]) -> bytes | None:
-        """Writes what `change` makes of the content of an entry, and returns the content that counts then.
+        """Atomically applies `change` to the content of an entry, and returns the stored content.
 
-        Several processes may do so at a time: none of their changes is lost.
+        Safe for concurrent processes: no change is lost.
 
-        Args: `change` gets the content, or None where there is none with a right code, and returns None to leave it as it is.
+        Args: `change` gets the content, or None without a valid one, and returns None to leave it unchanged.
         """
-        return self._ask(lambda: self._changed(name, change))
+        return self._query(lambda: self._changed(name, change))
 
     def _changed(self, name: str, change: Callable[[bytes | None], str | None]) -> bytes | None:
         raw = self.store.get(name) if self.store.check([name]) else b""
@@ -200,27 +201,27 @@ class Entries(NamedTuple):
         return None
 
     def several(self, names: Sequence[str]) -> dict[str, bytes]:
-        """The contents of those entries that exist with a right code."""
-        opened = {name: self.opened(name, raw) for name, raw in self._ask(lambda: self._several(names)).items()}
+        """The contents of the valid entries among these."""
+        opened = {name: self.opened(name, raw) for name, raw in self._query(lambda: self._several(names)).items()}
         return {name: text for name, text in opened.items() if text is not None}
 
     def _several(self, names: Sequence[str]) -> dict[str, bytes]:
-        if not self.store.check(list(names)):  # to read a missing one would block
+        if not self.store.check(list(names)):  # reading a missing one would block
             names = [name for name in names if self.store.check([name])]
         return dict(zip(names, self.store.multi_get(list(names)), strict=True))
 
     def absent(self, names: Sequence[str], timeout_s: float) -> list[int]:
-        """Waits for all of these entries, and returns the places of those that nobody has written within `timeout_s`.
+        """Waits for all of these entries, and returns the indices of those still missing after `timeout_s`.
 
-        Raises: PeerError as soon as a launcher reports that a worker has fallen, TransportError when the store is gone.
+        Raises: PeerError as soon as a launcher reports that a worker has failed, TransportError when the store is gone.
         """
-        # `Store.wait` would print a warning for each of the waits that end early to look for the fallen.
+        # `Store.wait` would print a warning for each of the short waits between checks for failures.
         deadline, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
         with store_answers():
-            while not self._ask(lambda: self.store.check(list(names))):
+            while not self._query(lambda: self.store.check(list(names))):
                 self._look_for_fallen()
                 if time.monotonic() >= deadline:
-                    return self._ask(
+                    return self._query(
                         lambda: [place for place, name in enumerate(names) if not self.store.check([name])]
                     )
                 time.sleep(max(0.0, min(pause_s, deadline - time.monotonic())))
@@ -228,8 +229,8 @@ class Entries(NamedTuple):
         return []
 
     def read(self, name: str, worker: int) -> bytes:
-        """The content of an entry of a worker that `absent` has waited for. Raises PeerError for a wrong code."""
-        text = self.opened(name, self._ask(lambda: self.store.get(name)))
+        """The content of a worker's entry after `absent` has waited for it. Raises PeerError for an invalid code."""
+        text = self.opened(name, self._query(lambda: self.store.get(name)))
         if text is None:
             raise PeerError(
                 f"the entry '{name}' of worker {worker} in the store does not carry the code of this run's secret; give all "
@@ -237,7 +238,7 @@ class Entries(NamedTuple):
             )
         return text
 
-    def _ask(self, question: Callable[[], T]) -> T:
+    def _query(self, question: Callable[[], T]) -> T:
         return answer(self.store, self.timeout_s, question)
 
     def _look_for_fallen(self) -> None:
@@ -249,7 +250,7 @@ class Entries(NamedTuple):
 
 
 def report_fallen(entries: Entries, worker: str, exit_code: int) -> None:
-    """Tells workers that still wait for others to start that a worker has ended."""
+    """Reports the end of a worker to workers that still wait for others to start."""
     entries.set(FALLEN, f"{worker} {exit_code}")
 
 
@@ -261,8 +262,8 @@ def shared_part(store: Store) -> Store:
 def hosted_store(host: str, port: int, timeout_s: float = 300.0) -> TCPStore:
     """A new store in this process that listens on one address only.
 
-    It is that of `host`. If others could not reach that, because the name means loopback here, or if this machine has not got it,
-    because a router has, it is the one towards the others, and a warning says so where they may be elsewhere.
+    It is the address of `host`, unless others cannot reach it, because the name means loopback here, or it belongs to a
+    router: then it is the address towards the others, with a warning if they may be elsewhere.
 
     Args: `port` 0 takes a free one.
     Raises: OSError when the port is taken or the host unknown, ConfigError where the address towards the others is not known.
@@ -272,13 +273,13 @@ def hosted_store(host: str, port: int, timeout_s: float = 300.0) -> TCPStore:
 
 
 def served_store(listener: socket.socket, timeout_s: float) -> TCPStore:
-    """A new store in this process that answers at this socket, which is closed with it.
+    """A new store in this process that serves this socket, which is closed with it.
 
-    From here on a thread of torch looks up the names of whoever connects, with a lock of the C library: a process that is forked
-    meanwhile can find that lock taken for ever. So whoever forks begins to serve after it.
+    From then on a torch thread resolves the names of connecting clients under a lock of the C library: a process forked
+    meanwhile may inherit that lock held forever. So fork before serving.
     """
     address, port = listener.getsockname()[:2]
-    keep_alive(listener, timeout_s)  # each connection that it accepts has its options
+    keep_alive(listener, timeout_s)  # accepted connections inherit its options
     with keeping_alive(timeout_s):
         store = TCPStore(
             address,
@@ -297,10 +298,12 @@ def reached_store(host: str, port: int, timeout_s: float) -> TCPStore:
     """The store at this address. Raises OSError or RuntimeError when it cannot be reached within `timeout_s`."""
     where = host
     if leads_to_itself(host):
-        if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):  # else all processes are on this machine
+        if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get(
+            "WORLD_SIZE"
+        ):  # if equal, all processes are on this machine
             log.warning("%s", advised(host))
-        where = address_towards(host)  # where whoever hosts it on this machine listens
-    # torch would print the frames of its own code each time that nobody answers yet.
+        where = address_towards(host)  # where the host on this machine listens
+    # torch would print a stack trace for each failed attempt.
     deadline, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
     while True:
         try:
@@ -315,7 +318,7 @@ def reached_store(host: str, port: int, timeout_s: float) -> TCPStore:
 
 
 def client_of(host: str, port: int, timeout_s: float) -> TCPStore:
-    """A client of the store there. Raises: OSError where whoever listens there does not answer as a store does in time."""
+    """A client of the store at this address. Raises: OSError where the listener does not answer like a store in time."""
     made = queue.SimpleQueue[TCPStore | Exception]()
 
     def make() -> None:
@@ -326,8 +329,8 @@ def client_of(host: str, port: int, timeout_s: float) -> TCPStore:
         except Exception as error:
             made.put(error)
 
-    # In a thread: torch waits without an end for the first answer of whoever has taken the connection. That answer may never come
-    # from a store either, on a machine with much to do, and does over another connection.
+    # In a thread: torch waits forever for the first answer of the listener. Even a store may never answer, on a busy
+    # machine, but does over another connection.
     deadline, patience_s = time.monotonic() + timeout_s, ANSWER_S
     while (left_s := deadline - time.monotonic()) > 0:
         threading.Thread(target=make, daemon=True, name="gossamer store").start()
@@ -341,7 +344,7 @@ def client_of(host: str, port: int, timeout_s: float) -> TCPStore:
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A socket that listens on one address only, as `hosted_store` says. Raises: OSError, ConfigError."""
+    """A socket that listens on one address only, as in `hosted_store`. Raises: OSError, ConfigError."""
     where = address_towards(host) if leads_to_itself(host) else host
     family, _, _, _, address = socket.getaddrinfo(where, port, type=socket.SOCK_STREAM)[0]
     try:

@@ -1,4 +1,4 @@
-"""How long a process waits for others of its run, and whom it names when they do not answer."""
+"""Waits of a process for others of its run, with timeouts that name the missing or failed ones."""
 
 import time
 from collections import deque
@@ -14,15 +14,15 @@ _MOST = 1 << 14
 
 
 class ExchangeTimes:
-    """Messages that came to a transport and its waits, until they are asked for; of too many the oldest are dropped."""
+    """Buffered deliveries and waits of a transport; beyond a limit the oldest are dropped."""
 
     def __init__(self) -> None:
         self.came: deque[Delivery] = deque(maxlen=_MOST)
         self.waited: deque[Wait] = deque(maxlen=_MOST)
 
     def deliveries(self) -> list[Delivery]:
-        """The messages that came since the last call."""
-        # Threads append meanwhile, which needs no lock: what comes later is returned by the next call.
+        """The messages received since the last call."""
+        # Threads append concurrently, which needs no lock: later items are returned by the next call.
         return [self.came.popleft() for _ in range(len(self.came))]
 
     def waits(self) -> list[Wait]:
@@ -33,7 +33,7 @@ class ExchangeTimes:
 
 
 class PeerWait:
-    """Waits of this process, during which it tells all others, by the notice board, whom it waits for.
+    """Waits of this process, during which it posts the awaited peers on the notice board.
 
     Args: `timeout_s` is the longest.
     """
@@ -44,11 +44,11 @@ class PeerWait:
         self.board = Board(member.entries, member.rank, member.ranks, patience_s=min(2.0, timeout_s / 4))
 
     def wait(self, round: int, missing: Callable[[float], Sequence[int]]) -> None:
-        """Returns once nobody is missing.
+        """Returns once no peer is missing.
 
-        Args: `missing` waits at most so many seconds, and returns the ranks of those that are still waited for.
-        Raises: PeerError after the timeout, or as soon as a failure is known, naming the process that failed first if that
-            can be known.
+        Args: `missing` waits at most a given number of seconds, and returns the ranks still awaited.
+        Raises: PeerError after the timeout, or as soon as a failure is known, naming the process that failed first if
+            known.
         """
         deadline = time.monotonic() + self._timeout_s
         before: dict[int, Note] | None = None
@@ -66,17 +66,19 @@ class PeerWait:
             self.board.waits_for(())
 
     def ranks_of(self, pending: Iterable[tuple[str, int]]) -> list[int]:
-        """The ranks of the workers from which ("from") messages are pending; where all have come, of those that take ours."""
+        """The ranks of the workers whose messages are pending ("from"); if all have arrived, of those that have not
+        received ours.
+        """
         peers = [*pending]
         receives = sorted(peer for way, peer in peers if way == "from")
         return [*map(self._member.rank_of, receives or sorted(peer for _, peer in peers))]
 
     def failed(self, round: int, rank: int, cause: Literal["closed", "silent", "foreign", "changed"]) -> PeerError:
-        """What to raise when a process of this rank has failed; the first failure of the run counts."""
+        """The error to raise when the process of this rank has failed; the first failure of the run counts."""
         return PeerError(self._sentence(self.board.claim(Failure(rank, round, self._member.rank, cause))))
 
     def _late(self, round: int, ranks: Sequence[int], before: Mapping[int, Note]) -> PeerError:
-        """What to raise when the deadline has passed."""
+        """The error to raise when the deadline has passed."""
         chain = blame(self._member.rank, ranks, before, self.board.look(ranks))
         mine = Failure(chain[-1], round, self._member.rank, "silent")
         standing = self.board.claim(mine)

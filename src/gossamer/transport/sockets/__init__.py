@@ -1,3 +1,3 @@
-"""Frames and letters over sockets of our own: the handshake, links and hubs."""
+"""Frames and letters over our own sockets: handshake, connections and servers."""
 
 __all__: list[str] = []

@@ -6,7 +6,7 @@ import socket
 from gossamer.errors import TransportError
 
 _ELSEWHERE = "192.0.2.1"
-"""An address of no machine (RFC 5737), towards which a machine goes as it would to any that is far away."""
+"""A documentation address (RFC 5737), routed like any remote one."""
 
 
 def split(address: str) -> tuple[str, int]:
@@ -20,7 +20,7 @@ def split(address: str) -> tuple[str, int]:
     if not colon or not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 1 << 16:
         raise ValueError(f"'{address}' is no HOST:PORT")
     try:
-        host.encode("idna")  # as whoever dials does; a name with two dots in a row is no OSError there
+        host.encode("idna")  # as dialling does, where a name with two consecutive dots raises no OSError
     except UnicodeError:
         raise ValueError(f"'{address}' is no HOST:PORT") from None
     return host, int(port)
@@ -36,7 +36,7 @@ def shown(host: str, port: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this numeric address leads to the machine itself, whoever uses it; a name is none."""
+    """Whether this numeric address is loopback; False for a name."""
     try:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:
@@ -44,7 +44,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether this stands for all interfaces of a machine, such as 0.0.0.0: one listens there, and nobody dials it.
+    """Whether this stands for all interfaces of a machine, such as 0.0.0.0: an address to listen on, not to dial.
 
     >>> is_wildcard("0.0.0.0"), is_wildcard("::"), is_wildcard("10.0.0.1"), is_wildcard("berlin")
     (True, True, False, False)
@@ -62,8 +62,8 @@ def own_address(towards: str = _ELSEWHERE) -> str:
     """
     family, _, _, _, address = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        # Connecting a UDP socket sends nothing: the kernel only looks up which interface leads there. The name of this machine
-        # would not do, as many systems map it to a loopback address.
+        # Connecting a UDP socket sends nothing: the kernel only looks up which interface leads there. The machine's
+        # name is unsuitable, as many systems map it to loopback.
         probe.connect(address)
         return str(probe.getsockname()[0])
 
@@ -72,7 +72,7 @@ def listen(host: str, port: int) -> socket.socket:
     """A socket that listens at a host of either family. Raises TransportError when it cannot."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        # `::` stands for all interfaces, and whoever asks for all means those of the other family too.
+        # `::` stands for all interfaces, of both families.
         both = host == "::" and socket.has_dualstack_ipv6()
         return socket.create_server(address, family=family, backlog=128, dualstack_ipv6=both)
     except OSError as error:
@@ -82,7 +82,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def loopback_warning(named: str, numeric: str) -> str | None:
-    """What to say where a name that should lead here from elsewhere leads every machine to itself; None where all is well."""
+    """A warning where a name that others should reach resolves to loopback on every machine; None otherwise."""
     if named in ("localhost", numeric) or is_loopback(named) or not is_loopback(numeric):
         return None
     try:

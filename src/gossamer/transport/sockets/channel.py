@@ -1,7 +1,7 @@
-"""The bytes of one connection: the only object that touches a connected socket.
+"""The byte stream of one connection: the only object that touches a connected socket.
 
-A channel is made at one place where a process dials (`handshake.dial`) and at one where it accepts (`listener.Listener`), before
-anything is sent; there it is encrypted, if the run has keys (`gossamer.transport.sockets.tls`). Needs no torch.
+Channels are created in two places, for dialling (`handshake.dial`) and accepting (`listener.Listener`), before anything
+is sent; there they are encrypted, if the run has keys (`gossamer.transport.sockets.tls`). Needs no torch.
 """
 
 import contextlib
@@ -18,18 +18,18 @@ PIECE_BYTES = 1 << 20
 
 
 class Channel:
-    """One end of a connection; one thread may read while another writes, and any may interrupt it.
+    """One end of a connection; one thread may read while another writes, and any thread may interrupt it.
 
-    Args: `timeout_s` is how long the other end may take no bytes, or send none in the middle of something.
+    Args: `timeout_s` is how long the other end may accept no bytes, or pause in the middle of a message.
     """
 
     def __init__(self, sock: socket.socket, timeout_s: float) -> None:
         self._sock: socket.socket | TlsSocket = sock
         self._plain, self._waits_for_answers = sock, True
         self.moved_s = time.monotonic()
-        """When bytes last went or came, on the clock of `time.monotonic`: who is slow is not silent."""
+        """The time of the last progress, on the clock of `time.monotonic`: slow is not silent."""
         self._tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
-        if self._tcp:  # a letter shall not wait for the next one
+        if self._tcp:  # sends each letter without delay
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.wait_at_most(timeout_s)
 
@@ -52,7 +52,7 @@ class Channel:
 
     @property
     def certificate(self) -> bytes | None:
-        """The certificate that the other end has proved to own, as DER; None without encryption."""
+        """The authenticated certificate of the other end, as DER; None without encryption."""
         return self._sock.peer_certificate if isinstance(self._sock, TlsSocket) else None
 
     def wait_at_most(self, timeout_s: float) -> None:
@@ -60,19 +60,20 @@ class Channel:
         self.timeout_s = timeout_s
         self._sock.settimeout(timeout_s)
         if self._tcp:
-            # A connection that is cut in a local phase is lost, and dialled again, well before anybody waits `timeout_s` for it.
+            # A connection cut during a local phase is detected, and redialled, well before a peer has waited
+            # `timeout_s` for it.
             keep_alive(self._plain, timeout_s / 2)
             self._wait_for_answers()
 
     def _wait_for_answers(self) -> None:
-        # Else a connection that was cut without a word lasts a quarter of an hour, as long as TCP repeats what it has sent.
+        # Else a silently cut connection lasts a quarter of an hour, for which TCP retransmits.
         self._waits_for_answers, self._waits_since_s = True, time.monotonic()
         expect_answers(self._plain, self.timeout_s)
 
     def settle(self) -> bool:
-        """Whether the other end has all that was sent; from then on keepalive alone tells whether it is there.
+        """Whether the other end has confirmed everything sent; from then on only keepalive detects its loss.
 
-        Only whoever writes may call it. Raises: ConnectionError where the way to the other end is cut.
+        Only the writer may call it. Raises: ConnectionError where the path to the other end is cut.
         """
         if not (self._tcp and self._waits_for_answers):
             return True
@@ -80,7 +81,7 @@ class Channel:
             self._waits_for_answers = False
             expect_answers(self._plain, None)
             return True
-        # Sooner than after `timeout_s`, for which the other end may hang: then its system answers all the same.
+        # Earlier than `timeout_s`, for which the process at the other end may hang: its system still confirms.
         for_s = min(time.monotonic() - self._waits_since_s, silent_s(self._plain))
         if for_s > self.timeout_s / 2:
             raise ConnectionError(f"its machine has confirmed nothing for {for_s:.0f} s")
@@ -95,13 +96,13 @@ class Channel:
     def read_into(self, view: memoryview, deadline: float | None = None, *, idle: bool = False) -> None:
         """Fills a buffer with the next bytes.
 
-        Args: `idle` allows the other end to be silent for ever before the first of them.
-        Raises: OSError; ConnectionError when the other end closes before.
+        Args: `idle` allows unlimited silence before the first byte.
+        Raises: OSError; ConnectionError when the other end closes early.
         """
         filled = 0
         while filled < len(view):
-            # A timeout of a socket holds for one step alone: whoever sends a byte at a time would never exceed it. So what has to
-            # be over by a deadline gets what is left of it at every step.
+            # A socket's timeout applies to one step: a peer that sends a byte at a time would never exceed it. So with
+            # a deadline, each step gets the remaining time.
             self._before(deadline)
             try:
                 got = self._sock.recv_into(view[filled : filled + PIECE_BYTES])
@@ -115,7 +116,7 @@ class Channel:
             self.moved_s = time.monotonic()
 
     def read_some(self, view: memoryview) -> int:
-        """Fills the front of a buffer with what comes next, however late; 0 when the other end has closed. Raises: OSError."""
+        """Reads available bytes into a buffer, waiting indefinitely; 0 when the other end has closed. Raises: OSError."""
         while True:
             with contextlib.suppress(TimeoutError):
                 got = self._sock.recv_into(view)
@@ -123,7 +124,7 @@ class Channel:
                 return got
 
     def write(self, data: bytes | memoryview, deadline: float | None = None) -> None:
-        """Sends all of this. Raises: OSError."""
+        """Sends all of the data. Raises: OSError."""
         view = memoryview(data)
         if self._tcp and not self._waits_for_answers:
             self._wait_for_answers()
@@ -132,7 +133,7 @@ class Channel:
             self.moved_s = time.monotonic()
             self._before(deadline)
 
-        # In pieces, so that what is encrypted at a time is bounded.
+        # In pieces, to bound the amount encrypted at a time.
         for start in range(0, len(view), PIECE_BYTES):
             self._before(deadline)
             piece = view[start : start + PIECE_BYTES]
@@ -145,10 +146,9 @@ class Channel:
                 raise self._late("it took no bytes", deadline) from None
 
     def drain(self) -> None:
-        """Reads on until the other end closes, or this one is closed; what comes is dropped.
+        """Reads and discards until either end closes.
 
-        Were a connection closed over bytes that nobody has read, the system would reset it, and the other end might lose what it
-        was just told.
+        Closing a connection with unread bytes resets it, and the other end might lose the last letter.
         """
         scratch = bytearray(PIECE_BYTES)
         with contextlib.suppress(OSError):
@@ -156,18 +156,17 @@ class Channel:
                 pass
 
     def interrupt(self) -> None:
-        """Ends the connection for whoever reads or writes it in another thread, and who closes it then; may be called twice.
+        """Ends the connection for readers and writers in other threads, which then close it; may be called twice.
 
-        Nobody closes one direction alone: whoever sends no more says so in a letter (`LetterKind.END`), as encryption ends for
+        One direction is never closed alone: the end of sending is a letter (`LetterKind.END`), as encryption ends for
         both directions at once.
         """
         with contextlib.suppress(OSError):
-            # No close: its descriptor would be free for the next connection while a thread is about to read from it, which would
-            # then read what belongs to somebody else.
+            # No close: its descriptor could be reused for another connection while a thread is about to read from it.
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Ends the connection and frees its descriptor, which no other thread may use any more; may be called twice."""
+        """Ends the connection and frees its descriptor, which no other thread may still use; may be called twice."""
         self.interrupt()
         self._sock.close()
 

@@ -1,6 +1,7 @@
-"""A connection with another process: a thread that reads letters, one that writes them, and an owner that is told.
+"""A connection with another process: a reader thread, a writer thread, and callbacks of its owner.
 
-Nobody waits for a peer here: a letter is queued and goes out as the other end takes it, and what comes in is handed on at once.
+No call waits for a peer: letters are queued and sent as the other end accepts them, and received ones are passed on at
+once.
 """
 
 import contextlib
@@ -21,16 +22,16 @@ from gossamer.transport.sockets.listener import Refusals
 
 REFUSAL_BYTES = 1000
 PARTING_S = 5.0
-"""How long the other end has to read why a connection ends."""
+"""How long the other end has to read the reason for the end of a connection."""
 SETTLES_S = 5.0
-"""How often a connection that sends nothing looks whether the other end has all of it."""
+"""How often an idle connection checks whether the other end has confirmed everything."""
 CLOSED = "it was closed"
-"""Why a connection is gone whose other end has said that nothing follows."""
+"""The reason for a connection that the other end has ended regularly."""
 _LAST = {LetterKind.END, LetterKind.REFUSAL}
 
 
 class Endpoint(NamedTuple):
-    """Where a process listens, and what it proves itself with."""
+    """The listening socket of a process, and its credentials."""
 
     listener: socket.socket
     run: int
@@ -38,29 +39,29 @@ class Endpoint(NamedTuple):
     timeout_s: float
     deadline_s: float | None = None
     keys: Keys | None = None
-    """In place of the secret, where the run has them."""
+    """Used in place of the secret, if the run has keys."""
 
 
 class Owner(NamedTuple):
-    """Whom a connection reports to; the functions are called in the connection's own threads."""
+    """The callbacks of a connection, called in its threads."""
 
     me: int
     """The number of this process."""
     run: int
     limits: Limits
     timeout_s: float
-    """How long the other end may take no bytes, or be silent in the middle of a letter."""
+    """How long the other end may accept no bytes, or pause in the middle of a letter."""
     accepts: Callable[["PeerConnection", Letter, int], bool]
     """Whether a body of this size may follow a header."""
-    heard: Callable[["PeerConnection", Letter], None]
-    """Takes a letter in; a TransportError ends the connection, and the other end reads why."""
+    received: Callable[["PeerConnection", Letter], None]
+    """Handles a received letter; a TransportError ends the connection, and its reason is sent to the other end."""
     lost: Callable[["PeerConnection", str], None]
-    """The connection is gone, and why; called once."""
+    """Called once with the reason when the connection is gone."""
     refusals: Refusals
     sent: Callable[["PeerConnection", Letter], None] = lambda connection, letter: None
-    """A letter has left, and its body may change."""
+    """Called when a letter was sent and its body may change."""
     memory: Callable[[int], Tensor] = fresh_memory
-    """Gives that of a body that comes."""
+    """Allocates memory for a received body."""
 
 
 class PeerConnection:
@@ -68,53 +69,54 @@ class PeerConnection:
 
     Args:
         peer: its number.
-        opened: makes the channel, in a thread of the connection, so that nobody waits for a peer that does not answer.
-        first: what is sent before anything else.
+        opened: opens the channel, in a thread of the connection, so that no caller waits for an unresponsive peer.
+            first: the letter sent first.
     """
 
     def __init__(self, peer: int, owner: Owner, opened: Callable[[], Channel], first: Letter | None = None) -> None:
         self.peer = peer
         self.nonce: int | None = None
-        """Of the process at the other end, once it has said so."""
+        """The nonce of the process at the other end, once known."""
         self._owner, self._opened = owner, opened
-        # Letters leave in the order in which they were queued, whichever threads have queued them; None closes the queue.
+        # Letters are sent in the order in which any thread queued them; None closes the queue.
         self._letters: queue.SimpleQueue[Letter | Callable[[], Letter] | None] = queue.SimpleQueue()
         if first is not None:
             self._letters.put(first)
         self.channel: Channel | None = None
-        """Once it is open."""
+        """The channel, once open."""
         self._lost, self._done = threading.Lock(), threading.Event()
         self._closed = False
         _start(self._write)
 
     @property
     def moved_s(self) -> float:
-        """When bytes last went or came, on the clock of `time.monotonic`."""
+        """The time of the last progress, on the clock of `time.monotonic`."""
         return 0.0 if self.channel is None else self.channel.moved_s
 
     def send(self, letter: Letter | Callable[[], Letter]) -> None:
-        """Queues a letter, or what makes one in the thread that sends it."""
+        """Queues a letter, or a function that makes one in the sending thread."""
         self._letters.put(letter)
 
     def end(self) -> None:
-        """Queues the word that nothing follows, after which the other end closes."""
-        # A letter and no closed direction of the socket, which encryption would not survive (`Channel.close`).
+        """Queues the END letter, after which the other end closes."""
+        # A letter instead of a half-closed socket, which TLS does not support (`Channel.interrupt`).
         self._letters.put(Letter(LetterKind.END, self._owner.me))
 
     def finish(self, timeout_s: float) -> None:
-        """Sends what is queued, says that nothing follows, and closes once the other end has read it or `timeout_s` is over."""
+        """Sends queued letters and END, and closes once the other end has read them or `timeout_s` is over."""
         self.end()
         self._done.wait(timeout_s)
         self.close()
 
     def refuse(self, why: str) -> None:
-        """Tells the other end why this connection ends, and ends it once it has read that, or has not for some seconds."""
+        """Sends the reason why this connection ends, and ends it once it is read, or after some seconds."""
         self._letters.put(refusal(self._owner.me, why))
         _start(self.finish, PARTING_S)
 
     def close(self) -> None:
         """Ends the connection at once; may be called twice."""
-        # In this order: a writer that has just opened the channel looks at `_closed` afterwards, so one of both closes it.
+        # In this order: a writer that has just opened the channel checks `_closed` afterwards, so one of the two closes
+        # it.
         self._closed = True
         self._letters.put(None)
         if self.channel is not None:
@@ -124,7 +126,7 @@ class PeerConnection:
         try:
             self._write_all()
         except BaseException as error:
-            # A fault of this process; without this, letters would be queued for ever, for a thread that is gone.
+            # A fault of this process; without this, letters would be queued forever for a dead thread.
             self._end(f"{type(error).__name__}: {error}")
             raise
 
@@ -142,7 +144,7 @@ class PeerConnection:
                 send_letter(channel, letter, self._owner.run)
                 self._owner.sent(self, letter)
                 if letter.kind is LetterKind.END:
-                    return  # the connection lasts until the other end has closed, which the reader notices
+                    return  # the connection lasts until the other end closes, which the reader notices
             self._end(CLOSED)
         except (OSError, GossamerError) as error:
             self._end(str(error))
@@ -156,8 +158,9 @@ class PeerConnection:
     def _read(self, channel: Channel, writer: threading.Thread) -> None:
         try:
             self._read_all(channel)
-        finally:  # whatever its owner has raised
-            # The last thread of both frees the descriptor. The writer ends: the connection is interrupted and its queue closed.
+        finally:  # even if a callback has raised
+            # The last of both threads frees the descriptor. The writer ends, as the connection is interrupted and its
+            # queue closed.
             self.close()
             writer.join()
             channel.close()
@@ -170,11 +173,11 @@ class PeerConnection:
                     channel, owner.run, owner.limits, self._accepts, idle=True, memory=owner.memory
                 )
             ).kind not in _LAST:
-                owner.heard(self, letter)
+                owner.received(self, letter)
             self._end(CLOSED if letter.kind is LetterKind.END else refused_by("it", letter))
         except TransportError as error:
             owner.refusals.add(f"worker {self.peer}", error)
-            # The owner goes on at once, and the other end has some seconds to read what was wrong.
+            # The owner continues at once, and the other end has some seconds to read the reason.
             self._lose(str(error))
             self.refuse(str(error))
             channel.drain()
@@ -183,7 +186,7 @@ class PeerConnection:
             self._end(str(error))
 
     def _accepts(self, letter: Letter, size: int) -> bool:
-        """Whether this peer may send it now, which is asked before its body is read."""
+        """Whether this peer may send this letter now, checked before its body is read."""
         if letter.sender != self.peer:
             raise RefusedError("bounds", f"worker {self.peer} calls itself worker {letter.sender}")
         if letter.kind in _LAST:
@@ -191,7 +194,7 @@ class PeerConnection:
         return self._owner.accepts(self, letter, size)
 
     def _lose(self, why: str) -> None:
-        # Reader and writer may both fail, and the owner is told once: this lock is never released.
+        # Reader and writer may both fail, and the owner is notified once: this lock is never released.
         if self._lost.acquire(blocking=False):
             self._owner.lost(self, why)
 
@@ -202,12 +205,12 @@ class PeerConnection:
 
 
 def refusal(me: int, why: str) -> Letter:
-    """The letter with the reason why a connection ends."""
+    """The letter with the reason for the end of a connection."""
     return Letter(LetterKind.REFUSAL, me, body=body_of(why.encode()[:REFUSAL_BYTES]))
 
 
 def refused_by(who: str, letter: Letter) -> str:
-    """The sentence about a refusal, in which nothing stands that a terminal would obey."""
+    """The sentence about a refusal, without terminal control characters."""
     said = letter.content.decode("utf-8", "replace")
     return f"{who} refused this process: {''.join(c for c in said if c.isprintable())}"
 

@@ -1,4 +1,4 @@
-"""The connections of a server that workers join: threads carry their letters, and one session decides and computes."""
+"""The connections of a server that workers join: threads transport letters, and one session decides and computes."""
 
 import contextlib
 import logging
@@ -28,7 +28,7 @@ from gossamer.transport.sockets.server_client import NO_NUMBERS, NO_RUN, SETTING
 log = logging.getLogger("gossamer")
 
 PARTING_S = 5.0
-"""How long a run that is over waits for those that are still told so."""
+"""How long a finished run waits for workers that are still being notified."""
 
 
 class _Reply(Protocol):
@@ -40,22 +40,24 @@ R = TypeVar("R", bound=_Reply)
 
 
 _ALONE_S = 2.0
-"""How long a server that is asked to stop waits for somebody to come back."""
+"""How long a server that is asked to stop waits for a worker to come back."""
 
 
 class Session(Protocol[R]):
-    """What decides and computes. Each input has its seconds since the run began, and returns what peers are told."""
+    """The session of a server, which decides and computes. Each input has its seconds since the run began, and returns
+    replies to peers.
+    """
 
     def join(self, peer: int, hello: Sequence[int], now_s: float, /) -> list[R]:
-        """A peer joins, anew if it was there before."""
+        """A peer joins or rejoins."""
         ...
 
     def hear(self, peer: int, content: Any, now_s: float, /) -> list[R]:
-        """What a peer has sent has arrived."""
+        """Handles a peer's message."""
         ...
 
     def leave(self, peer: int, reason: str | None, now_s: float, /) -> list[R]:
-        """A peer is gone, because of a reason; None for one to which nothing was left to tell."""
+        """A peer is gone, with a reason; None for one that had been served completely."""
         ...
 
     def tick(self, now_s: float) -> list[R]:
@@ -63,18 +65,18 @@ class Session(Protocol[R]):
         ...
 
     @property
-    def over(self) -> bool:
-        """Whether nothing is left to do."""
+    def is_finished(self) -> bool:
+        """Whether the session is finished."""
         ...
 
     @property
     def progress(self) -> str:
-        """How far the run is, in words."""
+        """The progress of the run, in words."""
         ...
 
     @property
     def next_closing_s(self) -> float:
-        """When it has something to do although nothing comes."""
+        """The time of its next action without further input."""
         ...
 
     def close(self, now_s: float) -> None:
@@ -83,32 +85,32 @@ class Session(Protocol[R]):
 
 
 class Awaited(NamedTuple):
-    """The letter that a peer sends next, and nothing else."""
+    """The only letter that a peer may send next."""
 
     ticket: Ticket
     size: int
 
 
 class PeerProtocol(Protocol):
-    """What a server and its workers say to each other. But for `letters`, called in threads of connections."""
+    """The messages between a server and its workers. Called in threads of connections, except `letters`."""
 
     limits: Limits
     hello_bytes: int
 
     def hello(self, peer: int, body: Tensor) -> Sequence[int]:
-        """What the session is told of the hello of a worker. Raises RefusedError."""
+        """A worker's HELLO as input of the session. Raises RefusedError."""
         ...
 
     def letters(self, reply: Any) -> Iterable[Callable[[], Letter]]:
-        """What makes the letters of a reply, in the thread that sends them."""
+        """Functions that make the letters of a reply, called in the sending thread."""
         ...
 
     def awaited(self, reply: Any) -> Awaited | None:
-        """What the peer sends after this reply; None where nothing is left."""
+        """The letter that the peer sends after this reply; None if the exchange is over."""
         ...
 
     def content(self, letter: Letter, start_s: float) -> Any:
-        """What has come, with the time at which it was asked for. Raises TransportError."""
+        """The content of a letter, with the time at which it was requested. Raises TransportError."""
         ...
 
 
@@ -116,13 +118,13 @@ class _WorkerConnection(PeerConnection):
     """A connection with a worker."""
 
     def __init__(self, arrival: Arrival, owner: Owner) -> None:
-        # Before the threads start, which read them.
+        # Set before the threads start, which read them.
         self.awaited: Awaited | None = None
-        """What it is to send next."""
+        """The letter that it should send next."""
         self.asked_s = self.asked_at = 0.0
-        """When it was asked for that, since the run began and on the clock of `time.monotonic`."""
+        """The time of that request, since the run began and on the clock of `time.monotonic`."""
         self.done = False
-        """Whether nothing is left to tell it."""
+        """Whether it has been served completely."""
         super().__init__(arrival.peer, owner, lambda: arrival.channel)
 
 
@@ -142,12 +144,12 @@ class _Lost(NamedTuple):
 
 
 class ConnectionServer:
-    """The connections of one process. Threads carry their letters; the thread that calls `run` does all else.
+    """The connections of one process. Threads transport letters; the thread that calls `run` does everything else.
 
     Args:
-        endpoint: where workers come to, whose listener is closed by `close`; its `timeout_s` is how long a worker may be silent,
-            and how long the run goes on with nobody there.
-        settings: what this process runs, so that those of another run can be told what differs.
+        endpoint: where workers connect, whose listener is closed by `close`; its `timeout_s` is how long a worker may
+            be silent, and how long the run continues without workers.
+        settings: this run's settings, to report differences to workers of another run.
     """
 
     def __init__(self, endpoint: Endpoint, protocol: PeerProtocol, settings: Mapping[str, str]) -> None:
@@ -164,8 +166,8 @@ class ConnectionServer:
             lambda connection, why: self._inputs.put(_Lost(connection, why)),
             self.refusals,
         )
-        # Threads only put into this queue and one thread takes from it, so the order of what it has taken is the order of the
-        # record, and no lock is needed around the session.
+        # Threads only put into this queue and one thread takes from it, so the order of its items is the order of the
+        # record, and the session needs no lock.
         self._inputs: queue.SimpleQueue[_Joined | _Heard | _Lost] = queue.SimpleQueue()
         self._connections: dict[int, _WorkerConnection] = {}
         self._listener: Listener | None = None
@@ -178,7 +180,7 @@ class ConnectionServer:
         host, port = endpoint.listener.getsockname()[:2]
         try:
             host = announced_address(host)
-        except ConfigError as error:  # its workers have its address from the user
+        except ConfigError as error:  # its workers get its address from the user
             log.warning("%s", error)
         say(f"serving {self._me} workers on {shown(host, port)}")
         self._listener = Listener(
@@ -192,13 +194,13 @@ class ConnectionServer:
         )
 
     def run(self, session: Session[Any], begin_s: float, asked: Callable[[], bool] = lambda: False) -> None:
-        """Passes all that comes to a session, until it is over, or this is asked to stop and nobody is there.
+        """Passes all input to a session, until it is over, or until a stop is requested and no worker is connected.
 
-        Raises: PeerError when nobody is there and nobody comes within `timeout_s`.
+        Raises: PeerError when no worker is connected and none connects within `timeout_s`.
         """
         self._session, self._began, self._begin_s = session, time.monotonic(), begin_s
         timeout_s, alone_since_s = self._endpoint.timeout_s, begin_s
-        while not session.over:
+        while not session.is_finished:
             item = self._next()
             now_s = self.now()
             if item is not None:
@@ -208,7 +210,7 @@ class ConnectionServer:
             if self._connections:
                 alone_since_s = now_s
             elif asked() and now_s - alone_since_s > _ALONE_S:
-                return  # nobody will end the round after which it would stop
+                return  # no worker will end the round after which it would stop
             elif now_s - alone_since_s > timeout_s:
                 raise PeerError(
                     f"no worker has been here for {timeout_s:g} s and {session.progress}; check the workers' logs, then resume"
@@ -217,13 +219,13 @@ class ConnectionServer:
         session.close(self.now())
 
     def close(self) -> None:
-        """Lets nobody come any more, and ends all connections."""
+        """Stops accepting, and ends all connections."""
         if self._listener is not None:
             self._listener.close()
             self._listener.hang_up()
         for connection in self._connections.values():
             connection.close()
-        while not self._inputs.empty():  # those who came too late for an answer shall not wait for one
+        while not self._inputs.empty():  # late arrivals must not wait for an answer
             if isinstance(item := self._inputs.get(), _Joined):
                 item.arrival.channel.close()
 
@@ -232,12 +234,12 @@ class ConnectionServer:
         return self._begin_s + time.monotonic() - self._began
 
     def _see_off(self) -> None:
-        """The session is over: lets nobody come any more, and those who have just come hear from it that nothing is left."""
+        """Ends a finished session: stops accepting, and notifies late arrivals that the run is over."""
         assert self._listener is not None
         self._listener.close()
         deadline = time.monotonic() + PARTING_S
         while time.monotonic() < deadline:
-            # Asked before the queue is: whoever is attended to when this is false has already been put into it.
+            # Checked before the queue: any connection handled by then is already in the queue.
             somebody = self._connections or self._listener.busy
             try:
                 item = self._inputs.get(timeout=0.05)
@@ -248,11 +250,11 @@ class ConnectionServer:
             if not isinstance(item, _Lost):
                 self._handle(item, self.now())
             elif self._connections.get(item.connection.peer) is item.connection:
-                # Who leaves a run that is over is no loss, and the record ends with the run.
+                # A departure after the last round is not logged as a loss.
                 del self._connections[item.connection.peer]
 
     def _next(self) -> _Joined | _Heard | _Lost | None:
-        """The next input; None when the session has to act before one comes, or nothing comes for a second."""
+        """The next input; None when the session must act before one arrives, or none arrives for a second."""
         wait_s = min(self._session.next_closing_s - self.now(), self._endpoint.timeout_s / 4, 1.0)
         try:
             return self._inputs.get(timeout=max(0.0, wait_s))
@@ -265,13 +267,13 @@ class ConnectionServer:
             if (current := self._connections.get(peer)) is not None:
                 current.refuse(why := f"worker {peer} reconnected; this connection is closed")
                 self._drop(current, None if current.done else why, now_s)
-            # Made in this thread: what its own threads hear of it comes into the queue after it is known here.
+            # Created in this thread, so that input from its threads is queued after it is known here.
             self._connections[peer] = _WorkerConnection(item.arrival, self._owner)
             self._send(self._session.join(peer, item.hello, now_s))
             return
         current = self._connections.get(item.connection.peer)
         if current is None or item.connection is not current:
-            return  # what comes over a connection that was replaced is ignored
+            return  # input of a replaced connection is ignored
         if isinstance(item, _Heard):
             self._send(self._session.hear(current.peer, item.content, now_s))
         else:
@@ -282,7 +284,7 @@ class ConnectionServer:
         self._send(self._session.leave(connection.peer, reason, now_s))
 
     def _drop_silent(self, now_s: float) -> None:
-        """Leaves those behind that were asked for something and have neither sent nor taken a byte for too long."""
+        """Drops workers that owe a letter and have made no progress for too long."""
         timeout_s, now = self._endpoint.timeout_s, time.monotonic()
         for peer, connection in [*self._connections.items()]:
             if connection.awaited is not None and now - max(connection.asked_at, connection.moved_s) > timeout_s:
@@ -294,7 +296,8 @@ class ConnectionServer:
         for reply in replies:
             connection = self._connections[reply.peer]
             connection.asked_s, connection.asked_at = self.now(), time.monotonic()
-            # Before the letters are queued: the answer may come at once, and is compared with this in another thread.
+            # Set before the letters are queued: the answer may arrive at once, and is compared with this in another
+            # thread.
             connection.awaited = self._protocol.awaited(reply)
             for letter in self._protocol.letters(reply):
                 connection.send(letter)
@@ -302,10 +305,10 @@ class ConnectionServer:
                 connection.done = True
                 connection.end()
 
-    # What follows happens in threads of the listener and of connections.
+    # The following runs in threads of the listener and of connections.
 
     def _arrived(self, arrival: Arrival) -> None:
-        # Who knows the secret and says nothing costs a thread too, until its time is over.
+        # A silent peer that knows the secret costs a thread too, until its timeout.
         self._silent.admit(arrival.channel, arrival.host)
         try:
             hello = self._hello(arrival)
@@ -318,7 +321,7 @@ class ConnectionServer:
             self._silent.release(arrival.channel)
 
     def _hello(self, arrival: Arrival) -> Sequence[int]:
-        """What a worker of this run says first."""
+        """The HELLO of a worker of this run."""
         peer, run, limits, protocol = arrival.peer, self._endpoint.run, self._protocol.limits, self._protocol
         deadline = time.monotonic() + HANDSHAKE_S
         if not arrival.same_run:
@@ -348,7 +351,7 @@ class ConnectionServer:
         return protocol.hello(peer, letter.body)
 
     def _turn_away(self, arrival: Arrival, why: str) -> None:
-        """Tells somebody why it is refused, and hangs up once it has read that."""
+        """Sends the reason for a refusal, and closes once it is read."""
         me, run = (self._me, self._endpoint.run) if arrival.same_run else (0, NO_RUN)
         with arrival.channel as channel, contextlib.suppress(OSError):
             channel.wait_at_most(PARTING_S)
@@ -366,9 +369,9 @@ class ConnectionServer:
 
 
 def listener_at(host: str, port: int) -> socket.socket:
-    """The socket to listen on: the one a launcher has made, or a new one. Raises TransportError when there is none.
+    """The listening socket: the launcher's, or a new one. Raises TransportError if none can be opened.
 
-    That of a launcher is taken once: processes that are started later do not have it, and must not look for it.
+    The launcher's is used once: processes started later do not have it, and must not look for it.
     """
     if (inherited := os.environ.pop(LISTENER, None)) is not None:
         return socket.socket(fileno=int(inherited))

@@ -1,12 +1,12 @@
-"""What two ends of `gossamer doctor` find out about the way between them. Needs no torch.
+"""The connection test between two ends of `gossamer doctor`. Needs no torch.
 
-After both have proved that they know the secret of the run, or have shown keys that its run file lists:
+After mutual authentication by the secret of the run or its keys:
 
-    dialler → listener   its clock; a port at which it listens now, and a random number that it says there
+    dialler → listener   its clock; a port at which it listens now, and a random number that it sends there
     listener → dialler   its clock; the address that it sees; whether it reached that port there and read that number
-    dialler → listener   again and again: how many bytes it will send, or wants to get; 0 ends it
+    dialler → listener   repeatedly: how many bytes it will send, or wants to receive; 0 ends it
 
-The listener dials back only to the address that it is being dialled from, so nobody can make it look at other machines.
+The listener dials back only to the address of the dialler, so it cannot be used to probe other machines.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ from gossamer.transport.sockets.header import WATCHER
 from gossamer.transport.sockets.listener import Arrival, Listener, Refusals
 
 RUN = int(hashlib.sha256(b"gossamer doctor").hexdigest()[:16], 16)
-"""In place of the number of a run."""
+"""A placeholder for the run's number."""
 PATIENCE_S = 5.0
-"""For each step; a machine that takes longer is as good as not there."""
+"""Timeout of each step; a slower machine counts as unreachable."""
 MOST_BYTES = 1 << 25
 _FIRST_BYTES, _LONG_ENOUGH_S = 1 << 16, 0.5
 _HELLO = struct.Struct("<dH16s")
@@ -38,27 +38,28 @@ _ORDER = struct.Struct("<?Q")
 
 
 class ThereAndBack(NamedTuple):
-    """What is known of the way to another machine, whose `gossamer doctor` has answered."""
+    """The measured connection to another machine running `gossamer doctor`."""
 
     clock_ahead_s: float
-    """Of the other end; known to half of `round_trip_s`."""
+    """Offset of the other end's clock, accurate to half of `round_trip_s`."""
     round_trip_s: float
     seen_as: str
     """The address under which the other end sees this machine."""
     reached_back: bool
     """Whether the other end could open a connection to this machine."""
     up_bps: float
-    """Bits per second towards the other end, in one connection that is encrypted where there are keys."""
+    """Bits per second towards the other end, over one connection, encrypted if there are keys."""
     down_bps: float
 
 
 def examine(
     address: str, secret: bytes, keys: Keys | None, listener: socket.socket | None = None
 ) -> ThereAndBack | None:
-    """What the `gossamer doctor` at `host:port` finds; None where something else of these keys or this secret listens, as a run.
+    """The result of testing the connection to `gossamer doctor` at `host:port`; None where another process with these
+    credentials listens, such as a run.
 
-    Args: `listener` is where the other end may come back to.
-    Raises: OSError when nobody answers; PeerError when the other end refuses, does not know the secret, or is lost.
+    Args: `listener` accepts the other end's connection back.
+    Raises: OSError without an answer; PeerError when the other end refuses, does not know the secret, or is lost.
     Cost: at most 64 MiB, or about two seconds, over the link.
     """
     channel, accepted = dial_any(address, secret, run=RUN, me=WATCHER, timeout_s=PATIENCE_S, older=b"GOSL", keys=keys)
@@ -73,7 +74,7 @@ def examine(
             theirs_s, reached, seen = _ANSWER.unpack(channel.read(_ANSWER.size, time.monotonic() + 2 * PATIENCE_S))
             waited_s = time.monotonic() - began
         trips = [_timed(channel, 1, up=True) for _ in range(5)]
-        # The other end looked at its clock when it answered, which is after it has dialled back.
+        # The other end read its clock when it answered, after it had dialled back.
         ahead_s = theirs_s - (sent_s + waited_s - min(trips) / 2)
         up_bps, down_bps = (_speed_bps(channel, up=up) for up in (True, False))
         channel.write(_ORDER.pack(True, 0))
@@ -83,11 +84,11 @@ def examine(
 
 
 class ExaminationServer:
-    """Answers every `gossamer doctor` that dials here, each in a thread of its own, until it is closed.
+    """Answers every `gossamer doctor` that dials here, each in a separate thread, until it is closed.
 
     Args:
         sock: listens; closed by `close`.
-        told: is called with the address of each that was answered, and whether it could be reached from here.
+        told: called with the address of each answered peer, and whether it is reachable from here.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class ExaminationServer:
         self.address = self._listener.address
 
     def close(self) -> None:
-        """Answers nobody any more."""
+        """Stops answering."""
         self._listener.close()
         self._listener.hang_up()
 
@@ -132,7 +133,7 @@ def _reaches(host: str, port: int, number: bytes) -> bool:
 
 @contextlib.contextmanager
 def _says(listener: socket.socket | None, number: bytes) -> Iterator[None]:
-    """In here, whoever comes to the listener is told the number."""
+    """A context in which the listener sends the number to each connection."""
     if listener is None:
         yield
         return
@@ -144,17 +145,17 @@ def _says(listener: socket.socket | None, number: bytes) -> Iterator[None]:
                 with Channel(sock, PATIENCE_S) as back, contextlib.suppress(OSError):
                     back.write(number)
 
-    # Both machines try each other at once: one that only dialled would not be found by the other.
+    # Both machines test each other concurrently: one that only dialled would be unreachable for the other.
     threading.Thread(target=answer, daemon=True, name="gossamer doctor").start()
     try:
         yield
     finally:
         with contextlib.suppress(OSError):
-            listener.shutdown(socket.SHUT_RDWR)  # which ends the accept in the thread
+            listener.shutdown(socket.SHUT_RDWR)  # ends the accept in the thread
 
 
 def _timed(channel: Channel, size: int, *, up: bool) -> float:
-    """Seconds until so many bytes had gone one way, and some few the other."""
+    """Seconds until `size` bytes went one way, and a few bytes the other."""
     began = time.monotonic()
     channel.write(_ORDER.pack(up, size) + (bytes(size) if up else b""))
     channel.read(1 if up else size)
@@ -162,7 +163,7 @@ def _timed(channel: Channel, size: int, *, up: bool) -> float:
 
 
 def _speed_bps(channel: Channel, *, up: bool) -> float:
-    """Bits per second, of messages that grow until one takes half a second or is the largest."""
+    """Bits per second, from messages that grow until one takes half a second or reaches the limit."""
     size = _FIRST_BYTES
     while True:
         took_s = _timed(channel, size, up=up)

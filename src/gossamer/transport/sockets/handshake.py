@@ -1,16 +1,17 @@
-"""How two processes prove to each other that they know the secret of a run, before anything else is sent.
+"""Mutual authentication of two processes by the secret of a run, before anything else is sent.
 
-    listener → dialler   m, the magic and version of the wire format; a, 24 random bytes, the same whoever connects
+    listener → dialler   m, the magic and version of the wire format; a, 24 random bytes, independent of the dialler
     dialler → listener   m, its number i, 32 random bytes b, r = code("run", ma, b, i, run), p = code("worker", ma, b, i, r)
     listener → dialler   code("server", ma, b, i, r), or code("refusal", ma, b, i, r) if r shows another run
 
 `code` is an HMAC with the secret. Without the right p a connection is closed, and has received 32 bytes whatever it sent.
-Fresh numbers of both ends make an old proof useless. The digest of the run is never sent. In a run with keys all of this goes
-over an encrypted connection whose ends have shown their certificates, which bind each to the numbers it may have; the secret is a
-word that everybody knows then. Without keys, what follows is not encrypted.
+Fresh random numbers of both ends prevent replay. The digest of the run is never sent. In a run with keys all of this
+runs over an encrypted connection whose ends have shown their certificates, which determine the numbers that each may
+have; the secret is then a public constant. Without keys, what follows is not encrypted.
 
-Both begin with their version, so each can name both when they differ. Version 2 had no magic here: 32 random bytes, and a proof
-that began with the number. Who speaks it is answered as it expects, and reads the version of this process in what follows.
+Both begin with their version, so each can report both when they differ. Version 2 had no magic here: 32 random bytes,
+and a proof that began with the number. Such a peer is answered in its format, and then reads the version of this
+process.
 """
 
 import contextlib
@@ -28,10 +29,9 @@ from gossamer.transport.secret import CODE_BYTES, code
 from gossamer.transport.sockets.addresses import split
 from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.header import GUESTS, wrong_version
-from gossamer.transport.sockets.mailbox import connect, is_box
 
 HANDSHAKE_S = 10.0
-"""How long a whole handshake may take."""
+"""Timeout of a whole handshake."""
 _MAGIC = b"GOSS"
 _VERSION = struct.Struct("<4sHxx")
 _OURS = _VERSION.pack(_MAGIC, WIRE_VERSION)
@@ -39,7 +39,7 @@ _HELLO_BYTES = 32
 _PROOF = struct.Struct(f"<I32s{CODE_BYTES}s{CODE_BYTES}s")
 _OLDER = "2 or an earlier one"
 _OLDER_LETTER = struct.Struct("<4sH66x")
-"""As much as an older process reads of a letter before it compares versions."""
+"""The part of a letter that an older process reads before it compares versions."""
 _MOST_UNREAD = 1 << 16
 
 
@@ -52,9 +52,11 @@ def prove_to_dialler(
     timeout_s: float = HANDSHAKE_S,
     begun: Callable[[], None] = lambda: None,
 ) -> tuple[int, bool]:
-    """The side that was dialled: the number of the process at the other end, and whether it is of this run, as it knows then too.
+    """The listening side: returns the number of the process at the other end, and whether it is of this run, which both
+    ends then know.
 
-    Args: `older` is how a letter began in version 2 of such a run; `begun` is called when the other end's version has come.
+    Args: `older` is the beginning of a letter in version 2 of such a run; `begun` is called when the other end's
+        version has arrived.
     Raises: RefusedError when the other end does not know the secret or speaks another version, PeerError when it is lost, or not
         done within `timeout_s`.
     """
@@ -88,7 +90,8 @@ def prove_to_dialler(
 def prove_to_listener(
     channel: Channel, secret: bytes, *, run: int, me: int, older: bytes = b"GOSL", timeout_s: float = HANDSHAKE_S
 ) -> bool | None:
-    """The side that has dialled: whether the other end takes it as one of its run, None if it hung up before anything was asked.
+    """The dialling side: whether the other end accepts it as one of its run, None if it hung up before the first
+    message.
 
     Raises: RefusedError when the other end does not know the secret or speaks another version; PeerError when it hangs up on the
         proof, or is not done within `timeout_s`.
@@ -96,14 +99,14 @@ def prove_to_listener(
     deadline, ours = time.monotonic() + timeout_s, secrets.token_bytes(_HELLO_BYTES)
     try:
         theirs = _receive(channel, _HELLO_BYTES, deadline)
-    except RefusedError:  # in TLS 1.3, whoever dials reads here that its certificate was refused
+    except RefusedError:  # in TLS 1.3, the dialler learns here that its certificate was refused
         raise
     except PeerError:
         return None
     magic, version = _VERSION.unpack_from(theirs)
     if magic == _MAGIC and version != WIRE_VERSION:
         with contextlib.suppress(PeerError):
-            _send(channel, _OURS, deadline)  # so that the other end can name both versions too
+            _send(channel, _OURS, deadline)  # so that the other end can report both versions too
         raise wrong_version("it", version)
     about = (theirs, ours, _bytes_of(me), *([_OURS] if magic == _MAGIC else []))
     of_run = code(secret, b"run", *about, _bytes_of(run))
@@ -133,14 +136,12 @@ def dial(
     keys: Keys | None = None,
     whom: int | None = None,
 ) -> Channel:
-    """A connection with the process at `host:port`, after both ends have proved that they know the secret of the run.
-
-    A host may be a box of a mailbox (`gossamer.transport.sockets.mailbox`).
+    """A mutually authenticated connection with the process at `host:port`.
 
     Args:
-        keys: encrypts the connection, and stands in place of the secret.
-        whom: the number that the other end must have, where there are keys; None for any of the run.
-    Raises: OSError when nobody answers, PeerError when the other end refuses or does not know the secret.
+        keys: encrypt the connection, and replace the secret.
+        whom: the number that the other end must have, if there are keys; None for any of the run.
+    Raises: OSError without an answer, PeerError when the other end refuses or does not know the secret.
     """
     channel, accepted = dial_any(
         address, secret, run=run, me=me, timeout_s=timeout_s, older=older, keys=keys, whom=whom
@@ -165,12 +166,11 @@ def dial_any(
     keys: Keys | None = None,
     whom: int | None = None,
 ) -> tuple[Channel, bool]:
-    """As `dial`, and whether the other end is of the same run."""
+    """As `dial`, but also accepts other runs; returns whether the other end is of the same run."""
     if keys is not None and me not in GUESTS:
         keys.must_own(me)
-    # The one place where a process dials.
-    host, port = split(address)
-    sock = connect(host, timeout_s) if is_box(host) else socket.create_connection((host, port), timeout_s)
+    # The only place where a process dials.
+    sock = socket.create_connection(split(address), timeout_s)
     channel = Channel(sock, timeout_s)
     patience_s = min(timeout_s, HANDSHAKE_S)
     try:
@@ -191,9 +191,9 @@ def dial_any(
 
 
 def _tell_older(channel: Channel, data: bytes, deadline: float) -> None:
-    """Sends a process of an older version what it reads as another version, and waits until it has hung up on that.
+    """Sends an older process bytes that it reads as another version, and waits until it hangs up.
 
-    It may be about to send something. To close before it has come would reset the connection, and it might not read our version.
+    Closing before its pending data has arrived would reset the connection, and it might not read our version.
     """
     with contextlib.suppress(OSError):
         channel.write(data, deadline)

@@ -1,9 +1,9 @@
-"""The header of a letter: what it says, how large the body is that follows, and between which bounds all of it may be.
+"""The header of a letter: its fields, the size of the body, and their bounds.
 
     letter = [magic, version, kind, run, sender, ticket, view, round, steps, size and checksum of the body, checksum] [body]
 
-It comes from another machine and is not trusted. Its checksum covers each of its fields, and no number is believed that the run
-of the receiver does not allow: one letter with round 2^61 would otherwise have everybody wait for that round. Needs no torch.
+It comes from another machine and is untrusted. Its checksum covers each of its fields, and every number is bounded by
+the receiver's run: one letter with round 2^61 would otherwise make all workers wait for that round. Needs no torch.
 """
 
 import struct
@@ -19,42 +19,42 @@ _LAYOUT = struct.Struct("<4sHHQIIIIQQQQQ")
 _SUM = struct.Struct("<Q")
 HEADER_BYTES = _LAYOUT.size + _SUM.size
 SMALL_BYTES = 1 << 20
-"""Most bytes of the body of a letter that is no payload."""
+"""The most bytes of the body of a letter other than a payload."""
 NO_TICKET = Ticket(0)
-"""Of a letter that belongs to no exchange."""
+"""The ticket of a letter that belongs to no exchange."""
 MOST_ATTEMPTS = 1 << 30
-"""Attempts to take the mean of one round, of which there are seldom more than a few."""
+"""The most attempts at the mean of one round; a few in practice."""
 LIFE_LIMIT = 1 << 31
-"""Above the numbers by which processes and their meetings are named."""
+"""An upper bound of the numbers of processes and their meetings."""
 NEWCOMER = (1 << 32) - 1
 """The number with which a process that has no slot yet opens a connection."""
 WATCHER = (1 << 32) - 2
-"""The number with which a process opens a connection that only wants to look."""
+"""The number with which a process opens a read-only connection."""
 GUESTS = (NEWCOMER, WATCHER)
 
 
 class LetterKind(IntEnum):
-    """What a letter says."""
+    """The kind of a letter."""
 
     MEMBERSHIP = 0
-    """Its body is the sender's view of the members. The first letter on each connection of an elastic run."""
+    """Its body is the sender's membership view. The first letter on each connection of an elastic run."""
     PAYLOAD = 1
     """Its body is the sender's message in the exchange of the ticket."""
     COMMIT = 2
-    """The sender has the payload of the other end, and will count the exchange once it has this from it too."""
+    """The sender has the other end's payload, and counts the exchange once it has received a COMMIT too."""
     DECLINE = 3
-    """The sender does not exchange under this ticket with the other end, or no longer."""
+    """The sender does not, or no longer, exchange under this ticket with the other end."""
     PING = 4
     """Asks whether the other end lives."""
     PONG = 5
     ASK = 6
-    """A newcomer asks for a slot and a state; its body says which."""
+    """A newcomer requests a slot and a state, specified in its body."""
     OFFER = 7
-    """The slot, the sender's view, and how large the state is that follows."""
+    """The slot, the sender's view, and the size of the following state."""
     CHUNK = 8
     """A part of a state."""
     REPORT = 9
-    """How far its sender is with the mean of its round, see `gossamer.transport.elastic.closing`."""
+    """The sender's progress with the mean of its round, see `gossamer.transport.elastic.closing`."""
     PROPOSAL = 10
     CLOSED = 11
     FETCH = 12
@@ -72,13 +72,13 @@ class LetterKind(IntEnum):
     VIEW = 19
     """The answer to a watcher, see `gossamer.transport.elastic.ask`."""
     HELLO = 20
-    """A worker joins a server; its body says which checkpoints it has. The first letter on such a connection."""
+    """A worker joins a server; its body lists its checkpoints. The first letter on such a connection."""
     START = 21
     """A starting point from the server."""
     PUSH = 22
     """A pseudo-gradient for the server."""
     SETTINGS = 23
-    """What the sender runs, for a server of another configuration."""
+    """The sender's settings, for a server of another configuration."""
     REFUSAL = 24
     """The reason why the sender ends the connection."""
     END = 25
@@ -91,17 +91,17 @@ _PHASES = {LetterKind.START, LetterKind.PUSH}
 
 
 class LetterHead(NamedTuple):
-    """What a letter says but for its body."""
+    """The fields of a letter except its body."""
 
     kind: LetterKind
     sender: int
     ticket: Ticket = NO_TICKET
     view: int = 0
-    """Which workers are alive in the sender's view, as a hash; both ends of an exchange must agree."""
+    """A hash of the workers alive in the sender's view; both ends of an exchange must agree."""
     round: int = 0
-    """The round that the sender is in."""
+    """The sender's round."""
     steps: int = 0
-    """Inner steps of the sender's slot that a payload contains."""
+    """Inner steps of the sender's slot included in a payload."""
     size: int = 0
     """Bytes of the body."""
     check: int = 0
@@ -109,20 +109,21 @@ class LetterHead(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What everybody in a run knows to be the most that another may say."""
+    """The upper bounds of a run on the numbers in letters."""
 
     workers: int
     rounds: int
-    """Rounds of the run; where nobody waits, the local phases that one worker could take alone."""
+    """Rounds of the run; if asynchronous, the local phases that one worker could take alone."""
     steps: int
     """Inner steps of all workers together."""
     fragments: int = 1
     """Exchanges of a round."""
 
     def check(self, header: LetterHead) -> None:
-        """Raises RefusedError for a header with a number that cannot be."""
+        """Raises RefusedError for a header with a number out of bounds."""
         kind, sender, ticket, _, round, steps, *_ = header
-        # Bodies are bounded by who reads them, before memory is allocated; the view is a hash, and compared with one's own.
+        # Bodies are bounded by their reader, before memory is allocated; the view is a hash, and compared with the
+        # local one.
         if kind in _EXCHANGES:
             most = Ticket(self.rounds, self.fragments - 1, 2 * MOST_ATTEMPTS)
         elif kind in _MEETINGS:
@@ -131,7 +132,9 @@ class Limits(NamedTuple):
             most = Ticket(self.steps, self.fragments - 1, 0)
         else:
             most = NO_TICKET
-        steps_limit = SMALL_BYTES << 20 if kind is LetterKind.CHUNK else self.steps  # there it is the place of the part
+        steps_limit = (
+            SMALL_BYTES << 20 if kind is LetterKind.CHUNK else self.steps
+        )  # for a chunk it is the offset of the part
         # The number of a server follows those of its workers.
         self._must("sender", sender, self.workers, sender in GUESTS)
         self._must("round", round, self.rounds)
@@ -163,8 +166,8 @@ def encode(header: LetterHead, run: int) -> bytes:
 def decode(raw: bytes, run: int, limits: Limits) -> LetterHead:
     """The header in these bytes.
 
-    Raises: TransportError for bytes that are none; RefusedError for a header of another version or run, one that changed on its
-        way, and one with a number above the limits.
+    Raises: TransportError for invalid bytes; RefusedError for a header of another version or run, a corrupted one, and
+        one with a number above the limits.
     """
     magic, version, kind, theirs, sender, number, fragment, leg, *rest = _LAYOUT.unpack_from(raw)
     if magic != MAGIC:
@@ -193,7 +196,7 @@ def decode(raw: bytes, run: int, limits: Limits) -> LetterHead:
 
 
 def wrong_version(who: str, version: int | str) -> RefusedError:
-    """A peer whose letters are of another version."""
+    """The error for a peer whose letters are of another version."""
     return RefusedError(
         "version",
         f"{who} speaks version {version} of the wire format and this process version {WIRE_VERSION}; install the same gossamer "

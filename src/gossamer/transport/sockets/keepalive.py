@@ -1,6 +1,6 @@
-"""Keepalive: the system asks the other end of an idle connection again and again whether it is there.
+"""TCP keepalive: the system periodically probes the other end of an idle connection.
 
-Routers and firewalls forget connections that have carried nothing for some minutes, and drop what comes later in silence. A local
+Routers and firewalls forget connections that were idle for some minutes, and silently drop later packets. A local
 phase may be longer than that. Needs no torch.
 """
 
@@ -13,8 +13,8 @@ import sys
 from collections.abc import Iterator
 
 EVERY_S = 30
-"""The pause between two questions, or a quarter of the time after which a connection counts as lost if that is less."""
-_MOST_QUESTIONS = 127  # Linux takes no more
+"""The interval between probes, or a quarter of the time after which a connection counts as lost if that is less."""
+_MOST_QUESTIONS = 127  # the maximum on Linux
 _IDLE = getattr(socket, "TCP_KEEPIDLE", getattr(socket, "TCP_KEEPALIVE", None))  # Linux and macOS
 _INFO: int | None = getattr(socket, "TCP_INFO", None) if sys.platform == "linux" else None
 _LAST_ACK = struct.Struct("56xI")
@@ -23,9 +23,9 @@ _USER_TIMEOUT: int | None = getattr(socket, "TCP_USER_TIMEOUT", None)
 
 
 def keep_alive(sock: socket.socket, lasts_s: float) -> None:
-    """Has the system ask on this connection, or on all that a listening socket accepts.
+    """Enables keepalive on this connection, or on all that a listening socket accepts.
 
-    Args: `lasts_s` is after how long without an answer an idle connection is lost.
+    Args: `lasts_s` is the time without an answer after which an idle connection is lost.
     """
     every_s = int(max(1, min(EVERY_S, lasts_s / 4)))
     questions = max(1, min(_MOST_QUESTIONS, round(lasts_s / every_s) - 1))
@@ -41,33 +41,33 @@ def keep_alive(sock: socket.socket, lasts_s: float) -> None:
 
 @contextlib.contextmanager
 def keeping_alive(lasts_s: float) -> Iterator[None]:
-    """Has the system ask on the connections that this process opens meanwhile, such as torch's, which are in C++.
+    """Enables keepalive on connections that this process opens inside the context, such as torch's, which are in C++.
 
-    Those that other threads open at the same time are asked too, which harms nobody.
+    Connections opened by other threads at the same time are included, which is harmless.
     """
     before = {inode for _, inode in _sockets()}
     yield
     for descriptor, inode in _sockets():
         if inode in before:
             continue
-        # The options are of the connection, whichever descriptor they are set by; this one may be closed at any time.
+        # Options belong to the connection, not to the descriptor, which may be closed at any time.
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as sock:
             if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
                 keep_alive(sock, lasts_s)
 
 
 def expect_answers(sock: socket.socket, within_s: float | None) -> None:
-    """How long the other end may confirm nothing of what was sent before the connection is lost, where the system can tell.
+    """Sets how long sent data may stay unconfirmed before the connection is lost, where the system supports it.
 
-    Linux then counts no questions of `keep_alive`: they end an idle connection only where this is None, and what was sent is
-    repeated for a quarter of an hour.
+    Linux then ignores the probe count of `keep_alive`: probes end an idle connection only if this is None, and then
+    sent data is retransmitted for a quarter of an hour.
     """
     if _USER_TIMEOUT is not None:
         sock.setsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT, 0 if within_s is None else max(1, int(1000 * within_s)))
 
 
 def has_unanswered(sock: socket.socket) -> bool:
-    """Whether the other end has still to confirm something that was sent; also where the system does not tell."""
+    """Whether sent data is still unconfirmed; True also where the system does not report it."""
     import fcntl
     import termios
 
@@ -79,9 +79,9 @@ def has_unanswered(sock: socket.socket) -> bool:
 
 
 def silent_s(sock: socket.socket) -> float:
-    """How long ago the other end's system has confirmed something or said that it takes no more; 0 where nobody tells.
+    """Seconds since the other end's system last acknowledged anything, zero-window included; 0 where unknown.
 
-    It does so while its process hangs, and does not once the way to it is cut.
+    It acknowledges while its process hangs, and not once the path is cut.
     """
     return (
         0.0 if _INFO is None else _LAST_ACK.unpack(sock.getsockopt(socket.IPPROTO_TCP, _INFO, _LAST_ACK.size))[0] / 1e3
@@ -93,7 +93,7 @@ def _sockets() -> list[tuple[int, int]]:
     found = list[tuple[int, int]]()
     with contextlib.suppress(OSError):
         for name in os.listdir("/dev/fd"):
-            with contextlib.suppress(OSError):  # that of the listing itself, or closed by another thread
+            with contextlib.suppress(OSError):  # the listing's own descriptor, or one closed by another thread
                 status = os.fstat(int(name))
                 if stat.S_ISSOCK(status.st_mode):
                     found.append((int(name), status.st_ino))

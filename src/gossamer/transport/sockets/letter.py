@@ -1,6 +1,6 @@
-"""What processes of a run send each other: a header of fixed size (`gossamer.transport.sockets.header`), and a body.
+"""Letters between processes of a run: a header of fixed size (`gossamer.transport.sockets.header`), and a body.
 
-Who reads a header decides how large a body may be before any memory is allocated, and nothing is ever unpickled.
+The reader bounds the body by the header before any memory is allocated, and nothing is ever unpickled.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def body_of(content: bytes) -> Tensor:
 
 
 def encode(letter: Letter, run: int) -> bytes:
-    """The header of a letter; its body follows as it is."""
+    """The header of a letter; its body follows unchanged."""
     kind, sender, ticket, view, round, steps, body = letter
     check = wire.checksum(body) if body.numel() else 0
     return encode_header(LetterHead(kind, sender, ticket, view, round, steps, body.numel(), check), run)
@@ -73,12 +73,12 @@ def receive_letter(
     """The next letter.
 
     Args:
-        accepts: whether a body of this size may follow such a letter, which has none yet.
-        idle: allows the other end to be silent for ever before a letter begins.
-        deadline: on the clock of `time.monotonic`, for all of it.
-        memory: gives that of the body.
-    Raises: OSError when the connection is lost or stalls, TransportError for what is no letter, RefusedError for one that cannot
-        be.
+        accepts: whether a body of this size may follow a header.
+        idle: allows unlimited silence before a letter begins.
+            deadline: on the clock of `time.monotonic`, for the whole letter.
+        memory: allocates the body.
+    Raises: OSError when the connection is lost or stalls, TransportError for an invalid letter, RefusedError for one
+        out of bounds.
     """
     raw = bytearray(HEADER_BYTES)
     channel.read_into(memoryview(raw), deadline, idle=idle)
@@ -102,5 +102,5 @@ def receive_letter(
 
 
 def small(*kinds: LetterKind, most_bytes: int) -> Callable[[Letter, int], bool]:
-    """What accepts letters of these kinds alone, with bodies that are not larger."""
+    """A predicate that accepts letters of these kinds only, with bodies of at most this size."""
     return lambda letter, size: letter.kind in kinds and size <= most_bytes

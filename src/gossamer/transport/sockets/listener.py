@@ -1,4 +1,5 @@
-"""Where processes are accepted: a bounded number of strangers proves that they know the secret, and is handed on then.
+"""The listener for other processes: a bounded number of unauthenticated connections, which are passed on after the
+handshake.
 
 Needs no torch.
 """
@@ -22,19 +23,19 @@ from gossamer.transport.sockets.header import GUESTS
 log = logging.getLogger("gossamer")
 
 RETRY_S = 0.1
-"""After a connection that could not be accepted."""
+"""Pause after a connection that could not be accepted."""
 REPORTED = 20
-"""The refusals that are each reported; after them, only the 32nd, the 64th and so on are."""
+"""The number of refusals reported individually; then only the 32nd, the 64th and so on."""
 _STEPS = 3
-"""Of a handshake: nothing has come, the other end has begun, and it has proved by TLS that it owns a listed certificate."""
+"""Steps of a handshake: no data yet, begun, and authenticated by TLS with a listed certificate."""
 _PLACES = 64
-"""At each step of the handshake."""
+"""The most connections at each step of the handshake."""
 _MOST_COUNTS = 256
-"""Peers and kinds that are counted apart: strangers may come from any number of addresses."""
+"""The most separate counters of peers and kinds: strangers may connect from any number of addresses."""
 
 
 class Refusals:
-    """What a process has refused, counted by peer and kind. Threads may share it."""
+    """Refusals of a process, counted by peer and kind; thread-safe."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -42,12 +43,12 @@ class Refusals:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """How often, by peer and kind, such as `worker 3: bounds`."""
+        """The counts by peer and kind, such as `worker 3: bounds`."""
         with self._lock:
             return dict(self._counts)
 
     def count(self, what: str) -> int:
-        """Counts one without a report, and returns how many there are of it."""
+        """Counts one without a report, and returns its count."""
         with self._lock:
             key = (
                 what
@@ -58,7 +59,7 @@ class Refusals:
             return self._counts[key]
 
     def add(self, peer: str, error: Exception) -> None:
-        """Counts one, and reports it unless there were many."""
+        """Counts one, and reports it unless there are many."""
         kind = (
             error.kind
             if isinstance(error, RefusedError)
@@ -74,20 +75,20 @@ class Refusals:
 
 
 class ConnectionLimit:
-    """Connections that cost the process without doing anything for it: a bounded number of each peer, and of all.
+    """A bound on unproductive connections, per peer and in total.
 
-    A new one is always admitted, and the oldest gives way: of its own peer, or of the peer that has most. Were new ones refused
-    instead, whoever fills the places would keep everybody else out.
+    A new one is always admitted, and the oldest is dropped: of the same peer, or of the peer with the most. If new ones
+    were refused instead, an attacker that fills the limit would lock out all others.
     """
 
     def __init__(self, per_peer: int = 8, total: int = 64) -> None:
         self._per_peer, self._total = per_peer, total
         self._open: dict[Channel, str] = {}
-        """The peer of each, the oldest first."""
+        """The peer of each connection, oldest first."""
         self._lock = threading.Lock()
 
     def admit(self, channel: Channel, peer: str) -> None:
-        """Counts a new connection, and ends those for which it leaves no room."""
+        """Counts a new connection, and ends those beyond the limit."""
         with self._lock:
             counts = Counter(self._open.values())
             if counts[peer] >= self._per_peer:
@@ -97,7 +98,7 @@ class ConnectionLimit:
             self._open[channel] = peer
 
     def release(self, channel: Channel) -> None:
-        """Counts a connection no longer."""
+        """Stops counting a connection."""
         with self._lock:
             self._open.pop(channel, None)
 
@@ -115,20 +116,20 @@ class ConnectionLimit:
 
 
 class Arrival(NamedTuple):
-    """A connection whose other end has proved that it knows the secret."""
+    """An authenticated connection."""
 
     channel: Channel
     host: str
     peer: int
-    """What it calls itself."""
+    """The number that it claims."""
     same_run: bool
-    """Whether it is of this run, which it has been told."""
+    """Whether it is of this run, which it knows too."""
 
 
 class Listener:
-    """Accepts connections on one socket and hands each, once its other end knows the secret, to `arrived` in a thread of its own.
+    """Accepts connections on one socket and passes each, after authentication, to `arrived` in a separate thread.
 
-    Args: `older` as of `prove_to_dialler`; `keys` encrypt each connection, and stand in place of the secret.
+    Args: `older` as in `prove_to_dialler`; `keys` encrypt each connection, and replace the secret.
     """
 
     def __init__(
@@ -145,31 +146,31 @@ class Listener:
         self._sock, self._run, self._older, self._keys = sock, run, older, keys
         self._secret = secret if keys is None else SECRET_WORD
         self._arrived, self.refusals = arrived, refusals
-        # Each step has its own places: however many connections stay at one, they end none at a later one. An address may have
-        # all places that no other wants, as honest workers share it with strangers behind one router, and all who dial a
-        # mailbox have that of loopback. A worker is ended only if so many others come during one round trip to it.
+        # Each step has its own limit: connections stuck at one step never displace those at a later one. One address
+        # may use all free places, as honest workers may share it with strangers behind one router. A worker is displaced
+        # only if that many others arrive during one round trip to it.
         self._handshakes = [ConnectionLimit(_PLACES, _PLACES) for _ in range(_STEPS)]
         self._closed = False
         self._busy = 0
         self._lock = threading.Lock()
         self.address = shown(*sock.getsockname()[:2])
-        # Newcomers and peers that come back arrive while this worker trains.
+        # In a thread, as newcomers and returning peers arrive during training.
         threading.Thread(target=self._accept, daemon=True, name="gossamer listener").start()
 
     @property
     def busy(self) -> bool:
-        """Whether somebody who has come is not attended to yet."""
+        """Whether an accepted connection is not handled yet."""
         return self._busy > 0
 
     def close(self) -> None:
-        """Accepts no more; those who are attended to go on."""
+        """Stops accepting; connections being handled continue."""
         self._closed = True
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)  # a close alone would let the thread in accept take one more
         self._sock.close()
 
     def hang_up(self) -> None:
-        """Ends the connections of strangers."""
+        """Ends unauthenticated connections."""
         for step in self._handshakes:
             step.close()
 
@@ -177,18 +178,18 @@ class Listener:
         while not self._closed:
             try:
                 sock, address = self._sock.accept()
-            except OSError:  # no file descriptor is left, say, or it was closed
+            except OSError:  # for example no free file descriptor, or closed
                 time.sleep(RETRY_S)
                 continue
             with self._lock:
                 self._busy += 1
-            # In a thread of its own, as a stranger may take its time; how many there are is bounded in `_attend`.
+            # In a separate thread, as a stranger may be slow; their number is bounded in `_attend`.
             thread = threading.Thread(
                 target=self._attend, args=(sock, str(address[0])), daemon=True, name="gossamer arrival"
             )
             try:
                 thread.start()
-            except RuntimeError:  # no thread is left; who has come may come again, and the next one is accepted
+            except RuntimeError:  # no thread available; the peer may retry, and the next one is accepted
                 sock.close()
                 with self._lock:
                     self._busy -= 1
@@ -196,8 +197,8 @@ class Listener:
 
     def _attend(self, sock: socket.socket, host: str) -> None:
         try:
-            # The one place where a process accepts. The channel is admitted first, as a handshake takes as long as a stranger
-            # likes, and it is the channel that is ended then.
+            # The only place where a process accepts. The channel is admitted first, as a stranger may delay its
+            # handshake, and displacement ends the channel.
             channel = Channel(sock, HANDSHAKE_S)
             steps = iter(self._handshakes)
             step = next(steps)
@@ -206,13 +207,15 @@ class Listener:
             def advance() -> None:
                 nonlocal step
                 left, step = step, next(steps)
-                step.admit(channel, host)  # before it leaves its place: `hang_up` looks at the steps in this order
+                step.admit(
+                    channel, host
+                )  # before releasing the previous step: `hang_up` visits the steps in this order
                 left.release(channel)
 
             try:
                 peer, same = self._proof(channel, advance)
             except (PeerError, OSError) as error:
-                channel.close()  # without a word: a stranger learns nothing
+                channel.close()  # silently: reveals nothing to a stranger
                 if not self._closed:
                     self.refusals.add(host, error)
                 return
@@ -224,7 +227,9 @@ class Listener:
                 self._busy -= 1
 
     def _proof(self, channel: Channel, advance: Callable[[], None]) -> tuple[int, bool]:
-        """What a stranger proves: its number, and whether it is of this run; `advance` is called after each step but the last."""
+        """The handshake's result: the number of the other end, and whether it is of this run; `advance` is called after
+        each step but the last.
+        """
         if self._keys is None:
             return prove_to_dialler(channel, self._secret, run=self._run, older=self._older, begun=advance)
         deadline = time.monotonic() + HANDSHAKE_S

@@ -1,4 +1,4 @@
-"""A worker's end of its connection with a server: letters in turn, and the patience to reach a server that comes back.
+"""A worker's end of its connection with a server: alternating letters, and reconnection to a restarted server.
 
 Its worker waits for each answer, so it needs no threads: it reads and writes the letters itself.
 """
@@ -21,11 +21,11 @@ from gossamer.transport.sockets.letter import Letter, body_of, receive_letter, s
 
 SETTINGS_BYTES = 1 << 18
 NO_RUN, NO_NUMBERS = 0, Limits(0, 0, 0)
-"""Of letters between processes of different runs, which have no numbers in common."""
+"""Placeholders in letters between processes of different runs."""
 PAUSE_S = 0.2
-"""Before a process tries again, so that a server that hangs up on it is not asked without end."""
+"""Pause before a retry, so that a server that hangs up is not flooded."""
 _ATTEMPTS = 5
-"""How often a worker offers its proof to a server that hangs up on it; a server may also do so for want of room."""
+"""How often a worker retries its proof with a server that hangs up; a server may also do so when it is full."""
 
 
 class ServerClient:
@@ -37,30 +37,30 @@ class ServerClient:
 
     def __init__(self, channel: Channel, *, run: int, me: int, limits: Limits) -> None:
         self.answered = False
-        """Whether a letter has come."""
+        """Whether a letter has been received."""
         self.channel, self._run, self._me, self._limits = channel, run, me, limits
 
     def send(self, letter: Letter) -> None:
-        """Sends a letter, and returns once it has left.
+        """Sends a letter, and returns once it is sent.
 
         Raises: PeerError when the other end accepts no more bytes, with its reason if it sent one before it hung up.
         """
         try:
             send_letter(self.channel, letter, self._run)
         except OSError as error:
-            if not isinstance(error, TimeoutError):  # it may have said why, and hung up then
+            if not isinstance(error, TimeoutError):  # the server may have sent a reason before it hung up
                 with contextlib.suppress(LostConnectionError):
                     self._receive(LetterKind.END, Ticket(0), 0)
             raise self._lost(error) from None
 
     def receive(self, kind: LetterKind, ticket: Ticket, size: int) -> Letter:
-        """The letter of this kind and ticket, with so many bytes.
+        """The letter of this kind and ticket, with `size` bytes.
 
-        Raises: PeerError when anything else comes, or nothing within the timeout.
+        Raises: PeerError for any other letter, or none within the timeout.
         """
         letter = self._receive(kind, ticket, size)
         self.answered = True
-        self.channel.settle()  # the server has what this answers, and nothing more is sent before the end of the next phase
+        self.channel.settle()  # the server has received the request, and nothing is sent until the end of the next phase
         return letter
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ class ServerClient:
 
 
 class Patience:
-    """How long a process may go on without its server, which it reaches again and again."""
+    """The time for which a process may run without its server while it keeps reconnecting."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -102,12 +102,12 @@ class Patience:
 
     @property
     def left_s(self) -> float:
-        """How long the next connection may take."""
+        """Seconds left for the next connection."""
         left_s = self._timeout_s if self._lost_s is None else self._lost_s + self._timeout_s - time.monotonic()
         return max(left_s, PAUSE_S)
 
     def lost(self, client: ServerClient, error: LostConnectionError) -> None:
-        """A connection was lost; waits a moment. Raises PeerError when there has been none that answered for too long."""
+        """Handles a lost connection, after a short wait. Raises PeerError when no connection has answered for too long."""
         now_s = time.monotonic()
         self._lost_s = now_s if self._lost_s is None or client.answered else self._lost_s
         if now_s - self._lost_s >= self._timeout_s:
@@ -128,10 +128,10 @@ def connect(
     settings: Mapping[str, str] | None = None,
     keys: Keys | None = None,
 ) -> ServerClient:
-    """A connection to the server at `host:port`, after both ends have proved that they know the secret of the run.
+    """A mutually authenticated connection to the server at `host:port`.
 
-    Args: `settings` are sent to a server of another configuration, which names those that differ.
-    Retried for `timeout_s` while the server starts, or has no room. Raises PeerError when it cannot be reached, or refuses.
+    Args: `settings` are sent to a server of another configuration, which reports differences. Retried for `timeout_s`
+        while the server starts, or is full. Raises PeerError when it cannot be reached, or refuses.
     """
     deadline, attempts = time.monotonic() + timeout_s, 0
     while True:
@@ -169,5 +169,5 @@ def connect(
 
 
 def read_settings_in(letter: Letter) -> dict[str, str]:
-    """What the other end runs; empty when it sends anything that is no settings."""
+    """The settings of the other end; empty if invalid."""
     return read_settings(json_from_peer(letter.content)) or {}

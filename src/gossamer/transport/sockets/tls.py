@@ -1,8 +1,9 @@
-"""A connection under TLS 1.3 in which both ends have shown a certificate that the other one lists: see `gossamer.transport.keys`.
+"""A mutually authenticated TLS 1.3 connection with listed certificates: see `gossamer.transport.keys`.
 
-It is what a `Channel` needs of a socket. Bytes are encrypted and decrypted in memory, and cross the plain socket in large pieces.
-An `ssl.SSLSocket` would not do: it sends in records of 16 kB, it does not survive a thread that reads and another that writes, as
-Python lets go of its lock within OpenSSL, and its `shutdown` of one direction forgets the keys of both. Needs no torch.
+It has the socket methods that a `Channel` needs. Bytes are encrypted and decrypted in memory, and cross the plain
+socket in large pieces. An `ssl.SSLSocket` is unsuitable: it sends in records of 16 kB, it is not safe for concurrent
+reading and writing, as Python releases its lock within OpenSSL, and its `shutdown` of one direction drops the keys of
+both. Needs no torch.
 """
 
 import contextlib
@@ -17,15 +18,15 @@ from gossamer.transport.keys import Keys, certificate_fingerprint
 
 _PIECE_BYTES = 1 << 18
 _FIRST = b"\x16"
-"""What a handshake begins with."""
+"""The first byte of a TLS handshake."""
 _OUT_OF_DATE = (9, 10)
-"""What OpenSSL calls a certificate that does not hold yet, or any more."""
+"""OpenSSL's errors for a certificate that is not valid yet, or expired."""
 
 
 def must_encrypt(sock: socket.socket, deadline: float) -> None:
-    """Looks at the first byte that comes, before a state of TLS is made for a stranger: a flood of them shall cost little.
+    """Checks the first byte before a TLS state is created, so that a flood of strangers is cheap.
 
-    Raises: RefusedError where that is no handshake, OSError where none comes in time.
+    Raises: RefusedError if it is not a handshake, OSError if none arrives in time.
     """
     sock.settimeout(max(1e-3, deadline - time.monotonic()))
     first = sock.recv(1, socket.MSG_PEEK)
@@ -40,10 +41,10 @@ def _in_the_clear() -> RefusedError:
 
 
 def send_all(sock: socket.socket, content: memoryview | bytes, moved: Callable[[], None] = lambda: None) -> None:
-    """Sends all of this over a plain socket, and calls `moved` whenever a part of it has left. Raises: OSError.
+    """Sends all data over a plain socket, and calls `moved` after each part. Raises: OSError.
 
-    The timeout of the socket is for each part. `socket.sendall` would count all of them, and take a link that is slow for one
-    whose other end takes nothing.
+    The socket's timeout applies to each part. With `socket.sendall` it would apply to the total, and a slow link would
+    look like a stalled peer.
     """
     view = memoryview(content)
     while view:
@@ -59,25 +60,26 @@ class TlsSocket:
         self._came, self._goes = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = keys.context(server=server).wrap_bio(self._came, self._goes, server_side=server)
         self._state = threading.Lock()
-        """Held for each step into OpenSSL, and never while anybody waits for the other end."""
+        """The lock of each OpenSSL call, never held while waiting for the other end."""
         self._order = threading.Lock()
-        """Held from the encryption of bytes until they are in the socket: records count, and must leave in their order."""
+        """Held from encryption until the bytes are in the socket: records are numbered, and must be sent in order."""
         self.family = sock.family
         self.settimeout, self.setsockopt = sock.settimeout, sock.setsockopt
         self.shutdown, self.close = sock.shutdown, sock.close
 
     @property
     def peer_certificate(self) -> bytes | None:
-        """The certificate that the other end has proved to own."""
+        """The authenticated certificate of the other end."""
         return self._tls.getpeercert(binary_form=True)
 
     def handshake(self, deadline: float, answered: Callable[[], None] = lambda: None) -> None:
-        """Both ends show their certificates.
+        """Performs the mutually authenticated handshake.
 
-        Args: `answered` is called once this end has sent its first message, which at the end that was dialled answers a whole
-            ClientHello.
-        Raises: OSError when the connection is lost or it takes too long; RefusedError when the other end shows a certificate that
-            is not listed, or does not encrypt. That the other end refuses the own one, whoever dials learns at its first read.
+        Args: `answered` is called once this end has sent its first message, which on the listening side follows a
+            complete ClientHello.
+        Raises: OSError when the connection is lost or it takes too long; RefusedError when the other end shows an
+            unlisted certificate, or does not encrypt. The dialler learns of a refusal of its own certificate at its
+            first read.
         """
         has_answered = False
         while True:
@@ -90,13 +92,13 @@ class TlsSocket:
                     answered()
                 self._flush()
             except ssl.SSLError as error:
-                with contextlib.suppress(OSError):  # it may have hung up, and what is wrong here is what counts
-                    self._flush()  # the alert, by which the other end learns it
-                raise self._told(error) from None
+                with contextlib.suppress(OSError):  # the peer may have hung up; the local error counts
+                    self._flush()  # sends the alert to the other end
+                raise self._as_os_error(error) from None
             else:
                 self._flush()
                 return
-            # What is left at each step: a timeout for one step alone would let a stranger send a byte at a time for ever.
+            # The remaining time at each step: a per-step timeout would let a stranger send a byte at a time forever.
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise TimeoutError("it took too long")
@@ -105,7 +107,7 @@ class TlsSocket:
                 raise ConnectionError("it hung up")
 
     def recv_into(self, view: memoryview | bytearray) -> int:
-        """Fills a part of a buffer with what comes next; 0 at the end of the connection. Raises: OSError."""
+        """Reads available bytes into a buffer; 0 at the end of the connection. Raises: OSError."""
         into = memoryview(view)
         while True:
             filled, answers = self._decrypted(into)
@@ -119,7 +121,7 @@ class TlsSocket:
                 return 0
 
     def send_all(self, view: memoryview, moved: Callable[[], None]) -> None:
-        """Sends all of this, see the function of this name. Raises: OSError."""
+        """Sends all data, see the function of this name. Raises: OSError."""
         self._flush(lambda: self._encrypt(view), moved)
 
     def _encrypt(self, view: memoryview) -> None:
@@ -128,10 +130,11 @@ class TlsSocket:
             done += self._tls.write(view[done:])
 
     def _decrypted(self, into: memoryview) -> tuple[int | None, bool]:
-        """Decrypts what has come, as far as it has room; None once the other end has said that nothing follows.
+        """Decrypts received data into the buffer; None after the other end's close_notify.
 
-        Also whether something is to be sent because of it: an alert, or the answer to new keys. That is asked here, where nobody
-        encrypts: who reads would else wait for a writer whose bytes it saw, and that one for the other end, which may wait too.
+        Also returns whether a reply must be sent: an alert, or an answer to a key update. It is checked here, outside
+        of encryption: otherwise a reader could wait for a writer whose bytes it saw, and that one for the other end,
+        which may wait too.
         """
         filled, ended = 0, False
         with self._state:
@@ -144,7 +147,7 @@ class TlsSocket:
             except ssl.SSLZeroReturnError:
                 ended = True
             except ssl.SSLError as error:
-                raise self._told(error) from None
+                raise self._as_os_error(error) from None
             return (None if ended and not filled else filled), self._goes.pending > 0
 
     def _take(self) -> bool:
@@ -161,8 +164,8 @@ class TlsSocket:
                 raw = self._goes.read()
             send_all(self._sock, raw, moved)
 
-    def _told(self, error: ssl.SSLError) -> OSError:
-        """What an error of OpenSSL means."""
+    def _as_os_error(self, error: ssl.SSLError) -> OSError:
+        """Our error for an error of OpenSSL."""
         if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in _OUT_OF_DATE:
             return RefusedError(
                 "key",

@@ -1,8 +1,9 @@
-"""Checkpoints of workers in stages: where they are, and what a worker that is cut elsewhere makes of them.
+"""Checkpoints of workers in stages: their location, and their conversion to other cuts.
 
-A process that has a stage of a worker saves it in a folder of its own, whose name says how the model was cut. A run that goes
-on with other stages puts each worker together, and cuts it anew: parameters, outer state, messages in flight and the state of
-inner optimizers follow the names of parameters, the memories of boundary codecs the layer before which a boundary lies.
+A process that has a stage of a worker saves it in a separate folder, whose name gives the cuts of the model. A run
+resumed with other stages joins the stages of each worker, and cuts it again: parameters, outer state, messages in
+flight and the state of inner optimizers follow the names of parameters, the memories of boundary codecs the layer
+before which a boundary lies.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import CheckpointError
-from gossamer.layout import Layout, layout_of, restricted
+from gossamer.layout import Layout, layout_of, subset
 from gossamer.models.llama import Llama
 from gossamer.models.stages import OwnLayers
 from gossamer.optimizers.by_name import for_optimizer, named_state
@@ -35,30 +36,32 @@ _NAME = re.compile(r"stage-\d{1,4}-of-(\d{1,4})-cut((?:-\d{1,4})+)")
 
 
 class Partition(NamedTuple):
-    """How the layers of a model lie on the processes of a worker: cut before these, each process has every stages-th piece."""
+    """The assignment of a model's layers to the processes of a worker: cut before these, each process has every
+    stages-th piece.
+    """
 
     stages: int
     cuts: tuple[int, ...]
 
     def folders(self, run: Path) -> list[Path]:
-        """Where in a run folder the checkpoints of each stage are; of whole workers there is one folder."""
+        """The checkpoint folders of each stage; one folder for whole workers."""
         if self.stages == 1:
             return [run / "checkpoints"]
         words = "-".join(map(str, self.cuts))
         return [run / "checkpoints" / f"stage-{part}-of-{self.stages}-cut-{words}" for part in range(self.stages)]
 
     def parts(self, model: Llama) -> list[OwnLayers]:
-        """What each process has of this model, whose parameters they share."""
+        """Each process's part of this model, sharing its parameters."""
         spans = [*pairwise([0, *self.cuts, len(model.model.layers)])]
         return [OwnLayers(model, spans[part :: self.stages]) for part in range(self.stages)]
 
 
 WHOLE = Partition(1, ())
-"""That of workers of one process, and of a simulation."""
+"""The partition of workers of one process, and of a simulation."""
 
 
 def partition_of(config: RunSettings, worker: int) -> Partition:
-    """How the layers of a worker lie on its processes of `gossamer train`."""
+    """The assignment of a worker's layers to its processes in `gossamer train`."""
     pipeline = config.pipeline
     if not pipeline.cuts_replica(worker):
         return WHOLE
@@ -66,7 +69,7 @@ def partition_of(config: RunSettings, worker: int) -> Partition:
 
 
 class Store(NamedTuple):
-    """The checkpoints of a run as one process needs them: its own stage of some workers, or whole workers."""
+    """The checkpoints of a run for one process: its own stage of some workers, or whole workers."""
 
     config: RunSettings
     folder: Path
@@ -75,36 +78,36 @@ class Store(NamedTuple):
 
     @property
     def path(self) -> Path:
-        """Where this process saves."""
+        """The folder in which this process saves."""
         return self.own.folders(self.folder)[self.part]
 
     def sources(self, worker: int, line: Lineage) -> dict[int, Partition]:
-        """The rounds that this process can go on from, with the partition of the checkpoints that it then reads.
+        """The rounds that this process can resume from, with the partition of the checkpoints to read.
 
-        Those of its own partition need this stage alone, others all stages.
+        Its own partition needs only this stage, others all stages.
         """
         found: dict[int, Partition] = {}
-        for other in self._others():
+        for other in self._other_partitions():
             found |= {r: other for r, fault in self._faults(other, worker, line).items() if fault is None}
         return found | dict.fromkeys(checkpoint.rounds(self.path, worker, line), self.own)
 
     def faults(self, worker: int, line: Lineage) -> dict[int, Fault | None]:
-        """What is wrong with each round of which anything of a worker is there, as `checkpoint.faults` has it.
+        """The fault of each round with any file of a worker, as in `checkpoint.generation_faults`.
 
-        None stands for one that this process can go on from, with the checkpoints of any partition.
+        None for one that this process can resume from, with the checkpoints of any partition.
         """
         found: dict[int, Fault | None] = {one.after: None for one in self._lost(worker)}
-        for one in (*self._others(), self.own):
+        for one in (*self._other_partitions(), self.own):
             for round, fault in self._faults(one, worker, line).items():
                 found[round] = None if round in found and found[round] is None else fault
         return dict(sorted(found.items()))
 
     def begins_without(self, round: int, worker: int, line: Lineage) -> bool:
-        """Whether this process's stage goes on from a round of which it has nothing, as it was lost then."""
+        """Whether this process's stage resumes without a checkpoint of the round, as it was lost then."""
         return any(one.after == round for one in self._lost(worker)) and round not in self.sources(worker, line)
 
     def fault(self, round: int, worker: int, line: Lineage) -> Fault | None:
-        """Why this round cannot be gone on from; None when it can. Cost: that of reading all it needs."""
+        """The reason why this round cannot be resumed from; None if it can. Cost: reads all needed files."""
         if self.begins_without(round, worker, line):
             return None
         paths = self._paths(self.sources(worker, line).get(round, self.own))
@@ -116,16 +119,18 @@ class Store(NamedTuple):
         return None
 
     def says_what_it_is_of(self, round: int, worker: int) -> bool:
-        """Whether the checkpoints of a round that counts have more to compare than a digest; true where this process has none."""
+        """Whether the checkpoints of a valid round have a description besides the digest; True if this process has none."""
         found = [
-            each for each in (self.own, *self._others()) if round in checkpoint.rounds(self._paths(each)[0], worker)
+            each
+            for each in (self.own, *self._other_partitions())
+            if round in checkpoint.rounds(self._paths(each)[0], worker)
         ]
         return all(
             checkpoint.says_what_it_is_of(path, round, worker) for each in found[:1] for path in self._paths(each)[:1]
         )
 
     def load(self, task: Task, round: int, worker: int, line: Lineage) -> dict[str, Any]:
-        """The state of this process, put together and cut anew where it was saved by other stages.
+        """The state of this process, converted if it was saved with other stages.
 
         Raises: CheckpointError. Cost: with other stages, the state of a whole worker and a model.
         """
@@ -146,31 +151,29 @@ class Store(NamedTuple):
             ) from None
 
     def take_over(self, worker: int, round: int, state: dict[str, Any], line: Lineage, new: Lineage) -> None:
-        """Saves a state that comes from other stages as this process's own; `forget_others` may remove theirs then."""
+        """Saves a converted state as this process's own; then `forget_others` may remove the originals."""
         if round and self.sources(worker, line).get(round) != self.own:
             checkpoint.save(self.path, round, worker, state, digest=new)
 
     def forget_others(self, worker: int) -> None:
-        """Removes what a worker has saved in stages of another partition; once all processes have taken it over."""
-        for other in self._others():
+        """Removes a worker's checkpoints of other partitions, once all processes have converted them."""
+        for other in self._other_partitions():
             for path in other.folders(self.folder):
                 checkpoint.rewind(path, -1, worker)
-                with contextlib.suppress(OSError):  # other workers may have theirs there
+                with contextlib.suppress(OSError):  # not empty if other workers have theirs there
                     path.rmdir()
 
     def _lost(self, worker: int) -> list[LostStage]:
-        """When the stage of this process was lost."""
+        """The rounds at which this process's stage was lost."""
         lost = self.config.pipeline.lost if self.own != WHOLE else ()
         return [one for one in lost if (one.worker, one.stage) == (worker, self.part)]
 
     def _must_be_at(self, round: int, worker: int, state: dict[str, Any]) -> dict[str, Any]:
-        """The state. Raises CheckpointError unless it has as many inner steps behind it as its worker takes in so many rounds."""
+        """The state. Raises CheckpointError unless it has the inner steps that its worker takes in `round` rounds."""
         config, step = self.config, state.get("steps_taken")
         if config.kind != "rounds" or config.run.adapt or config.run.elastic or step is None:
             return state
-        if (
-            self.folder / f"outcomes{worker_suffix(worker)}.jsonl"
-        ).exists():  # it was elastic, and may have joined late
+        if (self.folder / f"outcomes{worker_suffix(worker)}.jsonl").exists():  # an elastic worker may have joined late
             return state
         needed = config.timetable.steps_before(worker, round)
         if step != needed:
@@ -182,7 +185,7 @@ class Store(NamedTuple):
         return state
 
     def _faults(self, one: Partition, worker: int, line: Lineage) -> dict[int, Fault | None]:
-        """As `faults`, of the checkpoints of one partition."""
+        """As `faults`, for one partition."""
         stages = {path: checkpoint.generation_faults(path, worker, line) for path in self._paths(one)}
         found: dict[int, Fault | None] = {}
         for round in {round for each in stages.values() for round in each}:
@@ -196,36 +199,36 @@ class Store(NamedTuple):
     def _paths(self, source: Partition) -> list[Path]:
         return [self.path] if source == self.own else source.folders(self.folder)
 
-    def _others(self) -> list[Partition]:
-        """The other partitions that have checkpoints here, or may have."""
+    def _other_partitions(self) -> list[Partition]:
+        """The other partitions that may have checkpoints here."""
         names = (_NAME.fullmatch(path.name) for path in (self.folder / "checkpoints").glob("stage-*"))
         found = {WHOLE, *(Partition(int(m[1]), tuple(map(int, m[2].split("-")[1:]))) for m in names if m)}
         return sorted(one for one in found - {self.own} if one == WHOLE or self._fits(one))
 
     def _fits(self, one: Partition) -> bool:
-        """Whether the model of the run can be cut so; the name of a folder may say anything."""
+        """Whether the model of the run allows these cuts, as folder names are untrusted."""
         rising = all(a < b for a, b in pairwise([0, *one.cuts, self.config.model.shape.layers]))
         return rising and one.stages > 0 and (len(one.cuts) + 1) % one.stages == 0
 
 
 class Arranged(NamedTuple):
-    """The order of parameters in a vector, and the slices that are exchanged one after the other."""
+    """The order of parameters in a vector, and its fragments."""
 
     layout: Layout
     spans: Spans
 
     @staticmethod
     def of(config: RunSettings, model: Llama, parts: Sequence[OwnLayers]) -> "list[Arranged]":
-        """That of a model, and of what each of these parts has of it."""
+        """The arrangement of a model, and of each of these parts of it."""
         whole = Arranged(*arranged(layout_of(model), config))
-        return [whole, *(Arranged(*restricted(*whole, dict(part.named_parameters()))) for part in parts)]
+        return [whole, *(Arranged(*subset(*whole, dict(part.named_parameters()))) for part in parts)]
 
     def fragment(self, p: int | None) -> Layout:
         """The layout of a fragment; of everything for None."""
         return self.layout if p is None else self.layout.slice(*self.spans[p % len(self.spans)])
 
     def each(self, values: Iterable[_T]) -> list[tuple[int, _T]]:
-        """The values of an outer state, as many of each fragment, with its number."""
+        """The values of an outer state, equally many per fragment, with the fragment's number."""
         listed = [*values]
         return [(k * len(self.spans) // len(listed), value) for k, value in enumerate(listed)]
 
@@ -233,9 +236,10 @@ class Arranged(NamedTuple):
 def joined_state(
     config: RunSettings, model: Llama, source: Partition, states: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The state of a whole worker, from those of its stages in their order, which must be alike in all that is of no stage.
+    """The state of a whole worker, from those of its stages in order, which must agree on everything not specific to a
+    stage.
 
-    Args: `model` is one of this run, which says what is where.
+    Args: `model` is one of this run, for the layout.
     Raises: CheckpointError, KeyError, TypeError or ValueError when they do not fit each other or the model.
     """
     if source == WHOLE:
@@ -276,7 +280,7 @@ def joined_state(
 def state_of_part(
     config: RunSettings, model: Llama, target: Partition, part: int, whole: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What one stage goes on with, from the state of a whole worker; memories of boundaries that it lacks do no harm.
+    """The state of one stage, from the state of a whole worker; extra memories of boundaries are ignored.
 
     Args and raises: as `joined_state`.
     """
@@ -302,9 +306,9 @@ def state_of_part(
 
 
 def _whole_of(vectors: Sequence[Tensor], parts: Sequence[Layout], layout: Layout) -> Tensor:
-    """A vector `[P]` of a model, or several of them one after the other `[k P]`, from those of its parts.
+    """A vector `[P]` of a model, or several concatenated ones `[k P]`, from those of its parts.
 
-    What is no such vector must be the same in all parts. Raises: CheckpointError.
+    Other values must be the same in all parts. Raises: CheckpointError.
     """
     times = vectors[0].numel() // parts[0].numel
     if times and all(x.shape == (times * part.numel,) for x, part in zip(vectors, parts, strict=True)):
@@ -323,7 +327,7 @@ def _whole_of(vectors: Sequence[Tensor], parts: Sequence[Layout], layout: Layout
 
 
 def _part_of(value: Tensor, part: Layout, layout: Layout) -> Tensor:
-    """What one part has of a vector as in `_whole_of`."""
+    """One part of a vector as in `_whole_of`."""
     times = value.numel() // layout.numel
     if not times or value.shape != (times * layout.numel,):
         return value

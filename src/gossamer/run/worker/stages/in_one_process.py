@@ -1,7 +1,7 @@
-"""A replica in stages, all of them in one process: what a pipeline of processes computes, to the last bit.
+"""A replica in stages, all in one process: bitwise equal to a pipeline of processes.
 
-Each boundary compresses what crosses it, in both directions, as the ends of two processes would. So this is what a simulation
-runs, and what pipelines of processes are compared with.
+Each boundary compresses its messages in both directions, as between two processes. It is used by simulations, and as
+the reference for pipelines of processes.
 """
 
 import contextlib
@@ -30,28 +30,28 @@ MicroBatch = tuple[Tensor, Sequence[int]]
 
 
 class InStages(Protocol):
-    """What a replica needs of a model that is cut into stages, of which this process holds all or some."""
+    """The interface between a replica and a model in stages, all or some of which are in this process."""
 
     model: nn.Module
     """The parameters that this process holds, under the names of the whole model."""
 
     def begin(self) -> None:
-        """A local phase begins."""
+        """Begins a local phase."""
         ...
 
     def backward(self, batches: Sequence[MicroBatch]) -> list[float]:
-        """Adds up the gradients of the mean loss over micro-batches, in their order; returns the loss of each."""
+        """Accumulates the gradients of the mean loss over micro-batches, in order; returns the loss of each."""
         ...
 
     def clip(self, max_norm: float, *, again: bool = False) -> None:
         """Shortens the gradients to this norm, which is the root of the sum over stages, in their order, of squared norms.
 
-        Args: `again` says that the gradients are others than `backward` has left.
+        Args: `again` is whether the gradients have changed since `backward`.
         """
         ...
 
     def squares(self) -> dict[int, float]:
-        """The squared norms of the last gradients of its stages, by the first layer of each; those of a checkpoint before any."""
+        """The squared norms of the last gradients of its stages, by the first layer of each; a checkpoint's before any step."""
         ...
 
     def sent_bytes(self) -> list[list[int]]:
@@ -59,11 +59,11 @@ class InStages(Protocol):
         ...
 
     def state(self) -> Any:
-        """What a checkpoint holds of the boundaries."""
+        """The state of the boundaries for a checkpoint."""
         ...
 
     def restore(self, state: Any, squares: Mapping[int, float]) -> None:
-        """Restores a saved state, which may be that of other cuts. Raises CheckpointError when it is none."""
+        """Restores a saved state, possibly of other cuts. Raises CheckpointError if it is invalid."""
         ...
 
 
@@ -81,12 +81,12 @@ def boundary_ends(config: RunSettings, layer: int) -> tuple[BoundaryEnd, Boundar
 
 
 def computing(config: RunSettings, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """In here a forward pass has the precision of the run."""
+    """A context in which forward passes have the precision of the run."""
     return torch.autocast(device.type, torch.bfloat16, enabled=config.inner.autocast == "bf16")
 
 
 def squared_norm(stage: nn.Module) -> Tensor:
-    """Of the gradient of a stage, a scalar."""
+    """The squared norm of a stage's gradient, a scalar."""
     return torch.nn.utils.get_total_norm([p.grad for p in stage.parameters() if p.grad is not None]).square()
 
 
@@ -96,7 +96,7 @@ def lost_of(table: Tensor, codec: Boundary) -> Tensor:
     return (rows - codec.decode(codec.encode(rows), rows))[0]
 
 
-def squares_of(stages: Iterable[Stage], saved: Mapping[int, float]) -> dict[int, float]:
+def squared_grad_norms(stages: Iterable[Stage], saved: Mapping[int, float]) -> dict[int, float]:
     """As `InStages.squares`; `saved` are those of a checkpoint."""
     found = {stage.first: stage for stage in stages if any(p.grad is not None for p in stage.parameters())}
     return {first: squared_norm(stage).item() for first, stage in found.items()} or {**saved}
@@ -107,14 +107,14 @@ Boundaries = Mapping[int, tuple[BoundaryEnd, BoundaryEnd]]
 
 
 def boundaries_state(boundaries: Boundaries) -> dict[int, list[dict[str, Any]]]:
-    """What a checkpoint holds of the boundaries of a process."""
+    """The state of a process's boundaries for a checkpoint."""
     return {layer: [end.state() for end in ends] for layer, ends in boundaries.items()}
 
 
 def restore_boundaries(boundaries: Boundaries, state: Any) -> None:
-    """Restores saved boundaries, which may be those of other cuts: one that was not there yet remembers nothing.
+    """Restores saved boundaries, possibly of other cuts: a new boundary starts with empty memory.
 
-    Raises: CheckpointError when the state is none of boundaries.
+    Raises: CheckpointError when the state is invalid.
     """
     if not isinstance(state, dict) or not all(isinstance(ends, list) and len(ends) == 2 for ends in state.values()):
         raise CheckpointError(
@@ -129,7 +129,7 @@ def restore_boundaries(boundaries: Boundaries, state: Any) -> None:
 class StagedModel:
     """The stages of a model, which share its parameters, and the boundaries between them; see `InStages`.
 
-    Cost: none beyond the model, but for codecs that remember.
+    Cost: none beyond the model, except for codecs with memory.
     """
 
     def __init__(self, model: Llama, config: RunSettings) -> None:
@@ -145,10 +145,10 @@ class StagedModel:
         self._squares: Mapping[int, float] = {}
 
     def begin(self) -> None:
-        """A local phase begins: all stages learn which part of the embeddings `[V, D]` a linear codec would lose."""
+        """Begins a local phase: passes the part of the embeddings `[V, D]` that a linear codec would lose to all stages."""
         if self._linear:
             self._rest = lost_of(self.stages[0].table, self.boundaries[0][0].codec)
-            # With chunks, a process learns it once.
+            # With chunks, once per process.
             for there, _ in self.boundaries[: self._config.pipeline.stages - 1]:
                 there.sent_bytes += nbytes(self._rest)
 
@@ -188,7 +188,7 @@ class StagedModel:
 
     def squares(self) -> dict[int, float]:
         """See `InStages`."""
-        return squares_of(self.stages, self._squares)
+        return squared_grad_norms(self.stages, self._squares)
 
     def sent_bytes(self) -> list[list[int]]:
         """See `InStages`."""

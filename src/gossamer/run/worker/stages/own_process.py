@@ -1,7 +1,7 @@
-"""One process of a replica in stages: its layers, its sides of the boundaries, and what it shares with the others.
+"""One process of a replica in stages: its layers, its sides of the boundaries, and its communication with the others.
 
-Every process reads the data of its worker. Activations and gradients cross as the payloads of the boundary codecs, and once a
-step all processes tell each other the losses and the norms of their gradients.
+Every process reads the data of its worker. Activations and gradients cross as the payloads of the boundary codecs, and
+once a step all processes exchange losses and gradient norms.
 """
 
 import math
@@ -30,16 +30,16 @@ from gossamer.run.worker.stages.in_one_process import (
     lost_of,
     restore_boundaries,
     spans_of,
+    squared_grad_norms,
     squared_norm,
-    squares_of,
 )
-from gossamer.run.worker.stages.torch_stage import CarriedStage, must_have_schedules, schedule_of
+from gossamer.run.worker.stages.torch_stage import BoundaryStage, must_have_schedules, schedule_of
 from gossamer.transport.processes.pipe import Flow, Pipe
 from gossamer.tree import nbytes
 
 
 class _Side:
-    """This process's side of one boundary: what it encodes for the other, and what it decodes."""
+    """This process's side of one boundary: encoder and decoder."""
 
     def __init__(
         self, pipe: Pipe, boundary: int, other: int, ends: tuple[BoundaryEnd, BoundaryEnd], like: Tensor, *, sends: bool
@@ -55,7 +55,7 @@ class _Side:
     def begin(self, samples: Sequence[Sequence[int]], known: Sequence[Tensor] | None) -> None:
         """Announces all messages of a step, with micro-batches of these samples.
 
-        Args: `known` is what of the activations of each micro-batch both ends know; None for nothing.
+        Args: `known` is the part of each micro-batch's activations known to both ends; None for none.
         """
         self._samples, self._known = samples, known
         most_bytes = self._into.codec.most_bytes(self._into.shape)
@@ -94,10 +94,10 @@ class _Computing(nn.Module):
             return self._forward(self.stage, x, tokens)
 
 
-class OwnStages:
+class LocalStages:
     """The stages of a model that this process has, as `gossamer.run.worker.stages.in_one_process.InStages`.
 
-    Args: `whole` is a model with the initial parameters, of which those of other stages are free afterwards.
+    Args: `whole` is a model with the initial parameters; those of other stages are freed.
     Raises: PeerError, wherever it computes, when another process of the worker is gone.
     Cost: payloads in flight for all micro-batches of a step, and a message to and from each other process a step.
     """
@@ -131,7 +131,7 @@ class OwnStages:
         self._sent_by_all = self._sent
         self._compute_s = 0.0
 
-    def _carried(self, k: int, whole: Llama) -> CarriedStage:
+    def _carried(self, k: int, whole: Llama) -> BoundaryStage:
         """The stage of torch for piece k of the model."""
         config, tokens = self._config, (self._config.data.batch_size, self._config.data.seq_len)
         sides, shapes = list[_Side | None](), list[Tensor]()
@@ -151,19 +151,19 @@ class OwnStages:
             shapes.append(torch.empty(*tokens, width, device="meta", requires_grad=True))
         self._sides += [side for side in sides if side is not None]
         module = _Computing(self._stages[k], config, self._device)
-        return CarriedStage(
+        return BoundaryStage(
             module, (k, self._pieces), self._device, self._pipe.group, (shapes[0], shapes[1]), (sides[0], sides[1])
         )
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Of one micro-batch, its share of the mean over all."""
+        """One micro-batch's share of the mean loss."""
         with computing(self._config, self._device):
             value = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
         self._losses.append(value.item())
         return value / self._accumulate if self._accumulate > 1 else value
 
     def begin(self) -> None:
-        """A local phase begins: all stages learn which part of the embeddings `[V, D]` a linear codec would lose."""
+        """Begins a local phase: passes the part of the embeddings `[V, D]` that a linear codec would lose to all stages."""
         if self._table_shape is None:
             return
         part, last = self._pipe.part, self._pipe.parts - 1
@@ -200,7 +200,7 @@ class OwnStages:
         return told[(self._pieces - 1) % self._pipe.parts][: self._accumulate].tolist()
 
     def _in_order(self, told: Sequence[Tensor], skipped: int) -> list[Tensor]:
-        """The numbers of all pieces, in their order, from the vectors of all processes."""
+        """The numbers of all pieces, in order, from the vectors of all processes."""
         parts = self._pipe.parts
         return [told[k % parts][skipped + k // parts].float() for k in range(self._pieces)]
 
@@ -214,7 +214,7 @@ class OwnStages:
             torch.nn.utils.clip_grads_with_norm_(stage.parameters(), max_norm, total)
 
     def end_round(self, operations: Sequence[Sequence[Operation]]) -> list[list[Operation]]:
-        """Adds up what the processes of the worker have sent in a round; all of them call it, with their own operations.
+        """Sums the traffic of the worker's processes in a round; all of them call it, with their own operations.
 
         Returns: the operations of the worker, with the bytes of all its parts. `sent_bytes` then has those of all boundaries.
         """
@@ -235,7 +235,7 @@ class OwnStages:
         ]
 
     def seconds(self, round: int, worker: int, outer_bytes: int) -> StageSeconds:
-        """What this process did since the last call."""
+        """This process's seconds and traffic since the last call."""
         forward, backward = self._sent.sum(0).tolist()
         found = StageSeconds(
             round, worker, self._pipe.part, self._compute_s, self._pipe.waited_s, forward, backward, outer_bytes
@@ -245,10 +245,10 @@ class OwnStages:
 
     def squares(self) -> dict[int, float]:
         """See `gossamer.run.worker.stages.in_one_process.InStages`."""
-        return squares_of(self._stages.values(), self._saved)
+        return squared_grad_norms(self._stages.values(), self._saved)
 
     def sent_bytes(self) -> list[list[int]]:
-        """See `gossamer.run.worker.stages.in_one_process.InStages`; of the round that `end_round` has ended."""
+        """See `gossamer.run.worker.stages.in_one_process.InStages`; for the round ended by `end_round`."""
         return self._sent_by_all.tolist()
 
     def validate(self, batches: Sequence[Tensor]) -> float:

@@ -1,8 +1,8 @@
-"""A stage of a worker that is lost: what it goes on from, in a simulation and in real processes.
+"""Recovery of a worker's lost stage, in a simulation and in real processes.
 
-Between two rounds a stage is parameters, an outer state and an inner optimizer. The first two come from the same stage of
-another worker, or as the mean of the stages before and behind it; the third begins anew. Its place in the data follows from
-the round.
+Between two rounds a stage is parameters, an outer state and an inner optimizer. The first two come from the same stage
+of another worker, or as the mean of the stages before and after it; the third is reset. Its position in the data
+follows from the round.
 """
 
 import math
@@ -26,16 +26,16 @@ from gossamer.tree import leaves
 Span = tuple[int, int]
 """The first layer of a stage, and the one after its last."""
 _FRAGMENT = 1 << 16
-"""In tickets: above those of all exchanges, which are as many as fragments and moments."""
+"""Its number in tickets: above those of all exchanges (fragments and moments)."""
 
 
 def mean_of_neighbours(before: Tensor, behind: Tensor, squares: tuple[float, float]) -> Tensor:
-    """What a lost stage takes from its neighbours, where gradients of these squared norms (ω) were last.
+    """The recovery of a lost stage from its neighbours, given the squared norms (ω) of their last gradients.
 
     W_s = (ω_(s-1) W_(s-1) + ω_(s+1) W_(s+1)) / (ω_(s-1) + ω_(s+1))
 
-    Numbers that are not floating-point count something that is alike in all stages, and stay as they are. Without gradients
-    both weigh the same.
+    Values that are not floating-point are equal in all stages, and stay unchanged. Without gradients both weigh the
+    same.
 
     Source: CheckFree, arXiv 2506.15461, algorithm 1.
     Differs: its learning rate is not raised by a tenth afterwards; the outer state is averaged with the same weights.
@@ -51,7 +51,8 @@ def mean_of_neighbours(before: Tensor, behind: Tensor, squares: tuple[float, flo
 
 
 def stand_in(name: str, lost: Span, neighbour: Span) -> str:
-    """The parameter of a neighbouring stage that stands for one of a lost stage: of the layer at the same share of its stage.
+    """The parameter of a neighbouring stage that replaces one of a lost stage: of the layer at the same relative
+    position.
 
     >>> [stand_in(f"model.layers.{k}.w", (2, 4), (4, 6)) for k in (2, 3)], stand_in("model.layers.3.w", (2, 4), (1, 2))
     (['model.layers.4.w', 'model.layers.5.w'], 'model.layers.1.w')
@@ -62,12 +63,12 @@ def stand_in(name: str, lost: Span, neighbour: Span) -> str:
 
 
 def lost_before(round: int, config: RunSettings) -> list[LostStage]:
-    """The stages that are lost right before a round."""
+    """The stages lost right before a round."""
     return [one for one in config.pipeline.lost if one.after == round]
 
 
 def recover_all(workers: Sequence[Worker], round: int) -> None:
-    """Before a round of all workers in this process: the stages that are lost then go on from what is there."""
+    """Recovers the stages lost before a round, for all workers in this process."""
     config = workers[0].config
     for one in lost_before(round, config):
         worker, spans = workers[one.worker], spans_of(config)
@@ -82,9 +83,9 @@ def recover_all(workers: Sequence[Worker], round: int) -> None:
 
 
 def recover_own(worker: Worker, transport: Transport, pipe: Pipe, round: int) -> None:
-    """As `recover_all`, by each process of a real run: it sends what another has lost, or takes what it has lost itself.
+    """As `recover_all`, by each process of a real run: it sends or receives the state of a lost stage.
 
-    A neighbour reaches it through the connections of its worker, a peer through those of its stage. Raises: PeerError.
+    Neighbours communicate through their worker's connections, peers through those of their stage. Raises: PeerError.
     """
     config = worker.config
     for number, one in enumerate(lost_before(round, config)):
@@ -112,14 +113,14 @@ def recover_own(worker: Worker, transport: Transport, pipe: Pipe, round: int) ->
 
 
 def _names(worker: Worker, span: Span) -> list[str]:
-    """The parameters of these layers, which any process can name, as all layers are alike."""
+    """The names of these layers' parameters, which any process can derive, as all layers are alike."""
     own = (leaf.name.split(".", 3) for setup in worker.loop.fragments for leaf in setup.part.layout.leaves)
     kinds = sorted({words[3] for words in own if words[1] == "layers"})
     return [f"model.layers.{k}.{kind}" for k in range(*span) for kind in kinds]
 
 
 def _given(worker: Worker, lost: Span, names: Sequence[str], own: Span) -> list[Tensor]:
-    """What a neighbour gives for the parameters of a lost stage: the squared norm of its last gradient, and its own."""
+    """A neighbour's contribution to a lost stage: the squared norm of its last gradient, and its parameters."""
     staged = worker.replica.staged
     assert staged is not None
     square = torch.tensor([staged.squares().get(own[0], 0.0)], dtype=torch.float64)
@@ -127,7 +128,7 @@ def _given(worker: Worker, lost: Span, names: Sequence[str], own: Span) -> list[
 
 
 def _received(pipe: Pipe, side: int, like: Sequence[Tensor]) -> list[Tensor]:
-    """What another stage of this worker has sent, in tensors like these."""
+    """Tensors received from another stage of this worker, of these forms."""
     size = wire.frames_bytes(like)
     pipe.expect(Flow("recovery", side), side, [size], size)
     return wire.unpack_frames(pipe.receive(Flow("recovery", side), side).to(like[-1].device), like)
@@ -139,7 +140,9 @@ def _mean(before: Sequence[Tensor], behind: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _slices(loop: OuterLoop, names: Sequence[str]) -> list[Tensor]:
-    """The live slices of these parameters, and of each vector `[k P]` of the outer state; all of what is of no parameter."""
+    """The live slices of these parameters, and of each vector `[k P]` of the outer state; whole tensors that belong to
+    no parameter.
+    """
     parts = [setup.part for setup in loop.fragments]
     places = {leaf.name: (p, leaf) for p, part in enumerate(parts) for leaf in part.layout.leaves}
     sizes, found = [part.layout.numel for part in parts], list[Tensor]()
@@ -153,17 +156,17 @@ def _slices(loop: OuterLoop, names: Sequence[str]) -> list[Tensor]:
 
 
 def _taken(loop: OuterLoop, names: Sequence[str]) -> list[Tensor]:
-    """A copy of what a worker has of these parameters and of their outer state."""
+    """A copy of a worker's values of these parameters and of their outer state."""
     return [slice.clone(memory_format=torch.contiguous_format) for slice in _slices(loop, names)]
 
 
 @torch.no_grad()
 def _go_on(worker: Worker, names: Sequence[str], values: Sequence[Tensor]) -> None:
-    """Puts what was taken into these parameters and their outer state; their inner optimizer begins anew."""
+    """Writes the recovered values into these parameters and their outer state; resets their inner optimizer."""
     for mine, theirs in zip(_slices(worker.loop, names), values, strict=True):
         mine.copy_(theirs)
     for setup in worker.loop.fragments:
-        if setup.rule.unsent is not None:  # the error of a codec, which who gave it has still to send
+        if setup.rule.unsent is not None:  # the codec's error, which the donor still has to send
             for leaf in setup.part.layout.leaves:
                 if leaf.name in names:
                     setup.rule.unsent(setup.part.s)[leaf.start : leaf.stop] = 0.0

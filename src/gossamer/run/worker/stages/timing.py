@@ -1,4 +1,4 @@
-"""What the stages of a worker have to do in an inner step, and the seconds that they take for it on a network."""
+"""The work of a worker's stages in an inner step, and its seconds on a network."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -29,10 +29,10 @@ def in_stages(network: Network, config: RunSettings, layout: Layout) -> InnerSte
 
 
 def pipeline_work(config: RunSettings, layout: Layout) -> PipelineWork | None:
-    """What an inner step in stages has to do; None for whole replicas.
+    """The work of an inner step in stages; None for whole replicas.
 
-    A stage has the share of the work that its matrices have of all parameters. Payloads count with the most bytes that they can
-    have. Where a boundary remembers samples, the first steps visit each of `data.windows` for the first time.
+    A stage's share of the work is its matrices' share of all parameters. Payloads count with their maximum size. Where
+    a boundary remembers samples, the first steps visit each of `data.windows` for the first time.
 
     Args: `layout` is that of the whole model.
     """
@@ -53,7 +53,7 @@ def pipeline_work(config: RunSettings, layout: Layout) -> PipelineWork | None:
     return PipelineWork(
         stages=pipeline.stages,
         chunks=pipeline.chunks,
-        schedule=cast(Order, pipeline.schedule),  # its settings allow no other
+        schedule=cast(Order, pipeline.schedule),  # the settings allow only these
         micro_batches=data.accumulate,
         shares=shares_of(layout, cuts),
         forward_bytes=there,
@@ -67,10 +67,10 @@ def pipeline_work(config: RunSettings, layout: Layout) -> PipelineWork | None:
 def stage_seconds(
     steps: InnerSteps, rounds: Iterable[RoundSeconds], trained: Iterable[Mapping[str, Any]]
 ) -> Iterator[StageSeconds]:
-    """What each stage of a simulated run does in each round, on the network of its inner steps.
+    """The seconds of each stage of a simulated run in each round, on the network of its inner steps.
 
     Args:
-        rounds: the seconds of its workers, in which a local phase is all that they compute and spend otherwise.
+        rounds: the seconds of its workers, whose local phase is the sum of compute and other seconds.
         trained: its metrics of kind "train", with what crossed each boundary.
     """
     crossed = {(line["round"], line["worker"]): line.get("boundary_bytes", []) for line in trained}

@@ -1,8 +1,8 @@
-"""The stage of torch's pipelines, with payloads of ours in place of its tensors.
+"""The stage of torch's pipelines, with our payloads in place of its tensors.
 
-Everything of `torch.distributed.pipelining` that is not public is used here and nowhere else: six methods that its schedules
-call to send and to receive, the two caches they read, and the two methods by which stages vote on how to find shapes, which
-ours are told. A test notices when one of them is gone.
+All private parts of `torch.distributed.pipelining` are used only here: six methods that its schedules call to send and
+to receive, the two caches they read, and the two methods by which stages vote on shape inference, which ours are given.
+A test detects when one of them is gone.
 """
 
 import logging
@@ -37,12 +37,12 @@ class Carrier(Protocol):
         ...
 
     def receive(self, micro: int) -> Tensor:
-        """Waits for those of the other side."""
+        """Waits for the activations, or gradients, from the other side."""
         ...
 
 
 class TorchSchedule(Protocol):
-    """What we use of a schedule of torch."""
+    """The interface of torch's schedules that we use."""
 
     def step(
         self,
@@ -56,11 +56,11 @@ class TorchSchedule(Protocol):
         ...
 
 
-class CarriedStage(PipelineStage):
+class BoundaryStage(PipelineStage):
     """A stage between two sides; None at an end of the pipeline.
 
-    Sending starts at once and never blocks, and receiving blocks where the received is needed, so there is nothing left for
-    the schedule to start, to batch or to wait for.
+    Sending starts at once and never blocks, and receiving blocks on first use, so the schedule has no operations to
+    start, batch or wait for.
     """
 
     def __init__(
@@ -115,13 +115,14 @@ class CarriedStage(PipelineStage):
 
 
 def schedule_of(
-    name: str, stages: Sequence[CarriedStage], micro_batches: int, loss: Callable[[Tensor, Tensor], Tensor]
+    name: str, stages: Sequence[BoundaryStage], micro_batches: int, loss: Callable[[Tensor, Tensor], Tensor]
 ) -> TorchSchedule:
-    """The schedule of this name for the stages of this process; gradients of the micro-batches' losses are added up as they are.
+    """The schedule of this name for the stages of this process; gradients of the micro-batches' losses are summed
+    without scaling.
 
     Source: GPipe, arXiv 1811.06965; 1F1B and interleaved stages, arXiv 2104.04473, section 2.2.
     """
-    logging.getLogger(schedules.__name__).setLevel(logging.CRITICAL)  # it prints all its plan beside an error
+    logging.getLogger(schedules.__name__).setLevel(logging.CRITICAL)  # it logs its whole plan with an error
     if name == "interleaved":
         return ScheduleInterleaved1F1B([*stages], micro_batches, loss, scale_grads=False)
     (stage,) = stages

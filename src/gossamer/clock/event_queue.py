@@ -1,4 +1,4 @@
-"""The agenda of virtual time: planned events in order. They are data, so that an agenda can be saved and continued."""
+"""The event queue of virtual time. Events are data, so that a queue can be saved and resumed."""
 
 import heapq
 import math
@@ -9,8 +9,8 @@ from gossamer.clock.events import Record
 from gossamer.clock.saved import as_dicts, rebuilt
 
 # The order of events at the same time. Phases end before any message arrives, so that with equal clocks and free links all
-# messages of a round have arrived when the first is handled. What servers send each other in no time comes before the next
-# push.
+# messages of a round have arrived when the first is handled. Messages between servers without delay come before the
+# next push.
 ABSENCE, PHASE, RELAY, ARRIVAL, DECISION, REPLY = range(6)
 
 _Planned = tuple[float, int, int, int, Any]
@@ -27,8 +27,8 @@ class _Saved(NamedTuple):
     event: dict[str, Any]
 
 
-class AgendaState(NamedTuple):
-    """The part of a checkpoint for an agenda."""
+class EventQueueState(NamedTuple):
+    """The part of a checkpoint for an event queue."""
 
     time_s: float
     serial: int
@@ -36,12 +36,12 @@ class AgendaState(NamedTuple):
     planned: list[_Saved]
 
 
-class Agenda:
+class EventQueue:
     """The planned events and the virtual time.
 
     Args:
-        perform: what an event does; it returns what has happened.
-        stuck: called when nothing but absences is planned.
+        perform: executes an event, and returns its records.
+        stuck: called when only absences are planned.
     """
 
     def __init__(self, perform: Callable[[Any], list[Record]], stuck: Callable[[], list[Record]] = lambda: []) -> None:
@@ -58,7 +58,7 @@ class Agenda:
         self._serial += 1
 
     def step(self, until_s: float = math.inf) -> list[Record] | None:
-        """What the next event up to and at `until_s` did, which may be nothing; None when there is no such event."""
+        """The records of the next event up to and at `until_s`, possibly none; None when there is no such event."""
         if self._work == 0 and not self._was_stuck:
             self._was_stuck = True
             if records := self._stuck():
@@ -77,15 +77,15 @@ class Agenda:
         if until_s < math.inf:
             self.time_s = max(self.time_s, until_s)
 
-    def state(self) -> AgendaState:
-        """The time and all that is planned."""
+    def state(self) -> EventQueueState:
+        """The time and the planned events."""
         planned = [
             _Saved(time_s, kind, worker, serial, type(event).__name__, as_dicts(event))
             for time_s, kind, worker, serial, event in sorted(self._heap)
         ]
-        return AgendaState(self.time_s, self._serial, self._was_stuck, planned)
+        return EventQueueState(self.time_s, self._serial, self._was_stuck, planned)
 
-    def restore(self, state: AgendaState, kinds: Sequence[type]) -> list[Any]:
+    def restore(self, state: EventQueueState, kinds: Sequence[type]) -> list[Any]:
         """Continues from a state, with events of these kinds; returns them. Raises ValueError for any other."""
         named = {kind.__name__: kind for kind in kinds}
         if not 0 <= state.time_s < math.inf or not {one.name for one in state.planned} <= named.keys():
@@ -104,19 +104,19 @@ class Agenda:
 
 
 class VirtualTimeLoop:
-    """A loop whose events are those of its agenda."""
+    """A loop over the events of its queue."""
 
-    _agenda: Agenda
+    _queue: EventQueue
 
     @property
     def time_s(self) -> float:
         """The virtual time."""
-        return self._agenda.time_s
+        return self._queue.time_s
 
     def run(self, until_s: float = math.inf) -> Iterator[Record]:
         """Yields the events up to a virtual time as they happen; may be stopped anywhere and called again."""
-        return self._agenda.run(until_s)
+        return self._queue.run(until_s)
 
     def step(self) -> list[Record] | None:
-        """What the next event did; None after the last."""
-        return self._agenda.step()
+        """The records of the next event; None after the last."""
+        return self._queue.step()

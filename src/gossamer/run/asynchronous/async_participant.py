@@ -1,4 +1,4 @@
-"""One real worker that waits for nobody: what gossip without waiting and meetings in pairs have in common."""
+"""The common base of asynchronous workers: gossip and pairwise meetings."""
 
 import contextlib
 import time
@@ -42,17 +42,18 @@ from gossamer.transport.elastic.members import MemberStatus
 from gossamer.transport.elastic.newcomer import Offer
 
 PATIENCE_S = 1.0
-"""How often who waits for a letter looks again by itself, whether it may still come."""
+"""How often a wait for a letter rechecks whether it may still arrive."""
 
 
-class WithoutWaiting(Participant[CallTransport], Generic[Core]):
-    """A worker that goes on at its own pace, and hears the others as they come.
+class AsyncParticipant(Participant[CallTransport], Generic[Core]):
+    """A worker that trains at its own pace, and processes messages as they arrive.
 
-    All workers together take `workers · run.steps` inner steps: nobody begins a local phase once those that it knows of have been
-    begun. Whoever is done stays, so that the others can still hear or meet it, until all that are alive are done.
+    All workers together take `workers · run.steps` inner steps: no worker begins a local phase once all known ones have
+    begun. A finished worker stays, so that the others can still fetch from or meet it, until all that are alive are
+    done.
 
-    Threads of connections use the worker while it trains. All that they share with it, and the order of events, is used with
-    `transport.changed` held.
+    Connection threads use the worker while it trains. Shared state, and the order of events, are guarded by
+    `transport.changed`.
     """
 
     calls: Calls
@@ -66,34 +67,34 @@ class WithoutWaiting(Participant[CallTransport], Generic[Core]):
         self.limit_s = min(endpoint.timeout_s, endpoint.deadline_s or endpoint.timeout_s)
         """How long it waits for an answer."""
         self._number = 0
-        """Local phases that its slot has behind it."""
+        """Completed local phases of its slot."""
         self._local_steps = config.local_steps_of(self.slot)
         self._began = time.perf_counter()
         self._budget = config.workers * config.run.steps
         self._held: dict[int, int] = {}
-        """Inner steps of other slots that its parameters contain."""
+        """Inner steps of other slots included in its parameters."""
         self._declined = Counter[int]()
-        """Messages of others that did not count since the last local phase."""
+        """Declined messages of others since the last local phase."""
         self._state: dict[str, Any] = {}
-        """As of the end of its last local phase."""
+        """The state at the end of its last local phase."""
 
     # --- what differs between gossip and meetings ---------------------------------------------------------------------
 
     def before_others(self) -> None:
-        """Begins, right before others can hear or meet it, with `changed` held."""
+        """Starts, right before others can fetch from or meet it, with `changed` held."""
         return
 
     @abstractmethod
     def train(self, number: int, round: int, alive: frozenset[int]) -> tuple[LocalPhase, float]:
-        """Trains a local phase, does what follows it and calls `mark`; returns its report and when it began."""
+        """Trains a local phase with its update and calls `mark`; returns its report and start time."""
 
     @abstractmethod
     def end(self) -> float:
-        """Ends, with `changed` held; returns the time that has passed for the method since its last event."""
+        """Ends, with `changed` held; returns the method's time since its last event."""
 
     @property
     def busy(self) -> bool:
-        """Whether it is amid something that another worker counts on."""
+        """Whether it is in an operation that another worker relies on."""
         return False
 
     # --- what both use ------------------------------------------------------------------------------------------------
@@ -109,25 +110,25 @@ class WithoutWaiting(Participant[CallTransport], Generic[Core]):
         return self.calls.life
 
     def now_s(self) -> float:
-        """Seconds since it began, or since the first process that wrote these files did."""
+        """Seconds since the first process that wrote these files began."""
         return time.perf_counter() - self._began
 
     def holds(self, slot: int, steps: int) -> None:
-        """Notes that its parameters contain so many inner steps of another slot, as that one says."""
+        """Records that its parameters include `steps` inner steps of another slot, as reported by that slot."""
         self._held[slot] = max(min(steps, self._budget), self._held.get(slot, 0))
         self.transport.holds(slot, self._held[slot])
 
     def decline(self, peer: int, why: str) -> None:
-        """Notes that a message of a peer does not count."""
+        """Records a declined message of a peer."""
         self._declined[peer] += 1
         say(f"worker {self.slot} declined a message in its phase {self._number}: {why}; it goes on without it")
 
     def mark(self, phases: int) -> None:
-        """A checkpoint or a newcomer gets the state as it is now, with so many local phases of its slot behind it.
+        """Marks the current state, after `phases` local phases of its slot, as that of checkpoints and newcomers.
 
-        Called where no other thread can change the parameters, with `changed` held where one may: parameters and place in the
-        order of events are those of one moment, or the replay of a worker that takes this state would begin elsewhere. It holds
-        the tensors themselves, as every later event replaces them and writes into none.
+        Called where no other thread can change the parameters, with `changed` held where one may: parameters and
+        position in the order of events must be consistent, or the replay of a worker that takes this state would
+        diverge. It holds the tensors themselves, as later events replace them and never write into them.
         """
         source = self.slot, self.life, self.log.place
         self._state = content_of(self.core, self.replica, phases=phases, source=source, held=self._held)
@@ -135,11 +136,11 @@ class WithoutWaiting(Participant[CallTransport], Generic[Core]):
     # --- the life -----------------------------------------------------------------------------------------------------
 
     def connect(self) -> CallTransport:
-        """See `Participant`. The calls stay closed, and refuse everybody, until the record is open."""
+        """See `Participant`. Calls are refused until the record is open."""
         return CallTransport(self.seat.members, self.seat.endpoint, self.calls, host=self.host)
 
     def begin(self) -> None:
-        """See `Participant`. What follows once events can be recorded is in `open_record`."""
+        """See `Participant`. Steps that need a record are in `open_record`."""
         seat, members, joins = self.seat, self.seat.members, self.joins
         state = seat.content if isinstance(seat.content, AsyncState) else None
         if joins:
@@ -171,7 +172,7 @@ class WithoutWaiting(Participant[CallTransport], Generic[Core]):
             )
 
     def _accepted(self, offer: Offer, content: Any) -> AsyncState:
-        """Takes over the state that another worker gave. Raises: CheckpointError unless all of it fits."""
+        """Loads the state of another worker. Raises: CheckpointError unless all of it fits."""
         state = state_of(content, offer.after, limits_of(self.config))
         if state.source[0] != offer.donor:
             raise CheckpointError(f"it calls itself the state of worker {state.source[0]}; look at that machine")
@@ -179,7 +180,7 @@ class WithoutWaiting(Participant[CallTransport], Generic[Core]):
         return state
 
     def open_record(self, open_: contextlib.ExitStack) -> None:
-        """See `Participant`; then this worker takes part, as what others do to it can be recorded."""
+        """See `Participant`; then this worker takes part, as calls of others can be recorded."""
         begun, seat = self._begun, self.seat
         cut, steps = begun.round if seat.goes_on else None, begun.number * self.replica.local_steps
         goes_on = begun != Entered(0, 0, None, 0.0)
@@ -187,7 +188,7 @@ class WithoutWaiting(Participant[CallTransport], Generic[Core]):
 
         def void(line: Mapping[str, Any]) -> bool:
             kind = line.get("kind")
-            # What a worker validates at its end it validates again, where it goes on from its end.
+            # A worker resumed from its end repeats its final validation.
             return (kind == "validation" and line["round"] == last) or (
                 kind == "train" and line.get("step") not in range(steps + 1)
             )
@@ -211,9 +212,9 @@ class WithoutWaiting(Participant[CallTransport], Generic[Core]):
         self._take_part()
 
     def _take_part(self) -> None:
-        """From here on others can hear this worker, or meet it."""
+        """Opens the calls: from now on others can fetch from this worker, or meet it."""
         self.mark(self._number)
-        # A state of the end has all rounds behind it, and what is left to train, as others have lost it, is of the last one.
+        # A final state has completed all rounds; steps left to train, lost by others, belong to the last one.
         self.round = min(max(self.round, self._rounds_over(self._number)), self.config.rounds - 1)
         self.keep(self.round, self._state)
         self.transport.begin_phase(self._number)
@@ -225,32 +226,32 @@ class WithoutWaiting(Participant[CallTransport], Generic[Core]):
             self.transport.declare(MemberStatus.ALIVE, self.round)
 
     def _stop_calls(self) -> None:
-        # The last to be entered is the first to end: else the thread of a connection would write into files that are closed.
+        # Entered last to end first: else a connection thread would write into closed files.
         with self.transport.changed:
             self.calls.stop()
 
     @property
     def has_more(self) -> bool:
-        """See `Participant`: whether steps are left for the next phase, as far as this worker knows."""
+        """See `Participant`: whether steps are left for the next phase, in this worker's view."""
         return self._steps(self._number, begun=True) < self._budget
 
     def _steps(self, number: int, *, begun: bool) -> int:
-        """Inner steps of all workers in the local phases that are over, or have `begun`, this worker's own being `number`.
+        """Inner steps of all workers in completed local phases, or `begun` ones; this worker's are `number`.
 
-        Two workers may both begin the last phase that is left, as news takes time: a run has at most a phase of each too many. A
-        worker that dies amid the last phases, when the others have stopped, leaves its own out.
+        Two workers may both begin the last phase, as updates take time: a run has at most one extra phase per worker. A
+        worker that dies in the last phases, after the others have stopped, leaves its own out.
         """
         steps = number * self._local_steps
         for slot, one in self.transport.phases().items():
             if slot != self.slot:
                 local = self.config.local_steps_of(slot)
-                # The message of a phase may come before the word that it has ended: both are the phase that it trains.
+                # The message of a phase may arrive before the announcement of its end: both refer to the same phase.
                 phases = max(phases_behind(one.ended, one.steps, local), one.ended + (begun and one.trains))
                 steps += phases * local
         return steps
 
     def phase(self) -> None:
-        """A local phase and what follows it."""
+        """A local phase and its update."""
         number, round = self._number, self.round
         alive = self.transport.begin_phase(number)
         self.count_phase(alive)
@@ -271,11 +272,11 @@ class WithoutWaiting(Participant[CallTransport], Generic[Core]):
 
     def part(self, *, failed: bool) -> None:
         """See `Participant`."""
-        # After a failure others train on from its last message, and whoever comes back into its slot goes on where it was.
+        # After a failure others continue from its last message, and the slot's next process continues there too.
         self.transport.close(leaves=not failed)
 
     def leave(self) -> None:
-        """See `Participant`: stays for the others, saves and says so."""
+        """See `Participant`: stays for the others, saves and announces its end."""
         number, left = self._number, self.asked.is_set()
         self._stay(left)
         why = "left" if left and self.has_more else "finished"
@@ -289,14 +290,12 @@ class WithoutWaiting(Participant[CallTransport], Generic[Core]):
         else:
             self.save(finished)
         if left:
-            self.transport.end_phases(
-                number, leaves=True
-            )  # others counted the phase that it has ended as begun until now
+            self.transport.end_phases(number, leaves=True)  # others counted its completed phase as begun until now
         if why == "left":
             say(f"worker {self.slot} leaves after {number} local phases, as it was asked to, and has saved its state")
 
     def _stay(self, left: bool) -> None:
-        """Stays until everybody who is alive has taken the last step; who leaves ends what it is amid of."""
+        """Stays until all live workers have taken the last step; on a stop request, completes pending operations."""
         with self.transport.changed:
             if not left:
                 self.transport.end_phases(self._number, leaves=False)
@@ -307,24 +306,24 @@ class WithoutWaiting(Participant[CallTransport], Generic[Core]):
                 self.transport.changed.wait(PATIENCE_S)
 
     def _rounds_over(self, number: int) -> int:
-        """Rounds of the run that are over, as far as this worker knows: the steps of all, over those of a round."""
+        """Completed rounds of the run in this worker's view: the steps of all, over those of a round."""
         steps = self._steps(number, begun=False)
         return min(steps // (self.config.workers * self.config.full_steps), self.config.rounds - 1)
 
     def save(self, finished: int) -> None:
-        """See `Participant`. The state of its last local phase: meetings go on while this writes."""
+        """See `Participant`. Saves the state of its last local phase; meetings continue during the write."""
         with self.saving:
             save_state(self.seat.line, self.folder, finished, self.slot, self._state)
             self.saved_after = finished
 
 
 def due_round(config: RunSettings, before: int, reached: int) -> int:
-    """The last of the rounds that have ended since `before` after which something is due; 0 for none."""
+    """The last round completed since `before` after which a validation or checkpoint is due; 0 for none."""
     run = config.run
     over = range(before + 1, reached + 1)
     return max((r for r in over if config.due(run.eval_every, r) or config.due(run.checkpoint_every, r)), default=0)
 
 
 def save_state(line: Lineage, folder: Path, finished: int, slot: int, state: dict[str, Any]) -> None:
-    """Saves one worker after so many rounds of the run."""
+    """Saves one worker after `finished` rounds of the run."""
     checkpoint.save(folder / "checkpoints", finished, slot, state, digest=line)

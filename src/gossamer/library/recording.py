@@ -1,0 +1,196 @@
+"""The record of an `Outer`: a run folder from which `gossamer status`, `watch` and `report` show somebody else's loop."""
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tomli_w
+from torch import Tensor
+
+from gossamer.errors import ConfigError, DiskError
+from gossamer.record.folder import RecordConfig, RunFolder
+from gossamer.record.locks import holding
+from gossamer.record.logs.seconds import recorded_s
+from gossamer.record.logs.trace import Entry, Operation
+from gossamer.rounds.compatibility.combine import Method
+from gossamer.rounds.stopwatch import Stopwatch
+from gossamer.settings.over_time import Timetable
+from gossamer.transport.contract import Delivery, Wait
+
+_FILES = RecordConfig(tensorboard=False)
+log = logging.getLogger("gossamer")
+
+
+class RecordPlan(NamedTuple):
+    """What `Outer.record` was given, until the first step opens the folder."""
+
+    folder: Path
+    run_toml: str
+    step_tokens: int
+    since_s: float
+    """When it was called, by `time.perf_counter`: seconds from there on belong to the first round."""
+
+
+class Recording:
+    """Writes what one worker does, round by round: losses, messages and seconds.
+
+    Args:
+        first_round: the round from which on what the folder holds of this worker is void; None for a new record.
+        traced_per_round: exchanges of a round.
+    Raises: ConfigError for a folder that holds another run, or in which this worker trains already; DiskError.
+    """
+
+    def __init__(self, plan: RecordPlan, worker: int, first_round: int | None, traced_per_round: int) -> None:
+        self.worker, self._step_tokens, self._traced_per_round = worker, plan.step_tokens, traced_per_round
+        with contextlib.ExitStack() as opened, _in_own_words():
+            opened.enter_context(holding(plan.folder, worker))
+            before_s = recorded_s(plan.folder, worker, first_round)  # before these lines are cut
+            self._files = opened.enter_context(
+                RunFolder(
+                    plan.folder,
+                    plan.run_toml,
+                    _FILES,
+                    worker=worker,
+                    resume_round=first_round,
+                    traced_per_round=traced_per_round,
+                )
+            )
+            self._opened = opened.pop_all()
+        self._stopwatch, self._since_s = Stopwatch(worker, before_s), plan.since_s
+        self._stopwatch.start(plan.since_s)
+        self._is_over = False
+        self.drop_round()
+
+    def drop_round(self) -> None:
+        """Forgets the round that has begun, as of a site that takes another's state in its place."""
+        self._loss: Tensor | float = 0.0
+        self._losses = self._entries = 0
+        self._untraced_steps, self._untraced_s = 0, 0.0
+
+    def step(self, loss: Tensor | float | None) -> None:
+        """Counts an inner step. The loss stays on its device until the round ends. Raises: ConfigError for no single number."""
+        self._untraced_steps += 1
+        if loss is None:
+            return
+        if isinstance(loss, Tensor):
+            if loss.numel() != 1:
+                raise ConfigError(
+                    f"step() got a loss of shape {tuple(loss.shape)}; give one number, such as loss.mean().detach()"
+                )
+            loss = loss.detach().double().reshape(())
+        self._loss, self._losses = self._loss + loss, self._losses + 1
+
+    @contextlib.contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """What runs inside is an exchange; the seconds since the last one are those of training."""
+        compute_s = time.perf_counter() - self._since_s
+        self._stopwatch.phase(compute_s)
+        self._untraced_s += compute_s
+        yield
+        self._since_s = time.perf_counter()
+
+    def sent(self, round: int, operations: Sequence[Operation]) -> None:
+        """Writes what is sent after the steps since the last such call."""
+        if operations and not self._is_over:
+            entry = round * self._traced_per_round + self._entries
+            part = Entry(entry, self.worker, self._untraced_steps, self._untraced_s, tuple(operations))
+            with self._writing():
+                self._files.log_trace(part)
+            self._entries, self._untraced_steps, self._untraced_s = self._entries + 1, 0, 0.0
+
+    def reduced(self, seconds: float) -> None:
+        """Counts the seconds of an all-reduce."""
+        self._stopwatch.phase(0.0, seconds)
+
+    def waited(self, waits: Sequence[Wait], deliveries: Sequence[Delivery]) -> None:
+        """Counts what held up this worker."""
+        self._stopwatch.waited(waits, deliveries)
+
+    def end_round(self, round: int, step: int, lr: float | None) -> None:
+        """Writes the losses and the seconds of a round that has ended, with so many inner steps behind the worker."""
+        known: dict[str, Any] = {} if lr is None else {"lr": lr}
+        known["loss"] = float(self._loss) / self._losses if self._losses else None
+        seconds = self._stopwatch.round(round)
+        self._log("train", round, step, **known)
+        if not self._is_over:
+            with self._writing():
+                self._files.log_seconds(seconds)
+        self.drop_round()
+
+    def validated(self, round: int, step: int, loss: float) -> None:
+        """Writes a validation of this worker's model after a round; -1 stands for the initial values."""
+        self._log("validation", round, step, loss=loss)
+
+    def _log(self, kind: str, round: int, step: int, **figures: Any) -> None:
+        if not self._is_over:
+            with self._writing():
+                tokens = step * self._step_tokens
+                self._files.log(kind, round=round, worker=self.worker, step=step, tokens=tokens, **figures)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A disk that is full ends the record, and not the training of all workers."""
+        try:
+            yield
+        except DiskError as error:
+            log.warning("worker %d trains on without a record: %s", self.worker, error)
+            self._is_over = True
+
+    def close(self) -> None:
+        """Closes the files, and gives the folder free. A second call does nothing."""
+        self._opened.close()
+
+
+@contextlib.contextmanager
+def _in_own_words() -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        reason = str(error).partition("; ")[0]
+        raise ConfigError(
+            f"{reason}; give record() another folder, or load the outer state that belongs to it before the first step"
+        ) from None
+
+
+def run_toml(
+    method: Method, timetable: Timetable, *, name: str, workers: int, steps: int, seed: int, model: str
+) -> str:
+    """A run file with what pages show of a loop. Verbs that would train or evaluate refuse it, as no file has the loop.
+
+    Raises: ConfigError for fewer steps than a round has.
+    """
+    if not (timetable := timetable._replace(steps=steps)).rounds:
+        raise ConfigError(
+            f"record() got steps={steps}, and the first round has {timetable.at(0).full_steps}; give more"
+        )
+    stretches = timetable.stretches
+    parts = {"rule": method.rule, "topology": method.topology, "codec": method.codec}
+    schedule = {"fragments": method.schedule.fragments, "overlap_steps": method.schedule.overlap_steps}
+    document = {
+        "name": name,
+        "workers": workers,
+        "seed": seed,
+        **{table: {"name": part.name, **part.options} for table, part in parts.items()},
+        "schedule": schedule,
+        "model": {"size": f"python:{model}"},
+        "data": {"source": "python:loop"},
+        "inner": {"optimizer": "python:loop"},
+        "record": {"tensorboard": False},
+        "run": {
+            "steps": steps,
+            "local_steps": {str(one.step): one.local_steps for one in stretches}
+            if timetable.changes
+            else stretches[0].local_steps,
+        },
+    }
+    return tomli_w.dumps(_plain(document))
+
+
+def _plain(value: Any) -> Any:
+    """A value as TOML has it: tables with words as keys and nothing that is None."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(part) for key, part in value.items() if part is not None}
+    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
