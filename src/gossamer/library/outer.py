@@ -21,7 +21,7 @@ from gossamer.errors import CheckpointError, ConfigError, PeerError
 from gossamer.library.dtensors import local, mesh_of, reshard
 from gossamer.library.flat import flat_of, layouts_with_wrappers, must_carry_copies, with_bare_names
 from gossamer.library.guard import Rest, must_be_trainable, must_not_be_wrapped, rest_of
-from gossamer.library.lane import at_board, join_sites, lane_in, lane_of_site
+from gossamer.library.lane import Lane, at_board, join_sites, lane_in, lane_of_site
 from gossamer.library.metrics import Meter, OuterMetrics
 from gossamer.library.parts import (
     OuterMethod,
@@ -39,14 +39,15 @@ from gossamer.library.recording import Recording, RecordPlan, run_toml
 from gossamer.library.saved import FORMAT, OuterState, must_be_of, must_continue_alike, what_it_is_of
 from gossamer.library.siblings import Siblings
 from gossamer.library.sites import REJOIN_ROUNDS, ElasticSite, elastic_site
-from gossamer.library.watch import OptimizerSteps, Scalers, Watch, explained, versions_of, waiting_for, warn_of_phases
-from gossamer.rounds.compatibility.combine import method_of, settled_rule, warnings_of
+from gossamer.library.watch import LoopCheck, explained, waiting_for
+from gossamer.rounds.compatibility.combination import Combination
+from gossamer.rounds.compatibility.combine import Method, method_of, settled_rule, warnings_of
 from gossamer.rounds.loop import EVERYONE, OuterLoop
 from gossamer.rounds.mean_model import mean_over_workers
 from gossamer.rounds.schedule import Schedule, Stop
 from gossamer.rules import Rule
 from gossamer.settings.options import Count, Number, Positive, check_option
-from gossamer.settings.over_time import timetable_of
+from gossamer.settings.over_time import Timetable, timetable_of
 from gossamer.topologies import Topology
 from gossamer.transport.elastic.closing import LeftOutError
 from gossamer.tree import leaves, must_fit
@@ -166,16 +167,15 @@ class Outer(Generic[M]):
         peers: str | Path | None = None,
     ) -> None:
         must_be_trainable(model)
-        for name, given, kind in (
-            ("seed", seed, int),
-            ("reduction", reduction, Reduction),
-            ("timeout_s", timeout_s, Positive),
-            ("compile", compile, bool),
-            ("rest", rest, Rest),
-            ("elastic", elastic, bool),
-            ("peers", peers, str | Path | None),
-        ):
-            check_option("Outer", name, given, kind)
+        _must_be_options(
+            seed=seed,
+            reduction=reduction,
+            timeout_s=timeout_s,
+            compile=compile,
+            rest=rest,
+            elastic=elastic,
+            peers=peers,
+        )
         timetable = None if local_steps is None else timetable_in(local_steps)
         reshard(model)
         mesh = mesh_of(model.named_parameters(), mesh)
@@ -185,12 +185,8 @@ class Outer(Generic[M]):
         # Where sites come and go the first process waits for others, and its siblings longer for it.
         self._lane, self._siblings = lane, Siblings(lane, 3 * timeout_s if elastic else timeout_s)
         self.worker, self.n, self.shard = self._lane.worker, self._lane.n, self._lane.shard
-        if self.n == 1 < self._lane.shards and site is None:
-            log.warning(
-                "all %d processes hold one model together, so there is one worker and nobody to exchange with; shard each model "
-                "over the processes of one site, as with fully_shard(model, mesh=mesh['shard'])",
-                self._lane.shards,
-            )
+        if site is None:
+            _warn_of_one_worker(lane)
         facts = settled_parts(
             rule,
             topology,
@@ -203,12 +199,7 @@ class Outer(Generic[M]):
             shards=self._lane.shards,
             elastic=elastic,
         )
-        facts = facts._replace(rule=settled_rule(facts))
-        self.method = method_of(facts, compile=compile)
-        for sentence in warnings_of(facts):
-            log.warning(sentence)
-        assert facts.local_steps is not None
-        self._timetable = facts.timetable or timetable_of(((0, facts.local_steps),))
+        self.method, self._timetable = _method_of(facts, compile=compile)
         self._timeout_s = timeout_s
         self.rounds: int = 0
         self.seed, self.model = seed, model
@@ -239,34 +230,32 @@ class Outer(Generic[M]):
         self._is_of = what_it_is_of(common, self.method.rule, self._lane, local_steps=self._timetable.words)
         self._loaded: str | None = None
         self._agreed = False  # whether all workers continue from the same, which none of them can know by itself
-        parts = [(self.x[a:b], self.layout.slice(a, b)) for a, b in self._flat.spans]
-        self._loop = OuterLoop(
+        self._loop = self._new_loop()
+        self._stops: list[Stop] = []
+        self._check = LoopCheck(model, self.worker, self.n, self._flat.checksum, self.local_steps)
+        self._watch = self._check.watch
+        self._forgotten = weakref.finalize(self, self._watch.end)  # of an Outer that is dropped without close()
+        self._means = 0
+        """How often it has entered `mean_model`."""
+        self.lr: Callable[[], float] | None = None
+        """Returns the learning rate of the inner optimizer, where it is known, so that workers can compare theirs."""
+
+    def _new_loop(self) -> OuterLoop:
+        loop = OuterLoop(
             self.method,
             self._peers.transport,
-            parts,
+            [(self.x[a:b], self.layout.slice(a, b)) for a, b in self._flat.spans],
             local_steps=self.local_steps,
             timetable=self._timetable,
-            seed=seed,
+            seed=self.seed,
             reduce=self._peers.timed_reduce(self._reduced),
             membership=EVERYONE if self._site is None else self._site.membership,
             shard=self.shard,
             over_shards=self._siblings.total,
         )
         if self._site is not None:
-            self._site.attach(self._loop)
-        self._stops: list[Stop] = []
-        self._before: int | None = self._flat.checksum()
-        """Of the parameters, until the first exchange has seen whether training changes them."""
-        self._watch = Watch(self.worker, self._flat.checksum, self.local_steps)
-        self._forgotten = weakref.finalize(self, self._watch.end)  # of an Outer that is dropped without close()
-        self._inner, self._scalers = OptimizerSteps(model), Scalers()
-        self._means = self._uncounted = 0
-        """How often it has entered `mean_model`, and the steps of this round that no optimizer has taken."""
-        self.lr: Callable[[], float] | None = None
-        """Tells the learning rate of the inner optimizer, where somebody knows it, so that workers can compare theirs."""
-        self._versions = versions_of(model)
-        self._began_at, self._looks = str(self._before), 3
-        """What all began with, and how often to look yet how the first local phase of all ended."""
+            self._site.attach(loop)
+        return loop
 
     def _meet(
         self, common: Common, group: dist.ProcessGroup | None, join: str | None, *, elastic: bool, timeout_s: float
@@ -435,13 +424,8 @@ class Outer(Generic[M]):
         if self._left:  # it has finished and goes on after all
             self._peers.tell("left", None)
             self._left = False
-        taken = self._inner.taken()
-        self._uncounted += not taken
-        if self._before is not None:
-            self._watch.look_at_step(self.model, self._versions, self._before, taken)
-        if not self._watch.called and self._outer_state() and (self._site is None or not self._site.is_back):
-            self._watch.look_at_resume(self._inner.before)
-        self._watch.called, self._watch.saved = True, False
+        is_back = self._site is not None and self._site.is_back
+        self._check.step(may_be_resumed=bool(self._outer_state()) and not is_back)
         if self._agree():
             return False
         if self._watched and self.steps == 0:
@@ -525,7 +509,7 @@ class Outer(Generic[M]):
                 self._flat.write()
 
         self.rounds, self.steps, self._stops = max(round, self._site.take(mine, load, source)), 0, []
-        self._before = None
+        self._check.forget_start()
         if self._recording is not None:
             self._recording.drop_round()
 
@@ -841,11 +825,8 @@ class Outer(Generic[M]):
     def _continue_from(self, rounds: int, steps: int, start: str | None) -> None:
         self.rounds, self.steps, self._stops = rounds, steps, []
         self._loaded, self._agreed = start, False
-        self._before = None if steps else self._flat.checksum()
-        self._versions = versions_of(self.model)
-        self._watch.begin()
+        self._check.begin(steps)
         self._watch.resumes = True
-        self._began_at, self._looks = str(self._before), 0 if steps else 3
 
     def _outer_state(self) -> list[torch.Tensor]:
         return [*leaves(self._loop.state), *self._flat.kept]
@@ -868,7 +849,7 @@ class Outer(Generic[M]):
                 self._leave()  # before the connections end: whoever finds one closed then finds the reason
                 self._watch.end(self.steps)
         self._closed = True
-        self._inner.end()
+        self._check.end()
         self._loop.in_flight.clear()
         self._peers.close()
         self._siblings.close()
@@ -963,23 +944,40 @@ class Outer(Generic[M]):
             self._watched = False
             must_not_be_wrapped(self.model, self._lane.across)
         self._flat.read()
-        if self.n > 1:
-            self._scalers.look(self.worker, counted=self._uncounted > 0)
-        self._uncounted = 0
-        if self._looks and self._before is None:
-            # Not at the first exchange itself: the others may not have come to its end yet.
-            said = self._peers.told("phase")
-            self._looks = 0 if warn_of_phases(said, self.n, self._began_at) else self._looks - 1
-        if self._before is None:
-            return
-        now, lr = self._flat.checksum(), None if self.lr is None else self.lr()
-        self._peers.tell("phase", [str(now), lr])
-        if self._before == now and self._watch.called and not self._watch.came_early:
-            log.warning(
-                "the parameters of worker %d did not change in the %d inner steps before its first exchange; call "
-                "outer.step() after optimizer.step() and not after each micro-batch, and let the optimizer have the parameters "
-                "of this model; nothing is wrong if a GradScaler skipped these steps, or the learning rate was 0",
-                self.worker,
-                self.steps,
-            )
-        self._before = None
+        self._check.exchange(self._peers, self.steps, self.lr)
+
+
+_KINDS = {
+    "seed": int,
+    "reduction": Reduction,
+    "timeout_s": Positive,
+    "compile": bool,
+    "rest": Rest,
+    "elastic": bool,
+    "peers": str | Path | None,
+}
+"""The types of the options of `Outer` that no other part checks."""
+
+
+def _must_be_options(**given: object) -> None:
+    for name, value in given.items():
+        check_option("Outer", name, value, _KINDS[name])
+
+
+def _warn_of_one_worker(lane: Lane) -> None:
+    if lane.n == 1 < lane.shards:
+        log.warning(
+            "all %d processes hold one model together, so there is one worker and nobody to exchange with; shard each model "
+            "over the processes of one site, as with fully_shard(model, mesh=mesh['shard'])",
+            lane.shards,
+        )
+
+
+def _method_of(facts: Combination, *, compile: bool) -> tuple[Method, Timetable]:
+    """The method and its local steps. Raises: PairingError for parts that do not fit each other."""
+    facts = facts._replace(rule=settled_rule(facts))
+    method = method_of(facts, compile=compile)
+    for sentence in warnings_of(facts):
+        log.warning(sentence)
+    assert facts.local_steps is not None
+    return method, facts.timetable or timetable_of(((0, facts.local_steps),))

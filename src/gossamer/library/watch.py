@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gossamer.errors import PeerError
 from gossamer.library.dtensors import local
+from gossamer.library.peers import Peers
 
 log = logging.getLogger("gossamer")
 
@@ -107,6 +108,74 @@ class Watch:
                 "the others; call it after each optimizer.step(), or use gossamer.outer_loop",
                 self._worker,
             )
+
+
+class LoopCheck:
+    """Whether the loop around one worker does what `Outer` needs, with a warning for each thing that it gets wrong.
+
+    Args:
+        checksum: takes that of the parameters as they are.
+        local_steps: of the first round.
+    """
+
+    def __init__(
+        self, model: nn.Module, worker: int, workers: int, checksum: Callable[[], int], local_steps: int
+    ) -> None:
+        self._model, self._worker, self._workers, self._checksum = model, worker, workers, checksum
+        self.watch = Watch(worker, checksum, local_steps)
+        self._optimizers, self._scalers = OptimizerSteps(model), Scalers()
+        self._uncounted = 0
+        """Steps since the last exchange that no optimizer has taken."""
+        self.begin()
+
+    def begin(self, steps: int = 0) -> None:
+        """Training begins, or continues after so many steps of a round from a state that was loaded."""
+        self._start: int | None = None if steps else self._checksum()
+        """The checksum of the parameters, until the first exchange has compared it."""
+        self._versions = versions_of(self._model)
+        self._began_at, self._looks = str(self._start), 0 if steps else 3
+        """The common start, and how often to compare yet how the first local phases of all workers ended."""
+        self.watch.begin()
+
+    def forget_start(self) -> None:
+        """The parameters were replaced by another worker's."""
+        self._start = None
+
+    def step(self, *, may_be_resumed: bool) -> None:
+        """Before a step is counted. Args: `may_be_resumed` is whether there is an outer state that a resume could forget."""
+        taken = self._optimizers.taken()
+        self._uncounted += not taken
+        if self._start is not None:
+            self.watch.look_at_step(self._model, self._versions, self._start, taken)
+        if not self.watch.called and may_be_resumed:
+            self.watch.look_at_resume(self._optimizers.before)
+        self.watch.called, self.watch.saved = True, False
+
+    def exchange(self, peers: Peers, steps: int, lr: Callable[[], float] | None) -> None:
+        """Before an exchange after so many steps of a round. Args: `lr` returns the inner learning rate; None where unknown."""
+        if self._workers > 1:
+            self._scalers.look(self._worker, counted=self._uncounted > 0)
+        self._uncounted = 0
+        if self._looks and self._start is None:
+            # Not at the first exchange itself: the others may not have come to its end yet.
+            self._looks = 0 if warn_of_phases(peers.told("phase"), self._workers, self._began_at) else self._looks - 1
+        if self._start is None:
+            return
+        now = self._checksum()
+        peers.tell("phase", [str(now), None if lr is None else lr()])
+        if self._start == now and self.watch.called and not self.watch.came_early:
+            log.warning(
+                "the parameters of worker %d did not change in the %d inner steps before its first exchange; call "
+                "outer.step() after optimizer.step() and not after each micro-batch, and let the optimizer have the parameters "
+                "of this model; nothing is wrong if a GradScaler skipped these steps, or the learning rate was 0",
+                self._worker,
+                steps,
+            )
+        self._start = None
+
+    def end(self) -> None:
+        """Stops counting optimizer steps."""
+        self._optimizers.end()
 
 
 class OptimizerSteps:
