@@ -77,7 +77,7 @@ _GROUPS = {
         "completion": "Print a script that completes commands in a shell.",
     },
 }
-"""What one wants to do, in the order in which one comes to it, with the verbs for it."""
+"""Groups of verbs by purpose, in the order in which a user needs them."""
 VERBS = {verb: line for lines in _GROUPS.values() for verb, line in lines.items()}
 """Each verb with its line in `gossamer --help`, in the order of that list."""
 
@@ -101,7 +101,7 @@ app = App(
     print_error=False,
     suppress_keyboard_interrupt=False,
 )
-"""The parser of all verbs. It raises its errors; `main` is what prints them."""
+"""The parser of all verbs. It raises its errors; `main` prints them."""
 _titles = [Group(title, sort_key=place) for place, title in enumerate(_GROUPS)]
 for _group, _lines in zip(_titles, _GROUPS.values(), strict=True):
     for _order, (_verb, _help) in enumerate(_lines.items()):
@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Printable(logging.Formatter):
-    """What is logged may quote files and peers, as what is printed may."""
+    """Log records may quote files and peers, as printed text may."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
@@ -172,7 +172,7 @@ def _complain(sentence: str) -> None:
 
 
 def _of_the_system(error: OSError) -> str:
-    """What the system, or a library over a network, refused; the advice is of a disk where a file or a disk is named."""
+    """The sentence for an error of the system or of a network library; advice about disks where it names a file or a disk."""
     if error.filename is not None or error.errno in _OF_A_DISK:
         return f"{error}; check that path, its permissions and the space on its disk"
     of_a_network = isinstance(error, ConnectionError | TimeoutError)

@@ -32,7 +32,7 @@ def command(
     asked = _asked(rounds)
     from gossamer.run.config.document import load_run
 
-    document = load_run(folder)  # so that a folder that is none is refused without waiting for torch
+    document = load_run(folder)  # a folder without a run is refused before torch is imported
     from gossamer.run.config.run_file import parse
     from gossamer.run.replay.audit import audit
 

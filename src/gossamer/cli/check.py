@@ -24,7 +24,7 @@ def command(file: File = None, /, *, changes: Changes = NO_CHANGES, json: Json =
     if file is None:
         raise ConfigError("no run file was given (got none, need one); name a TOML file such as configs/gasloc.toml")
     document = load_document(file, parse_overrides([*changes.words]))
-    from gossamer.run.planning.check import examine_document  # what is missing is told without waiting for torch
+    from gossamer.run.planning.check import examine_document  # late: imports torch
 
     with uncollected():
         results, wrong = examine_document(document)
@@ -47,7 +47,7 @@ def command(file: File = None, /, *, changes: Changes = NO_CHANGES, json: Json =
 
 
 def lines(one: "Examined") -> list[str]:
-    """The table of one run, of which the method is the first row."""
+    """The table of one run, with the method as its first row."""
     unknown = "unknown, as Python code decides it" if one.code else "unknown without the tokenizer"
 
     def megabytes(size: float | None) -> str:
@@ -107,7 +107,7 @@ _KINDS = {
 
 
 def _peers(peers: Mapping[str, Sequence[int]]) -> str:
-    """Who may fill which slots.
+    """The slots that each machine may fill.
 
     >>> _peers({"berlin": range(0, 4), "paris": range(4, 5), "hub": range(5, 5)})
     'encrypted: berlin is workers 0 to 3, paris is worker 4, hub is none'
@@ -130,7 +130,7 @@ def _files(text: "TextFiles") -> str:
 
 
 def _documents(documents: "AroundDocuments") -> str:
-    """What stands around a text, with the zero byte written as \\x00."""
+    """The text around a document, with the zero byte written as \\x00."""
     around = " ".join([*documents.before, "TEXT", *documents.after])
     padding = "nothing pads a batch" if documents.padding is None else f"padded with {documents.padding}"
     return f"{around}, {padding}".replace("\0", "\\x00")

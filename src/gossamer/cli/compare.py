@@ -105,11 +105,11 @@ def trained(
     output: Watchable,
     enough: Callable[[], bool] = lambda: False,
 ) -> "dict[str, Origin | None]":
-    """Trains the runs of an experiment, and shows how they go; as `gossamer.run.experiments.compare.train_all`."""
+    """Trains the runs of an experiment, and shows their progress; see `gossamer.run.experiments.compare.train_all`."""
     from gossamer.record.locks import holding
     from gossamer.run.experiments.compare import train_all
 
-    # A second comparison would remove and train anew what the first has under way.
+    # A second comparison would remove and retrain the runs that are in progress in the first.
     with holding(out, None), output.watching(out), output.showing() as terminal, leaving(ALL_SAVE) as asked:
 
         def follow(run: "Point") -> None:

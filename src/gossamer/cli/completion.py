@@ -54,11 +54,11 @@ complete -o default -F _gossamer_values gossamer
 
 
 _NAMES = {f"{table}.name" for table in ("rule", "topology", "codec", "server", "pair")}
-"""Keys that stand for a table of their own."""
+"""Keys that stand for a separate table."""
 
 
 def _values_in_bash() -> str:
-    """What completes values in bash, around the script that completes verbs and options."""
+    """The bash code that completes values, around the script that completes verbs and options."""
     from gossamer.cli.list import listed
     from gossamer.run.config.run_file import RunConfig
     from gossamer.settings.schema import keys_of

@@ -62,7 +62,7 @@ def command(
 
 
 def meaning(found: "Sequence[PointResult]") -> str:
-    """What the table of the demo means, in one sentence, and how sure that is."""
+    """The meaning of the demo's table, in one sentence, with its certainty."""
     from gossamer.report.table import seconds_text
 
     losses = _means(found, lambda row: row["loss"])

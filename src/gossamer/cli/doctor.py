@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _CLOCK_S = 5.0
 """Clocks that are further apart make the times in the logs of two machines useless to compare."""
 _DISK_CHECKPOINTS = 3
-"""Two that are kept, and one that is being written."""
+"""Checkpoints on disk: two that are kept, and one that is being written."""
 
 
 class _Finding(NamedTuple):
@@ -237,7 +237,7 @@ def _room(config: "RunConfig", workers: int) -> Iterator[_Finding]:
 
 
 def _free_memory_bytes() -> int | None:
-    """What programs may still take; None on a system that does not say it."""
+    """Memory that programs may still take; None on a system that does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -302,7 +302,7 @@ def _port(here: tuple[str, int] | None, own: str | None, keys: "Keys | None") ->
 
 
 def _way(host: str, port: int, own: str | None, keys: "Keys | None") -> Iterator[_Finding]:
-    """What is known of the way to another machine."""
+    """Findings about the connection to another machine."""
     from gossamer.errors import PeerError, TransportError
     from gossamer.transport.secret import environment_secret
     from gossamer.transport.sockets.addresses import listen, shown

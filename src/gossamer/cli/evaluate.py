@@ -42,7 +42,7 @@ def command(
         raise ConfigError(
             f"--public is {public} and --push was not given, so nothing is uploaded; add --push USER/NAME"
         )
-    document = load_run(folder)  # so that a folder that is none is refused without waiting for torch
+    document = load_run(folder)  # a folder without a run is refused before torch is imported
     from gossamer.models.export import push_to_hub
     from gossamer.run.bookkeeping.evaluate import UNUSED, evaluate
     from gossamer.run.bookkeeping.inputs import changed_code

@@ -1,4 +1,4 @@
-"""What `gossamer topology` says of gossip on a topology, as a table and as plain values."""
+"""Properties of gossip on a topology, as a table and as plain values, for `gossamer topology`."""
 
 import math
 from typing import Any
@@ -55,7 +55,7 @@ def gossip_table(topology: Topology, found: Outlook) -> str:
 
 
 def gossip_facts(topology: Topology, found: Outlook) -> dict[str, Any]:
-    """The same for a program: `gossip` is empty where gossip does not preserve the mean."""
+    """The same as plain values: `gossip` is empty where gossip does not preserve the mean."""
     sites = ("after mixing", "before mixing", "of drifts", "without momentum")
     return {
         "tags": [tag for tag in _TAGS if getattr(topology, tag)],

@@ -44,7 +44,7 @@ class HelpColumns(PlainFormatter):
 
 
 def _words(description: "RenderableType | Any") -> str:
-    """A description on one line, of which cyclopts makes something for rich to draw."""
+    """A description on one line; cyclopts may have wrapped it in an object of rich."""
     from rich.console import Console
 
     out = io.StringIO()

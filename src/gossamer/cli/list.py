@@ -35,7 +35,7 @@ def command(kind: str | None = None, /, *, json: Json = False) -> None:
 
 
 def listed() -> dict[str, list[tuple[str, ...]]]:
-    """The rows of each list, without the code that they are of, which would import torch.
+    """The rows of each list, read without the code behind them, which imports torch.
 
     >>> [*listed()], listed()["topologies"][0][0]
     (['rules', 'topologies', 'codecs', 'servers', 'pairs', 'boundaries', 'methods'], 'base')
@@ -49,7 +49,7 @@ _COLUMNS = {**dict.fromkeys(_PARTS, ("name", "what", "options")), "methods": ("n
 
 
 def from_code() -> Mapping[str, Sequence[tuple[str, ...]]]:
-    """What `list.json` beside this file holds, read from the code, which imports torch; `make methods` writes it.
+    """The content of `list.json` next to this file, read from the code, which imports torch; `make methods` writes it.
 
     >>> [*from_code()]
     ['rules', 'topologies', 'codecs', 'servers', 'pairs', 'boundaries', 'methods']

@@ -1,4 +1,4 @@
-"""What verbs with results have in common: `--json`, `--quiet`, and where their results go.
+"""The options that verbs with results share: `--json`, `--quiet`, and where their results go.
 
 Results go to stdout, everything else to stderr. With `--json` stdout has one line: an object, whose keys `docs/json.md` explains.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gossamer.report.terminal import Terminal
 
 Json = Annotated[bool, Parameter(name="--json", help="print the result as one JSON object on one line (docs/json.md)")]
-"""Of a verb that shows no progress."""
+"""The output of a verb that shows no progress."""
 
 
 @Parameter(name="*")
@@ -32,7 +32,7 @@ class Output:
     quiet: Annotated[bool, Parameter(help="print the result only: no progress")] = False
 
     def silenced(self) -> AbstractContextManager[None]:
-        """No progress is printed in here, if that was asked for, or the result is for a program."""
+        """A context without progress, if that was asked for, or the result is for a program."""
         from gossamer.record.progress import quieted
 
         return quieted(self.silent)
@@ -44,7 +44,7 @@ class Output:
 
     @contextmanager
     def showing(self) -> "Iterator[Terminal]":
-        """In here the terminal shows how those runs go that it is told of, unless progress is not to be printed."""
+        """A context in which the terminal shows the progress of the runs reported to it, unless progress is not to be printed."""
         from gossamer.report.terminal import Terminal
 
         with self.silenced(), Terminal() as terminal:
@@ -69,7 +69,7 @@ def must_be_new_file(out: Path) -> None:
 
 @contextmanager
 def working(sentence: str) -> Iterator[None]:
-    """Says on a terminal what takes a while, as long as it does."""
+    """Shows on a terminal what is in progress, while the body runs."""
     from rich.console import Console
     from rich.text import Text
 
@@ -79,7 +79,7 @@ def working(sentence: str) -> Iterator[None]:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """In here the garbage collector does not look again and again at the plan of a million workers, to free nothing."""
+    """A context without garbage collection, which would traverse the plan of a million workers repeatedly, and free nothing."""
     gc.disable()
     try:
         yield
@@ -95,7 +95,7 @@ def print_json(result: Any) -> None:
 
 
 def json_value(value: Any) -> Any:
-    """The same value of dicts, lists, numbers and texts alone.
+    """A value as dicts, lists, numbers and texts only.
 
     >>> from gossamer.network.links import Site
     >>> json_value({"where": Path("runs"), 3: (Site(workers=(0, 1)),)})["3"][0]["workers"]

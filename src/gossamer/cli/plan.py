@@ -113,7 +113,7 @@ def command(
         )
     if options.out is not None:
         must_be_new_file(options.out)
-    links = read_network(network)  # one that is missing is told without waiting for torch
+    links = read_network(network)  # a missing file is reported before torch is imported
     from gossamer.run.config.run_file import parse
     from gossamer.run.planning.candidates import USUAL, choose_among, price_recipes
     from gossamer.run.planning.check import passes_of
@@ -193,7 +193,7 @@ def _check_race(asked: RaceOptions, options: PlanOptions, output: Watchable) -> 
 
 
 def _settings(options: PlanOptions, step: dict[str, int], parameters: int) -> "PlanSettings":
-    """What is planned for and tried. Raises ConfigError for goals and options that do not fit each other."""
+    """The settings of a plan. Raises ConfigError for goals and options that do not fit each other."""
     from gossamer.run.planning.plan import PlanSettings, bits_per_parameter
 
     tokens, law = _tokens(options, parameters, step["vocab_size"])
@@ -215,7 +215,7 @@ def _settings(options: PlanOptions, step: dict[str, int], parameters: int) -> "P
 
 
 def _tokens(options: PlanOptions, parameters: int, vocab_size: int) -> "tuple[float | None, Law | None]":
-    """How many tokens to plan for, and the law of losses on the user's text; None where nothing says it.
+    """The number of tokens to plan for, and the law of losses on the user's text; None where it is not given.
 
     Raises: ConfigError for goals that exclude each other, or a loss without an anchor or a law.
     """
@@ -451,7 +451,7 @@ def _print(made: "RunPlan", cut: "StagePlan | None", priced: "Priced", choice: "
 
 
 def _hours_to_loss(made: "RunPlan", choice: "Pick", options: PlanOptions) -> float | None:
-    """When the choice has the loss to reach, infinite where a law says never; None where none is asked for, or known."""
+    """Hours until the choice reaches the loss asked for; infinite where a law excludes it, None where it is unknown."""
     own, law = choice.best.penalty(choice.scale), made.options.law
     if options.loss is None or own is None:
         return None
@@ -461,7 +461,7 @@ def _hours_to_loss(made: "RunPlan", choice: "Pick", options: PlanOptions) -> flo
 
 
 def _recommendation(choice: "Pick", candidates: "Sequence[Candidate]", *, asked: bool) -> str:
-    """The choice, with its hours and tokens, beside one machine alone, one site alone and data parallelism."""
+    """The choice, with its hours and tokens, compared with one machine alone, one site alone and data parallelism."""
     from gossamer.report.table import digits_text
     from gossamer.run.planning.choice import ALONE, SITE_ALONE
 
@@ -497,7 +497,7 @@ def _codecs(one: "Candidate") -> str:
 
 
 def _team(one: "Candidate") -> str:
-    """Who takes part, in words."""
+    """The participants, in words."""
     n, gone = len(one.local_steps) + len(one.left_out), {*one.left_out}
     if one.site > 1:
         return f" between {n} sites of {one.site} workers, each of which trains as one"
@@ -512,7 +512,7 @@ def _team(one: "Candidate") -> str:
 
 
 def _as_ddp(choice: "Pick", one: "Candidate") -> str:
-    """How data parallelism is priced, and what it takes as Gossamer itself sends."""
+    """How data parallelism is priced, and its time with the messages as Gossamer sends them."""
     from gossamer.report.table import digits_text
     from gossamer.run.planning.plan import BACKWARD
 
@@ -526,7 +526,7 @@ def _as_ddp(choice: "Pick", one: "Candidate") -> str:
 
 
 def _basis(choice: "Pick") -> str:
-    """Where the losses are from."""
+    """The source of the losses."""
     from gossamer.run.planning.expected_loss import TOKENS_PER_PARAMETER
     from gossamer.run.planning.measured_losses import MEASURED_PARAMETERS, MEASURED_WORKERS
 

@@ -50,7 +50,7 @@ def command(*, seed: int = 0, record: Path | None = None, film: Path | None = No
 
 
 def again(film: "Film", record: Path) -> None:
-    """Trains the rounds of a film again, and writes what comes of them."""
+    """Trains the rounds of a film again, and records the result."""
     from gossamer.cli.output import working
     from gossamer.run.play.film import Film, write_film
     from gossamer.run.play.live import filmed
@@ -65,7 +65,7 @@ def again(film: "Film", record: Path) -> None:
 
 
 def live_page(live: "Live", port: int) -> "Page":
-    """A server of a film that is made while somebody plays, not yet serving."""
+    """A server of a film that is made while a visitor plays, not yet serving."""
     from gossamer.report.page.web import Page, number_of
 
     def data(query: Mapping[str, str]) -> bytes:
@@ -88,7 +88,7 @@ def film_page(film: "Film", port: int) -> "Page":
 
 
 def _serve(page: "Page") -> None:
-    """Says where a page is, opens it where a browser is, and serves it until Ctrl-C."""
+    """Prints the address of a page, opens it where a browser is, and serves it until Ctrl-C."""
     import threading
 
     from gossamer.report.page.web import show_page

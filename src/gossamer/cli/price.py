@@ -21,7 +21,7 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *,
     from gossamer.network.links import PerWorker, links_of, read_network
     from gossamer.record.folder import run_file
 
-    run_file(folder)  # what is missing is told without waiting for torch
+    run_file(folder)  # a missing file is reported before torch is imported
     links = read_network(network)
     from gossamer.network.pricing import price
     from gossamer.network.timeline import format_utilisation

@@ -57,7 +57,7 @@ def command(
         if not links_only:
             _run_of(
                 file, overrides, among.of if among else local
-            )  # a mistake in it is told once, before processes are started
+            )  # a mistake in it is reported once, before processes are started
         if code := _started(local, [*words, *(word for one in overrides for word in ("--set", one))], among):
             return code
         if among is None or among.first == 0:
@@ -112,7 +112,7 @@ def _timer(config: "RunConfig") -> "StepTimer":
 
 
 def _links(network: "Network") -> str:
-    """What was measured of the links, from the least to the most of all workers."""
+    """Measured ranges of the links, from the least to the most of all workers."""
     from gossamer.report.table import digits_text
 
     def span(values: Sequence[float], of: float) -> str:
@@ -131,7 +131,7 @@ def _links(network: "Network") -> str:
 
 
 def _show(out: Path, output: Output) -> None:
-    """Prints what a network file says."""
+    """Prints the content of a network file."""
     from gossamer.network.links import read_network, to_options
 
     network = read_network(out)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _SEEDS, _SHARE, _TIMED = 3, 0.8, 2
 """Seeds that must fit, the share of the minutes that may be filled by estimate, and how often a step is timed."""
 _TOGETHER, _START_S, _ROUND_S = 0.7, 1.5, 0.01
-"""What a step of one replica of several takes of one on its own; seconds of a run before its first step; those of an exchange."""
+"""Step time of one replica of several as a share of a lone one's; seconds of a run before its first step, and of an exchange."""
 
 
 @Parameter(name="*")
@@ -49,20 +49,20 @@ NO_RACE = RaceOptions()
 
 
 class Race(NamedTuple):
-    """What a race has found."""
+    """The result of a race."""
 
     folder: Path
     report: Path
     text: dict[str, Any]
     """Its experiment file."""
     candidates: "dict[str, Candidate]"
-    """By label; the choice of the plan first."""
+    """Candidates by label; the choice of the plan first."""
     seeds: tuple[int, ...]
-    """Those that all candidates have ended."""
+    """Seeds whose runs have ended for all candidates."""
     losses: dict[str, list[float]]
-    """Of these seeds, by label; infinite where a run diverged."""
+    """Losses with these seeds, by label; infinite where a run diverged."""
     standing: "Standing | None"
-    """None before the first seed has ended."""
+    """The standing of the candidates; None before the first seed has ended."""
     planned_standing: "Standing | None"
     """The same for the planned model, with what the plan expects to change."""
     left: dict[str, str]
@@ -78,17 +78,17 @@ class Race(NamedTuple):
 
     @property
     def taken(self) -> str:
-        """The label of the plan's choice, unless it is told apart from what is lowest for the planned model; then of that one."""
+        """The label of the plan's choice, or of the lowest for the planned model where the two are told apart."""
         found = self.planned_standing
         return self.choice if found is None or found.may_be_best(self.choice) else found.best
 
     @property
     def seconds(self) -> float:
-        """The time of the network that each candidate has: whole rounds of the choice."""
+        """Seconds on the network for each candidate: whole rounds of the choice."""
         return self.rounds(self.choice) * self.candidates[self.choice].round_s
 
     def rounds(self, label: str) -> int:
-        """The rounds of a candidate's run, with the last one."""
+        """The number of rounds of a candidate's run, including the last one."""
         return -(-self._run(label)["steps"] // self.candidates[label].full_steps)
 
     def last(self, label: str) -> tuple[int, ...]:
@@ -97,7 +97,7 @@ class Race(NamedTuple):
         return tuple([*given.values()][-1]) if isinstance(given, dict) else self.candidates[label].local_steps
 
     def tokens(self, label: str) -> int:
-        """What a candidate's run reads."""
+        """The tokens that a candidate's run reads."""
         data = self.text["data"]
         one = self.candidates[label]
         steps = (self.rounds(label) - 1) * one.taken + one.site * sum(self.last(label))
@@ -188,7 +188,7 @@ def race(
 def _begun(
     made: "RunPlan", some: "Sequence[Candidate]", folder: Path, seconds: float, jobs: int
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Writes a race that fits the seconds into its folder; returns its experiment file, and whom it leaves out and why."""
+    """Writes a race that fits the seconds into its folder; returns its experiment file, and why candidates are left out."""
     from gossamer.record.locks import holding
     from gossamer.run.config.experiment_file import points
     from gossamer.run.config.resolve import resolve
@@ -200,7 +200,7 @@ def _begun(
     for run in points(text):
         resolve(run.config)
     with holding(folder, None):
-        _must_be_new(folder)  # still: a second race that has begun meanwhile goes by its own file
+        _must_be_new(folder)  # again, as a second race may have begun meanwhile
         written_race(folder, course, made, text)
     return text, dict(course.left)
 
@@ -295,7 +295,7 @@ def race_facts(found: Race) -> dict[str, Any]:
 
 
 def print_race(found: Race) -> None:
-    """Prints how the candidates stand."""
+    """Prints the standing of the candidates."""
     from gossamer.report.table import digits_text
 
     standing, n = found.standing, len(found.seeds)
@@ -335,7 +335,7 @@ def print_race(found: Race) -> None:
 
 
 def _verdict(found: Race, standing: "Standing") -> str:
-    """Who is ahead, whether that is decided, and where the choice of the plan stands."""
+    """The leader, whether that is decided, and the standing of the plan's choice."""
     if len(found.seeds) < 2:
         return (
             f"verdict: {standing.best} ends lowest; one seed decides nothing: the same command with --resume runs more"

@@ -36,7 +36,7 @@ def command(
         )
     from gossamer.run.config.document import load_run
 
-    documents = [load_run(folder) for folder in folders]  # one that is none is refused without waiting for torch
+    documents = [load_run(folder) for folder in folders]  # a folder without a run is refused before torch is imported
     from gossamer.data.settings import MANY_PASSES, passes_warning
     from gossamer.report.page.page import write_pages
     from gossamer.run.config.run_file import parse

@@ -1,4 +1,4 @@
-"""What the verbs that train have in common: the run file with its overrides, the run folder, and the hint how to resume."""
+"""The options that verbs that train share: the run file with its overrides, the run folder, and the hint how to resume."""
 
 import contextlib
 import logging
@@ -24,7 +24,7 @@ log = logging.getLogger("gossamer")
 AUTO = "auto"
 """In place of a run folder: the run in its own folder, from its newest checkpoint, or from the start where it has none."""
 ALL_SAVE = "all runs are asked to stop after their round, and to save then"
-"""What a verb of many runs says when it is asked to stop."""
+"""The message of a verb of many runs when it is interrupted."""
 File = Annotated[Path | None, Parameter(help="run file (TOML)")]
 ExperimentFile = Annotated[Path | None, Parameter(name="FILE", help="experiment file (TOML)")]
 Overrides = Annotated[
@@ -34,7 +34,7 @@ Overrides = Annotated[
 
 
 def quantity(unit: Unit) -> Parameter:
-    """Of an option that is a number: it may be given with its unit, as '25 Mbit/s'."""
+    """The parameter of an option that is a number, which may be given with its unit, as '25 Mbit/s'."""
 
     def number(kind: object, tokens: Sequence[Token]) -> float:
         try:
@@ -87,7 +87,7 @@ def run_and_folder(
         raise ConfigError("no run file was given (got none, need one); name a TOML file, or --resume with a run folder")
     else:
         document, folder = load_document(file, changes), out
-    # Not before: what is wrong with a path or a word is told without waiting for torch.
+    # Not before: a wrong path or word is reported before torch is imported.
     from gossamer.run.bookkeeping.resume import history
     from gossamer.run.config.resolve import settings_of
     from gossamer.run.config.run_file import parse
@@ -104,7 +104,7 @@ def run_and_folder(
 def experiment_and_folder(
     file: Path | None, overrides: tuple[str, ...], out: Path | None, scale: str, example: str
 ) -> Iterator[tuple[dict[str, Any], Path]]:
-    """The document of an experiment file and the folder of all its runs; a Ctrl-C in here says what keeps the finished ones.
+    """The document of an experiment file and the folder of all its runs; a Ctrl-C in it prints how to keep the finished ones.
 
     Raises: ConfigError when no file is given, or it is no experiment file.
     """
@@ -113,7 +113,7 @@ def experiment_and_folder(
     if file is None:
         raise ConfigError(f"no experiment file was given (got none, need one); name a TOML file {example}")
     changes = parse_overrides([*overrides])
-    load_document(file)  # so that one that is missing or no TOML is refused without waiting for torch
+    load_document(file)  # a missing or malformed file is refused before torch is imported
     from gossamer.run.config.experiment_file import open_experiment
 
     folder = out or Path("runs") / "-".join([file.stem, *([scale] if scale else [])])
@@ -183,7 +183,7 @@ def parts_of_folder(
     Args:
         config: the run of the folder, with what was changed on the command line.
         allowed: whether --allow-code was given.
-        speaks: whether this process says what is imported, and what is not compared.
+        speaks: whether this process reports what is imported, and what is not compared.
     Raises: ConfigError; DataError for a spoilt record.
     """
     from gossamer.run.bookkeeping.inputs import changed_code, must_be_trusted
@@ -207,12 +207,12 @@ def parts_to_train(
     speaks: bool = True,
     joins: bool = False,
 ) -> "UserParts":
-    """The user's own parts of a run that is trained: those of a run file, which somebody chose, or of the folder that is resumed.
+    """The user's own parts of a run that is trained: those of a run file chosen by the user, or of the folder that is resumed.
 
     Args:
         allowed: whether --allow-code was given.
-        recorded: the folder of a run that is computed again; `of_folder` is the same where its own run file says how.
-        joins: whether this process goes into a run that is under way, perhaps for the second time.
+        recorded: the folder of a run that is replayed; `of_folder` is the same where its own run file is used.
+        joins: whether this process joins a running run, perhaps for the second time.
     Raises: as `parts_of_folder`.
     """
     from gossamer.run.bookkeeping.inputs import changed_code
@@ -242,7 +242,7 @@ def resume_hint(folder: Path) -> Iterator[None]:
 
 
 def is_resumable(folder: Path) -> bool:
-    """Whether a run folder has a checkpoint of a round; who leaves in the first has one of none, from which no run goes on."""
+    """Whether a run folder has a checkpoint of a finished round; a worker that leaves in the first round saves one of none."""
     return any(folder.glob("checkpoints/**/round-*[1-9]*/*.json"))
 
 

@@ -84,7 +84,7 @@ def train_here(
 
 
 def _say_what_it_is_not(file: Path | None) -> None:
-    """Warns where the run file is that of a recorded run whose settings changed on its way, and is not enough to repeat it."""
+    """Warns where the run file belongs to a recorded run whose settings were changed on the way, and cannot repeat it alone."""
     from gossamer.record.lineage import described, read_branches
 
     if file is None or file.name != "run.toml":

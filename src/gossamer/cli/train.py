@@ -56,7 +56,7 @@ class ServerOptions:
     """where this machine listens for the others, which --join it; with --local N each worker takes the next port"""
     store: Annotated[str | None, Parameter(metavar="URL")] = None
     """folder or object store (such as s3://bucket/run) in which the whole state of an elastic run lies: starts it, joins it, or
-    continues it, whoever else is there"""
+    continues it, alone or among others"""
     secret: Path | None = None
     """file with the secret of the run (default: GOSSAMER_SECRET, else the file 'secret' of the run folder)"""
 
@@ -100,7 +100,7 @@ def command(
         allow_code: import the Python code that the resumed folder names though the folder is from elsewhere, or the code has
             changed since
     """
-    if local is not None and (file is None or file.is_file()):  # otherwise it is refused, without waiting for torch
+    if local is not None and (file is None or file.is_file()):  # otherwise it is refused before torch is imported
         import_early()
     way = _WayIn(local, join, machines.entered(), served)
     if restarts < 0 or (restarts and (local is None or way.among is not None or served.listen is not None)):
@@ -112,9 +112,9 @@ def command(
     from gossamer.record.locks import must_be_idle
     from gossamer.run.config.resolve import resolve
 
-    # One of them tells what is imported: the launcher, or worker 0 of another's launcher.
+    # One process reports imports: our launcher, or worker 0 under another launcher.
     tells = multiprocessing.parent_process() is None and os.environ.get("RANK", "0") == "0"
-    # Before processes are started, so that a mistake in the file is told once.
+    # Before processes are started, so that a mistake in the file is reported once.
     joins = join is not None or served.store is not None
     parts = parts_to_train(config, folder, resumed, allowed=allow_code, speaks=tells, joins=joins)
     run = resolve(config, parts, real=True)
@@ -146,13 +146,13 @@ class _WayIn(NamedTuple):
     """How this process takes part in a run."""
 
     local: int | None
-    """How many workers it starts here; None for one that is a worker or the server itself."""
+    """Number of workers to start here; None for a process that is a worker or the server itself."""
     join: str | None
     among: "Among | None"
     served: ServerOptions
 
     def given(self, *, resumes: bool) -> dict[str, object]:
-        """The options that say so, with their values."""
+        """The options of this way, with their values."""
         served = self.served
         options: dict[str, object] = {
             "--store": served.store,
@@ -178,11 +178,11 @@ _APART = {
         "and who joins a run with --join alone",
     ),
 }
-"""For each way into a run the options that say something else, and what to do instead."""
+"""For each way into a run the options that contradict it, each with the remedy."""
 
 
 def _opened(way: _WayIn, run: "ResolvedRun", *, resumes: bool) -> _WayIn:
-    """The way into this run, once what others of it need is there: secret, key, address. Raises: ConfigError."""
+    """The way into this run, once its other requirements are there: secret, key, address. Raises: ConfigError."""
     from gossamer.transport.keys import KEY, keys_for
     from gossamer.transport.secret import SECRET, read_secret
 
@@ -224,9 +224,9 @@ def _words_of_workers(
 
 
 def _say_how_it_ended(run: "ResolvedRun", folder: Path, code: int) -> None:
-    """Says how all workers that were started here have ended together."""
+    """Reports how the workers that were started here have ended."""
     if code:
-        # By code 2 a worker has said what is wrong, and it would meet that again.
+        # With code 2 a worker has reported a fault that it would meet again.
         first = "mend what is said above, then " if code == 2 else ""
         again = f"; {first}resume it with --resume {folder}" if is_resumable(folder) else ""
         log.warning("the run ended before its last round, with code %d%s", code, again)
@@ -237,7 +237,7 @@ def _say_how_it_ended(run: "ResolvedRun", folder: Path, code: int) -> None:
 
 
 def _must_be_dialled(option: str, address: str | None) -> None:
-    """Raises ConfigError for an address at which one can only listen."""
+    """Raises ConfigError for an address that is for listening only."""
     from gossamer.transport.sockets.addresses import is_wildcard
 
     if address is not None and is_wildcard(address.rpartition(":")[0].strip("[]")):
@@ -248,7 +248,7 @@ def _must_be_dialled(option: str, address: str | None) -> None:
 
 
 def _warn_of_plain(config: "ResolvedRun", served: ServerOptions, among: "Among | None", join: str | None) -> None:
-    """Warns once where others may read what this run sends, and says what to do about it; its launcher does so for a worker."""
+    """Warns once where others may read what this run sends, with the remedy; for a worker its launcher does so."""
     from gossamer.stop_signals import is_launched
     from gossamer.transport.sockets.addresses import is_loopback, split
 
@@ -272,7 +272,7 @@ def _listen_at(address: str, config: "ResolvedRun", join: str | None, among: "Am
     """Has the workers here listen at an address, before any are started; returns their place among those of all machines.
 
     The first machine of a run in rounds gets its place here: the store of the run is at this address, and the workers listen at
-    the next ports. Raises: ConfigError where nobody can join.
+    the next ports. Raises: ConfigError where no worker can join.
     """
     from gossamer.run.participant.seat import LISTEN
     from gossamer.transport.processes.interfaces import announced_address
@@ -298,7 +298,7 @@ def _listen_at(address: str, config: "ResolvedRun", join: str | None, among: "Am
 
 
 def _join_at(address: str, config: "ResolvedRun") -> None:
-    """Has this process take part in a run in rounds that starts, as a worker of its key. Raises: ConfigError."""
+    """Makes this process join a starting run in rounds, as a worker of its key. Raises: ConfigError."""
     from gossamer.transport.sockets.addresses import split
 
     try:
@@ -314,12 +314,12 @@ def _join_at(address: str, config: "ResolvedRun") -> None:
 
 
 def _goes_on(config: "ResolvedRun") -> bool:
-    """Whether the others go on without a worker that dies, and another may join."""
+    """Whether the others continue without a worker that dies, and another may join."""
     return config.run.elastic or config.kind in ("pair", "no waiting")
 
 
 def _check_place(config: "ResolvedRun", among: "Among", local: int | None) -> None:
-    """Refuses a place among processes that the run has not got, before any are started, and warns where it has no secret."""
+    """Refuses a place among processes that the run does not have, before any are started, and warns where it has no secret."""
     from gossamer.transport.processes.member import place_of
     from gossamer.transport.secret import SECRET, environment_secret
     from gossamer.transport.sockets.addresses import is_loopback
@@ -344,14 +344,14 @@ def _check_place(config: "ResolvedRun", among: "Among", local: int | None) -> No
 
 
 def _shows() -> bool:
-    """Whether this process shows how the run goes: our launcher, or the first on this machine of another launcher's."""
+    """Whether this process shows progress: our launcher, or the first process on this machine under another launcher."""
     return multiprocessing.parent_process() is None and os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _train_one(
     config: "ResolvedRun", folder: Path, join: str | None, served: ServerOptions, *, resume: "Resume"
 ) -> None:
-    """What this process is in the run: one of its workers, or its server."""
+    """Trains as one of the workers of the run, or as its server."""
     if served.store is not None:
         from gossamer.run.elastic.store_rounds import train_in_store
 
@@ -414,7 +414,7 @@ def _result(config: "ResolvedRun", folder: Path, local: int | None, served: Serv
 
 
 def _worker_here(config: "ResolvedRun") -> int:
-    """The worker that this process is, as its place among all processes says; -1 where it has none."""
+    """The worker that this process is, by its place among all processes; -1 where it has none."""
     from gossamer.transport.processes.member import place_of
 
     rank = int(os.environ.get("RANK", "-1"))
@@ -422,7 +422,7 @@ def _worker_here(config: "ResolvedRun") -> int:
 
 
 def import_early(*more: str) -> None:
-    """Starts the process that the workers will be forks of (`gossamer.transport.processes.local`), which imports while we do.
+    """Starts the process from which the workers will be forked (`gossamer.transport.processes.local`), which imports while we do.
 
     Args: `more` are other modules that it imports.
     """
@@ -467,7 +467,7 @@ def _start_workers(
     if among is None and resume:
         must_end_later(config, folder)
     elif among is None:
-        must_be_new(folder, None)  # here, as each worker would say it
+        must_be_new(folder, None)  # once here, as each worker would report it
     if resume and has_ended(config, folder):
         say(ended(folder, config.rounds))
         return 0
@@ -478,7 +478,7 @@ def _start_workers(
     if goes_on:
         return _start_participants(config, folder, n, words, among)
     code = run_local(n, main, words, parts=config.processes, among=among)
-    # torch takes no new process into a group of which one has died, so that all begin again; a mistake would only come again.
+    # torch admits no new process to a group after a death, so that all restart; a restart would only repeat a user's mistake.
     while restarts and code > _SIGNAL and code != STOPPED:
         restarts -= 1
         lost = lost_stages(folder)
@@ -498,7 +498,7 @@ def _start_workers(
 
 
 def _start_participants(config: "ResolvedRun", folder: Path, n: int, words: list[str], among: "Among | None") -> int:
-    """Starts workers that go on without the dead on this machine, and says at the end who was lost on the way."""
+    """Starts workers on this machine that continue without dead ones, and reports at the end which were lost."""
     from gossamer.cli import main
     from gossamer.record.logs.order import read_order
     from gossamer.record.logs.outcomes import read_outcomes

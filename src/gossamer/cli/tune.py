@@ -79,7 +79,7 @@ def _loss(losses: Sequence[float]) -> float:
 
 
 def _lines(one: "Tuned") -> list[str]:
-    """What was chosen for a method, in sentences."""
+    """The settings chosen for a method, in sentences."""
     found, contender = one.found, one.contender
     if found is None:
         return [f"{contender.row.label}: the search has not ended"]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PORT = 8250
 _PAGES: list["subprocess.Popen[bytes]"] = []
-"""Kept, as nobody waits for them."""
+"""References to page processes, which are never awaited."""
 _BESIDE = (
     "import sys; from pathlib import Path; from gossamer.report.page.web import serve_beside; "
     "serve_beside(Path(sys.argv[1]), show=sys.argv[2] == 'show')"
@@ -93,9 +93,9 @@ class Watchable(Output):
 
     @contextlib.contextmanager
     def watching(self, folder: Path) -> Iterator[None]:
-        """In here a page of this folder is served by its own process, if that was asked for.
+        """A context in which a separate process serves a page of this folder, if that was asked for.
 
-        The process only reads. It ends when we have and nobody looks at the page any more.
+        The process only reads. It ends after this one, once the page has no viewers.
         """
         if not self.watch:
             yield
@@ -104,7 +104,7 @@ class Watchable(Output):
         import sys
 
         words = [sys.executable, "-c", _BESIDE, str(folder), "show" if self.opens else ""]
-        # Its own session, so that a Ctrl-C that stops us leaves the page to whoever looks at it.
+        # A separate session, so that a Ctrl-C that stops this process leaves the page to its viewers.
         page = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
         _PAGES.append(page)
         try:

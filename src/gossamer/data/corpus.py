@@ -67,7 +67,7 @@ def open_corpus(
         scored: of files, all text is for validation.
         patience_s: how long to retry a stream that breaks off.
     Raises: DataError when text is missing, empty, unreadable or too short; ConfigError when a package is missing, and for a
-    batch larger than this machine's memory.
+        batch larger than this machine's memory.
     """
     must_fit_memory(config)
     tokenizer = load_tokenizer(config.tokenizer)

@@ -1,4 +1,4 @@
-"""Gossamer in others' trainers: the Hugging Face `Trainer`, Accelerate and Lightning.
+"""Gossamer in other trainers: the Hugging Face `Trainer`, Accelerate and Lightning.
 
 These frameworks wrap a model in DistributedDataParallel, or average its gradients, as soon as they count more than one process.
 Rounds need workers that train apart. So every worker runs the framework as if it were its only process, with its own part of the

@@ -76,7 +76,7 @@ def prepare_outer(
 
 
 class _Registered(NamedTuple):
-    """What Accelerate saves and loads of an Outer."""
+    """The state that Accelerate saves and loads of an Outer."""
 
     outer: Outer[nn.Module]
     options: OuterOptions
@@ -91,7 +91,7 @@ class _Registered(NamedTuple):
 
 
 class _RegisteredProcess:
-    """What one of several processes of a worker saves and loads: its own file, as Accelerate writes one for all."""
+    """The file that one of several processes of a worker saves and loads, as Accelerate writes one for all."""
 
     def __init__(self, outer: Outer[nn.Module], options: OuterOptions) -> None:
         self._outer, self._options, self._folder = outer, options, Path()
@@ -101,11 +101,11 @@ class _RegisteredProcess:
         save_outer(self._outer, Path(folder) / "outer", self._options)
 
     def look_in(self, models: list[nn.Module], folder: str) -> None:
-        """Called in `load_state`, before the model may have been loaded."""
+        """Called in `load_state`, perhaps before the model is loaded."""
         self._folder = Path(folder) / "outer"
 
     def state_dict(self) -> dict[str, int]:
-        """What Accelerate writes for all processes."""
+        """The state that Accelerate writes for all processes."""
         return {"processes": dist.get_world_size()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What all frameworks have in common: an Outer around a model that may have been loaded from a checkpoint."""
+"""The common part of all frameworks: an Outer around a model that may have been loaded from a checkpoint."""
 
 import logging
 import math
@@ -22,7 +22,7 @@ from gossamer.transport.processes.backend import backend_of
 M = TypeVar("M", bound=nn.Module)
 log = logging.getLogger("gossamer")
 _UNKNOWN = 1 << 60
-"""More steps than anybody takes, for a training whose length is not known."""
+"""More steps than any training has, for one of unknown length."""
 
 
 def begin_outer(
@@ -62,9 +62,9 @@ def begin_outer(
 
 
 def must_have_rounds(outer: Outer[Any], total: float) -> None:
-    """Sees at the beginning whether the optimizer steps of the whole training make rounds, the same on all workers.
+    """Checks at the start that the optimizer steps of the whole training make rounds, the same on all workers.
 
-    Args: `total` are the steps of this worker, those before a resume included; not above 0 or infinite where nobody knows.
+    Args: `total` are the steps of this worker, those before a resume included; not above 0 or infinite where it is unknown.
     Raises: ConfigError, with the outer loop closed, when no round would end, so that workers would train apart, or when workers
         take unequally many steps; logs a warning when the last steps are not exchanged. PeerError as `common_steps` does.
     """
@@ -108,7 +108,7 @@ def warn_of_few_checkpoints(outer: Outer[Any], kept: int, every: float, where: s
     Args:
         kept: how many of its checkpoints a worker keeps; not above 0 for all of them.
         every: the steps between two of them; 0 where that is not known.
-        where: the setting that says how many, such as "save_total_limit".
+        where: the setting for that number, such as "save_total_limit".
     """
     needed = 1 + max(1, math.ceil(outer.local_steps / every) if every else 1)
     if outer.n > 1 and 0 < kept < needed:
@@ -156,7 +156,7 @@ def must_be_alone(processes: int, framework: str, options: OuterOptions | None) 
 def warn_of_copies(model: nn.Module, processes: int, framework: str, *, asked: bool) -> None:
     """Warns where each of several processes of a worker has the whole model, and so exchanges it.
 
-    Args: `asked` is whether the framework was asked to shard it. Accelerate does not on a CPU, and says nothing.
+    Args: `asked` is whether the framework was asked to shard it. Accelerate does not on a CPU, without a warning.
     """
     if processes == 1 or any(as_dtensor(p) is not None for p in model.parameters()):
         return
@@ -187,7 +187,7 @@ def load_outer(folder: Path, options: OuterOptions) -> Any:
             f"'{own}' has no outer state of worker {place.worker} of {place.workers}; resume from a checkpoint of this worker "
             "that was saved with Gossamer, by as many processes, and name it to the framework if it is elsewhere"
         )
-    if fault is not None:  # an older one there would not fit the weights beside it
+    if fault is not None:  # an older one there would not fit the new weights
         raise CheckpointError(
             f"'{own}' has an outer state of worker {place.worker} that is not whole: {fault.why}; resume all workers from an "
             "older checkpoint"
@@ -196,7 +196,7 @@ def load_outer(folder: Path, options: OuterOptions) -> Any:
 
 
 def _own(folder: Path, options: OuterOptions) -> Path:
-    """Of several processes that are one worker each has its own folder."""
+    """The folder of this process, which is separate where several processes are one worker."""
     several = options.get("site") is not None and dist.is_initialized() and dist.get_world_size() > 1
     return folder / f"process-{dist.get_rank()}" if several else folder
 
@@ -231,7 +231,7 @@ def must_resume_alike(step: int, model: nn.Module, group: dist.ProcessGroup | No
 
 
 def place_in(options: OuterOptions) -> Place:
-    """Which worker this process is, or belongs to: a site, or one of a process group; the only one without either."""
+    """The worker that this process is, or belongs to: a site, or one of a process group; the only one without either."""
     if (site := options.get("site")) is not None:
         return Place(*site)
     group = options.get("process_group")

@@ -23,7 +23,7 @@ _FORM = re.compile(r"(?P<method>\w+)(?::(?P<steps>[1-9]\d*))?(?:@(?P<join>.+:\d+
 def rule_and_options(
     rule: str | Rule | OuterMethod | None, options: OuterOptions, environment: Mapping[str, str] = os.environ
 ) -> tuple[str | Rule | OuterMethod, OuterOptions]:
-    """What an outer loop is made of: what the script gives, or, where it gives no rule, what the environment asks for.
+    """The parts of an outer loop: those that the script gives, or, where it gives no rule, those that the environment asks for.
 
     Raises: ConfigError where neither or both do, and for what has another form than METHOD[:H][@HOST:PORT].
 

@@ -1,4 +1,4 @@
-"""Which worker this process is, for a framework that must not know that there are others."""
+"""Which worker this process is, for a framework that must see a single process."""
 
 import logging
 import os
@@ -22,7 +22,7 @@ class _Names(NamedTuple):
 
     rank: str
     local_rank: str
-    """Of several that are set by other versions of the launcher, divided by a bar, the first that is there."""
+    """Variables that other versions of the launcher set, separated by a bar; the first one that is set counts."""
     world_size: str
 
 
@@ -62,7 +62,7 @@ FAMILIES = (
     "FLUX_JOB_",
     "TORCHELASTIC_",
 )
-"""By these names, and those that begin so, frameworks find how many processes there are, or that Slurm has started them."""
+"""Variables, or prefixes of them, from which frameworks infer the number of processes, or that Slurm has started them."""
 NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """The variables that a launcher sets for each process."""
 GPUS = "CUDA_VISIBLE_DEVICES"

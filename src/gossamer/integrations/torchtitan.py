@@ -61,7 +61,7 @@ class _Optimizers(OptimizersContainer):
                 options |= OuterOptions(site=site_of(os.environ.get(SITE)), join=one.join)
             rule, options = rule_and_options(one.rule or (None if asked else "diloco"), options)
             self._outer = Outer[nn.Module](model, rule, **options)
-            atexit.register(self._outer.close)  # torchtitan ends without a word to its optimizers
+            atexit.register(self._outer.close)  # torchtitan ends without notice to its optimizers
             _MADE.append(self._outer)
         return self._outer
 
@@ -85,7 +85,7 @@ class _Optimizers(OptimizersContainer):
             )
 
     def said_of_sites(self, loss: float) -> dict[str, float]:
-        """What torchtitan's metrics get: of this process, and the mean of what the sites have told last of their losses."""
+        """Figures for torchtitan's metrics: of this process, and the mean of the sites' latest losses."""
         losses = self.outer.losses(loss)
         return {
             "outer/rounds": float(self.outer.rounds),
@@ -133,11 +133,11 @@ class _SiteLoader(BaseDataLoader):
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader is."""
+        """The position of the loader."""
         return self._inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues there."""
+        """Restores the position."""
         self._inner.load_state_dict(state_dict)
 
 
@@ -156,7 +156,7 @@ class _Metrics(MetricsProcessor):
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
-        """What torchtitan logs, and `outer/...`."""
+        """Logs the metrics of torchtitan, and `outer/...`."""
         if not isinstance(self.optimizers, _Optimizers):
             raise ConfigError(
                 "gossamer.integrations.torchtitan.metrics is among --override.imports and the optimizers are "
@@ -189,7 +189,7 @@ def data(config: Any, same: bool = False, rounds: int = 0) -> Any:
     """The loader of a job that reads its site's part of the data.
 
     Args:
-        same: gives all processes of a site the same batches, for tests of bits.
+        same: gives all processes of a site the same batches, for bitwise tests.
         rounds: the round of the run after which there are no more batches, so that a site that has come back, whose own steps are
             fewer, ends with the others; 0 for no end.
     """

@@ -1,4 +1,4 @@
-"""Parameters that processes share as DTensors: local parts and meshes, without an import that costs all others a second."""
+"""DTensor parameters, shared by processes: local parts and meshes, without the second that importing DTensor costs all others."""
 
 import sys
 from collections.abc import Iterable
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 
 def as_dtensor(t: Tensor) -> "DTensor | None":
-    """The tensor, if it is a DTensor; there are none where nobody has imported their module."""
+    """The tensor, if it is a DTensor; none can be one while torch's DTensor module is not imported."""
     module = sys.modules.get("torch.distributed.tensor")
     return cast("DTensor", t) if module is not None and isinstance(t, module.DTensor) else None
 
 
 def local(t: Tensor) -> Tensor:
-    """What this process has of a tensor, in the same memory and without a gradient."""
+    """This process's part of a tensor: the same memory, without a gradient."""
     shared = as_dtensor(t)
     return (t if shared is None else shared.to_local()).detach()
 
 
 def like_parameter(part: Tensor, shared: "DTensor") -> "DTensor":
-    """A tensor of the whole shape of another, of which this process has this part in place of its own."""
+    """A DTensor of the same global shape, with this part as this process's local part."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
@@ -36,7 +36,7 @@ def like_parameter(part: Tensor, shared: "DTensor") -> "DTensor":
 
 
 def copied_over(t: Tensor) -> tuple[int, ...]:
-    """The dimensions of its mesh along which processes have copies of the same part; none for a plain tensor."""
+    """The mesh dimensions over which processes hold copies of the same part; none for a plain tensor."""
     shared = as_dtensor(t)
     if shared is None:
         return ()
@@ -45,7 +45,7 @@ def copied_over(t: Tensor) -> tuple[int, ...]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Lets FSDP2 forget what it has gathered: after a forward pass without a backward that is kept, and would be old."""
+    """Discards what FSDP2 has gathered: a forward pass without a backward keeps it, and it would be stale."""
     module = sys.modules.get("torch.distributed.fsdp")
     if module is not None:
         for one in model.modules():
@@ -59,7 +59,7 @@ def processes_of(mesh: "DeviceMesh") -> list[int]:
 
 
 def mesh_of(parameters: Iterable[tuple[str, Tensor]], given: "DeviceMesh | None") -> "DeviceMesh | None":
-    """The mesh of one worker: what was given, or the largest of its parameters; None for a worker that is one process.
+    """The mesh of one worker: the given one, or the largest among its parameters; None for a worker of one process.
 
     Raises: ConfigError for a given mesh that this process is not in, or a parameter that lies on other processes too.
     """

@@ -1,4 +1,4 @@
-"""What an `Outer` holds of a model: one flat vector, which is the memory of its parameters, or a copy of them."""
+"""How an `Outer` holds a model: one flat vector, which is the memory of its parameters or a copy of them."""
 
 import contextlib
 import hashlib
@@ -27,31 +27,31 @@ class Flat(Protocol):
     spans: tuple[tuple[int, int], ...]
     """The slices of `x` that are the fragments of a schedule."""
     words: str
-    """How the parameters lie on the processes of a worker, to be compared between workers; empty for a worker of one."""
+    """The sharding of the parameters over a worker's processes, for comparison between workers; empty for a worker of one."""
 
     @property
     def kept(self) -> list[Tensor]:
-        """What belongs to the outer state in addition to that of the rule."""
+        """Tensors of the outer state in addition to those of the rule."""
         ...
 
     def read(self) -> None:
-        """Lets `x` be what the parameters are now. Raises: ConfigError for a model that is not what it was."""
+        """Brings `x` up to date with the parameters. Raises: ConfigError for a model whose structure has changed."""
         ...
 
     def write(self) -> None:
-        """Lets the parameters be what `x` is now."""
+        """Brings the parameters up to date with `x`."""
         ...
 
     def named(self, leaf: Leaf, part: Tensor) -> tuple[str, Tensor]:
-        """The name of a parameter, and its part of a vector like `x` as it lies on the processes of a worker."""
+        """The name of a parameter and its part of a vector like `x`, as laid out over the worker's processes."""
         ...
 
     def showing(self, other: Tensor) -> contextlib.AbstractContextManager[None]:
-        """Lets the parameters be another flat vector for a while; then they are what they were, to the last bit."""
+        """A context in which the parameters are another flat vector; afterwards they are restored bit for bit."""
         ...
 
     def checksum(self) -> int:
-        """Of the parameters."""
+        """Checksum of the parameters."""
         ...
 
 
@@ -64,7 +64,7 @@ def flat_of(model: nn.Module, mesh: DeviceMesh | None, schedule: Schedule) -> Fl
 
 
 def must_carry_copies(codec: Codec, held: Flat, shards: int) -> None:
-    """Raises ConfigError for a lossy codec where processes of a worker may each exchange a copy of the same: they would part."""
+    """Raises ConfigError for a lossy codec where processes of a worker exchange copies of one tensor: they would diverge."""
     alike = codec.exact or (codec.blockwise == 1 and not codec.draws)
     plain = held.plain if isinstance(held, _Copies) else []
     if shards > 1 and plain and not alike:
@@ -76,9 +76,9 @@ def must_carry_copies(codec: Codec, held: Flat, shards: int) -> None:
 
 
 def layouts_with_wrappers(model: nn.Module, layout: Layout) -> list[Layout]:
-    """The layout under the names that the parameters of a compiled model have had in states up to 0.2.0.
+    """The layout under the parameter names that states up to 0.2.0 used for a compiled model.
 
-    They are those of this model as it is, and those of it as a whole in `torch.compile`.
+    They are the names of this model as it is, and of the whole model in `torch.compile`.
     """
     full = {bare_name(name): name for name, _ in model.named_parameters()}
     return [
@@ -89,9 +89,9 @@ def layouts_with_wrappers(model: nn.Module, layout: Layout) -> list[Layout]:
 
 @contextlib.contextmanager
 def with_bare_names(model: nn.Module) -> Iterator[None]:
-    """Lets `state_dict` of a model with compiled parts have the names of the plain model, which can load it."""
+    """A context in which `state_dict` of a model with compiled parts has the names of the plain model, which can load it."""
     compiled = any(bare_name(name) != name for name, _ in model.named_parameters())
-    inner = getattr(model, "_orig_mod", model)  # what methods such as save_pretrained belong to
+    inner = getattr(model, "_orig_mod", model)  # the owner of methods such as save_pretrained
     roots = {model, inner} if compiled else set()
     hooks = [root.register_state_dict_post_hook(_rename) for root in roots]
     try:
@@ -104,14 +104,14 @@ def with_bare_names(model: nn.Module) -> Iterator[None]:
 def _rename(model: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Mapping[str, object]) -> None:
     if len({*map(bare_name, state)}) < len(state):
         return
-    # Of a wrapper and the module in it, which get one name, the version of the module comes later and counts.
+    # A wrapper and the module in it get one name; the module's version comes later and counts.
     for names in (state, getattr(state, "_metadata", {})):
         for name in [*names]:
             names[bare_name(name)] = names.pop(name)
 
 
 class _Views:
-    """The memory of the parameters, which become views of it."""
+    """One vector that is the memory of the parameters, which become views of it."""
 
     def __init__(self, model: nn.Module, schedule: Schedule) -> None:
         self._model = model
@@ -131,15 +131,15 @@ class _Views:
         keep_attached(self._model, self.layout, self.x)
 
     def write(self) -> None:
-        """Nothing: they are the same."""
+        """Does nothing: parameters and vector share memory."""
 
     def named(self, leaf: Leaf, part: Tensor) -> tuple[str, Tensor]:
-        """As of `Flat`."""
+        """See `Flat`."""
         return leaf.name, part.view(leaf.shape)
 
     @contextlib.contextmanager
     def showing(self, other: Tensor) -> Iterator[None]:
-        """As of `Flat`."""
+        """See `Flat`."""
         before = self.x.clone()
         try:
             with torch.no_grad():
@@ -153,16 +153,16 @@ class _Views:
                     self.x.copy_(before)
 
     def checksum(self) -> int:
-        """As of `Flat`."""
+        """See `Flat`."""
         return checksum(self.x.view(torch.uint8))
 
 
 class _Copies:
-    """A flat copy of the parameters, whose memory belongs to somebody else, as that of FSDP2's shards does.
+    """A flat copy of the parameters, whose memory has another owner, such as FSDP2's shards.
 
-    It has the local part of each parameter, in their dtype, or in fp32 (fp64) where they have several; then it also keeps what
-    parameters in half precision were before they were rounded. What several processes of the worker have copies of is
-    exchanged by the first of them alone, so that it crosses between workers once, and given to the others inside the worker.
+    It has the local part of each parameter, in their dtype, or in fp32 (fp64) for mixed dtypes; then it also keeps the unrounded
+    values of parameters in half precision. A parameter that several processes of the worker copy is exchanged by the first of
+    them alone, so that it crosses between workers once, and is then broadcast inside the worker.
 
     Args:
         mesh: of the worker; None for one that is a single process.
@@ -174,12 +174,12 @@ class _Copies:
         reshard(model)
         self._parameters = {bare_name(name): p for name, p in model.named_parameters() if p.requires_grad}
         if not self._parameters:
-            layout_of(model)  # which says so
+            layout_of(model)  # which raises the error
         shapes = list[Leaf]()
         for name, p in self._parameters.items():
             start = shapes[-1].stop if shapes else 0
             shapes.append(Leaf(name, tuple(p.shape), start, start + p.numel()))
-        # Fragments follow from whole tensors: all processes of a worker put the parts of one into the same.
+        # Fragments are of whole tensors, so all processes of a worker assign the parts of a tensor to the same one.
         whole, spans = arrange(Layout(tuple(shapes), shapes[-1].stop), schedule.fragments, schedule.pattern)
         self._names = [leaf.name for leaf in whole.leaves]
         parts = [self._own_part(name) for name in self._names]
@@ -203,7 +203,7 @@ class _Copies:
         self._views = self._cut(self.x)
         self._rounded = [k for k, name in enumerate(self._names) if self._parameters[name].dtype != dtype]
         self.kept = [torch.empty_like(self._views[k]) for k in self._rounded]
-        """What was last written to parameters that round it."""
+        """Unrounded values that were last written to the parameters in half precision."""
         with torch.no_grad():
             self._copy(self._views, parts)
             self._keep()
@@ -211,7 +211,7 @@ class _Copies:
 
     @property
     def plain(self) -> list[str]:
-        """The parameters that are no DTensors, of which nobody knows whether the processes of a worker have copies or parts."""
+        """The parameters that are no DTensors: processes of a worker may hold copies or parts of them."""
         return [name for name, p in self._parameters.items() if as_dtensor(p) is None]
 
     def read(self) -> None:
@@ -224,18 +224,18 @@ class _Copies:
             for view, part in zip(self._views, parts, strict=True):
                 view.copy_(part)
             for k, before in zip(self._rounded, self.kept, strict=True):
-                # What was trained since, added to what it was before it was rounded.
+                # The change since then, added to the unrounded value.
                 self._views[k].copy_(before + (self._views[k] - before.to(parts[k].dtype).to(before.dtype)))
 
     def write(self) -> None:
-        """Copies the vector into the local parts, and what is gathered of them is forgotten."""
+        """Copies the vector into the local parts, and discards what was gathered of them."""
         with torch.no_grad():
             self._keep()
             self._put(self._views)
 
     @contextlib.contextmanager
     def showing(self, other: Tensor) -> Iterator[None]:
-        """As of `Flat`."""
+        """See `Flat`."""
         before = [local(self._parameters[name]).clone() for name in self._names]
         try:
             with torch.no_grad():
@@ -248,12 +248,12 @@ class _Copies:
                 reshard(self._model)
 
     def checksum(self) -> int:
-        """As of `Flat`."""
+        """See `Flat`."""
         parts = [self._own_part(name).reshape(-1).contiguous().view(torch.uint8) for name in self._names]
         return checksum(torch.cat(parts)) if parts else 0
 
     def named(self, leaf: Leaf, part: Tensor) -> tuple[str, Tensor]:
-        """As of `Flat`: a view, whose DTensor has the mesh, placements and shape of the parameter.
+        """See `Flat`: a view, whose DTensor has the mesh, placements and shape of the parameter.
 
         Raises: ConfigError for a parameter of which several processes have copies.
         """
@@ -269,7 +269,7 @@ class _Copies:
         return leaf.name, like_parameter(view, shared)
 
     def _own_part(self, name: str) -> Tensor:
-        """What this process exchanges of a parameter: its local part, or nothing of one that a process before it has too."""
+        """The part of a parameter that this process exchanges: its local part, or nothing if an earlier process has the same."""
         p = self._parameters[name]
         part, shared = local(p), as_dtensor(p)
         if shared is not None:
@@ -295,7 +295,7 @@ class _Copies:
         torch._foreach_copy_([*targets], [*sources])  # pyright: ignore[reportPrivateImportUsage]
 
     def _give_copies(self) -> None:
-        """Gives the other processes of the worker what this one, or another, has exchanged for all of them."""
+        """Broadcasts copied parameters inside the worker, from the process that exchanged them."""
         same = dict[tuple[DeviceMesh, tuple[int, ...], torch.dtype], list[Tensor]]()
         for name in self._names:
             shared = as_dtensor(self._parameters[name])
@@ -303,14 +303,14 @@ class _Copies:
                 same.setdefault((shared.device_mesh, along, shared.dtype), []).append(local(shared))
         for (mesh, along, _), parts in same.items():
             together = torch.cat([part.reshape(-1) for part in parts])
-            for d in along:  # after the first dimension all whose places in the others are zero have it
+            for d in along:  # after the first dimension, all processes at coordinate 0 of the others have it
                 dist.broadcast(together, group=mesh.get_group(d), group_src=0)
             pieces = together.split([part.numel() for part in parts])
             self._copy(parts, [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)])
 
     def _look(self) -> None:
-        """Takes parameters that replaced others, as `load_state_dict(assign=True)` does, and refuses what cannot be one."""
-        reshard(self._model)  # else plain tensors are in the place of what is gathered
+        """Adopts parameters that replaced others, as `load_state_dict(assign=True)` does; refuses unsuitable ones."""
+        reshard(self._model)  # otherwise gathered plain tensors stand in place of the DTensors
         for name, p in self._model.named_parameters():
             name = bare_name(name)
             own = self._parameters.get(name)

@@ -1,4 +1,4 @@
-"""What must hold of a model that somebody else's code trains: no wrapper averages its gradients, and all workers start alike."""
+"""Checks of a model that the user's code trains: no wrapper averages its gradients, and all workers start alike."""
 
 import gc
 import hashlib
@@ -16,11 +16,11 @@ from gossamer.layout import bare_name
 from gossamer.library.dtensors import as_dtensor, local
 
 Rest = Literal["compare", "broadcast", "own"]
-"""What is done at the start with frozen parameters and buffers, which are never exchanged: compared, taken from worker 0, or
+"""How frozen parameters and buffers, which are never exchanged, are treated at the start: compared, taken from worker 0, or
 left as each worker has them."""
 IN_STEP, ENGINE = "DistributedDataParallel", "DeepSpeedEngine"
 ZERO = ("ds_id", "_hp_mapping")
-"""What DeepSpeed's ZeRO-3, and ZeRO-1 and -2, hang on a parameter."""
+"""Attributes that DeepSpeed's ZeRO-3, and ZeRO-1 and -2, add to a parameter."""
 COPIES = (
     "whose optimizer trains copies or parts of its own, so that an outer step would be lost without a word; let DeepSpeed train "
     "in fp32 with zero_optimization.stage = 0, take torch's ZeroRedundancyOptimizer, or shard the model over the processes of "
@@ -38,12 +38,12 @@ _NEVER_INSIDE = {
     "a world of processes that is one worker (site=..., join=...)",
     IN_STEP: f"which averages gradients in every step, so that workers would train as one; {UNWRAPPED}",
 }
-"""Why a model that is in one of these is refused, by the name of the class: its package need not be there."""
+"""Reasons to refuse a wrapped model, by the class of the wrapper: its package need not be installed."""
 MOST_FINGERPRINTS = 4096
 
 
 def must_be_trainable(model: object, owner: str = "Outer") -> None:
-    """Raises ConfigError for what is no module, is wrapped for training in step, or does not fit a flat buffer."""
+    """Raises ConfigError for an object that is no module, is wrapped for synchronous training, or does not fit a flat buffer."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{owner} got a {type(model).__name__} as model; it takes a torch.nn.Module: give the module")
     _refuse_wrapper_in(model)
@@ -67,7 +67,7 @@ def must_be_trainable(model: object, owner: str = "Outer") -> None:
 
 
 def _not_flat(p: Tensor) -> str:
-    """What a parameter is that cannot be a view of a flat buffer of real numbers; empty for one that can."""
+    """Why a parameter cannot be a view of a flat buffer of real numbers; empty if it can."""
     if p.layout != torch.strided:
         return f"sparse ({p.layout})"
     if p.is_complex():
@@ -77,10 +77,10 @@ def _not_flat(p: Tensor) -> str:
 
 
 def must_not_be_wrapped(model: nn.Module, workers: Collection[int]) -> None:
-    """Finds a DistributedDataParallel, or an engine of DeepSpeed, around the model's parameters, whoever put it on and when.
+    """Refuses a DistributedDataParallel, or an engine of DeepSpeed, around the model's parameters, wherever it was made.
 
     Args: `workers` are the global ranks of all workers; a wrapper over the processes of one worker alone is in order.
-    Raises: ConfigError that says how three frameworks train without it.
+    Raises: ConfigError with the ways in which three frameworks train without it.
     Cost: one look at every object of Python, about 0.1 s.
     """
     _refuse_wrapper_in(model)
@@ -88,7 +88,7 @@ def must_not_be_wrapped(model: nn.Module, workers: Collection[int]) -> None:
         return
     own = {id(p) for p in model.parameters() if p.requires_grad}
     objects = gc.get_objects()
-    # Most processes have none, and to ask each of millions of objects whether it is one takes far longer than to see its type.
+    # Most processes have none; comparing the types of millions of objects is far faster than `isinstance` on each.
     kinds = {kind for kind in {*map(type, objects)} if issubclass(kind, DistributedDataParallel) or _is_engine(kind)}
     for wrapper in [o for o in objects if type(o) in kinds] if kinds else []:
         engine = _is_engine(type(wrapper))
@@ -119,7 +119,7 @@ def _refuse_wrapper_in(model: nn.Module) -> None:
 
 
 def rest_of(model: nn.Module) -> dict[str, Tensor]:
-    """Frozen parameters and buffers, or what this process has of them, by name: what is never exchanged."""
+    """Frozen parameters and buffers by name, or this process's part of them: they are never exchanged."""
     frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
     return {bare_name(name): local(t) for name, t in [*frozen, *model.named_buffers()]}
 
@@ -136,7 +136,7 @@ def fingerprints(tensors: Mapping[str, Tensor], *, numbers: bool) -> list[str]:
 
 
 def must_be_alike(said: Sequence[object], names: Sequence[str]) -> None:
-    """Raises PeerError when the fingerprints of workers differ, with the first tensor that does if it can be known."""
+    """Raises PeerError when the workers' fingerprints differ, naming the first tensor that differs if it can be known."""
     others = [worker for worker, theirs in enumerate(said) if theirs != said[0]]
     if not others:
         return
@@ -151,7 +151,7 @@ def must_be_alike(said: Sequence[object], names: Sequence[str]) -> None:
 
 
 def broadcast(tensor: Tensor, carry: Callable[[Tensor], None], carrier: torch.device) -> None:
-    """Overwrites a tensor with that of the first worker: `carry` does so with flat bytes on this device."""
+    """Overwrites a tensor with that of the first worker: `carry` broadcasts flat bytes on this device."""
     if tensor.layout != torch.strided:
         raise ConfigError(
             f"a frozen parameter or buffer is sparse ({tensor.layout}), which rest='broadcast' does not send; load the same on "

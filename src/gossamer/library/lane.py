@@ -1,4 +1,4 @@
-"""Which worker a process is a part of: a worker is one process, or the processes of a mesh that hold one model together."""
+"""The worker that a process belongs to: a worker is one process, or the processes of a mesh that hold one model together."""
 
 import contextlib
 import errno
@@ -32,7 +32,7 @@ log = logging.getLogger("gossamer")
 
 
 class Lane(NamedTuple):
-    """The processes of all workers that hold the same shard, and those of the worker of this one.
+    """The processes of all workers that hold the same shard, and the processes of this worker.
 
     Process s of worker i exchanges messages with process s of worker j only, so that each pair of workers has as many lanes as a
     worker has processes, and no process ever sees a whole model.
@@ -47,40 +47,40 @@ class Lane(NamedTuple):
     start: str = ""
     """Identifies this start on all its processes."""
     sites: int = 0
-    """How many worlds train together, where each worker is its own world."""
+    """Number of worlds that train together, each of which is one worker."""
     joint: Store | None = None
     """The store of the workers, where they have no process group in common."""
     address: str = ""
-    """At which the others reach this process, where they have no process group in common; empty lets gloo choose."""
+    """The address at which the others reach this process, where they have no common process group; empty lets gloo choose."""
     keys: Keys | None = None
-    """Those of the sites, where their connections are encrypted."""
+    """Keys of the sites, where their connections are encrypted."""
     behind: KeyedStore | None = None
-    """The store of these worlds, where it is reached through keys."""
+    """The store of these worlds, where keys authenticate the connections to it."""
 
     @property
     def n(self) -> int:
-        """Workers."""
+        """Number of workers."""
         return self.sites or len(self.across)
 
     @property
     def store(self) -> Store:
-        """What the processes of this lane have in common."""
+        """The common store of this lane's processes."""
         return outer_store(self.across) if self.joint is None else PrefixStore(f"lane/{self.shard}", self.joint)
 
     @property
     def shards(self) -> int:
-        """Processes of a worker."""
+        """Number of processes of a worker."""
         return len(self.within)
 
 
 def outer_store(ranks: Sequence[int]) -> "PrefixStore":
-    """The part of the default store for these processes. Groups of the same have one; others never read what they write."""
+    """The part of the default store for these processes. Equal groups share one; other groups never read what they write."""
     place = hashlib.sha256(repr([*ranks]).encode()).hexdigest()[:16]
     return PrefixStore(f"outer/{place}", dist.distributed_c10d._get_default_store())  # it has no public name
 
 
 def lane_in(ranks: Sequence[int], mesh: "DeviceMesh | None", timeout_s: float) -> Lane:
-    """The lane of this process among those of a group, each of which says which mesh its worker is.
+    """The lane of this process among those of a group, in which each process gives the mesh of its worker.
 
     Args: `ranks` are those of the group, ascending; `mesh` is None for a worker that is this process alone.
     Raises: PeerError when the meshes are not as many equal parts of the group, or processes do not come; ConfigError for a mesh
@@ -139,7 +139,7 @@ def lane_of_launcher(timeout_s: float) -> Lane:
         return Lane()
     address = ""  # gloo takes the interface that the user names
     if GLOO not in os.environ:
-        with contextlib.suppress(OSError):  # no route: gloo may know better, or says what is wrong
+        with contextlib.suppress(OSError):  # no route: gloo may know better, or reports the fault
             address = address_towards(os.environ["MASTER_ADDR"])
     everyone, store = tuple(range(member.ranks)), PrefixStore("outer", member.store)
     return Lane(everyone, (member.rank,), member.rank, joint=store, address=address)
@@ -148,7 +148,7 @@ def lane_of_launcher(timeout_s: float) -> Lane:
 def lane_of_site(site: tuple[int, int], mesh: "DeviceMesh | None", timeout_s: float, keys: Keys | None = None) -> Lane:
     """The lane of this process in its own world, which is one site of several; it is still to join the others.
 
-    Raises: ConfigError for a mesh that leaves processes of the world out; PeerError when these say different things.
+    Raises: ConfigError for a mesh that leaves processes of the world out; PeerError when its processes disagree.
     """
     (worker, n), start = site, secrets.token_hex(8)
     if not dist.is_initialized():
@@ -171,12 +171,12 @@ def lane_of_site(site: tuple[int, int], mesh: "DeviceMesh | None", timeout_s: fl
 
 
 def board(store: Store) -> Store:
-    """What sites tell each other in a store."""
+    """The part of a store that holds the announcements of the sites."""
     return PrefixStore("gossamer/sites", store)
 
 
 def opened(lane: Lane, join: str, timeout_s: float) -> tuple[Store, KeyedStore | None]:
-    """The store where sites join, which the first process of site 0 hosts; with keys what carries it, which is to be closed too.
+    """The store where sites join, hosted by the first process of site 0; with keys also what carries it, to be closed too.
 
     Raises: OSError or RuntimeError when it cannot be reached, or made; PeerError and ConfigError for keys that do not fit.
     """
@@ -185,7 +185,7 @@ def opened(lane: Lane, join: str, timeout_s: float) -> tuple[Store, KeyedStore |
 
 
 def at_board(lane: Lane, join: str, timeout_s: float) -> Lane:
-    """The lane of a process that has reached the board of all sites, a store where the first process of site 0 listens.
+    """The lane of a process that has reached the board of all sites, a store that the first process of site 0 hosts.
 
     Raises: ConfigError for a secret that is missing, or a key of another site; PeerError when the board cannot be reached, or
         made.
@@ -225,7 +225,7 @@ def _warn_of_plain() -> None:
 
 
 def claimed(lane: Lane, join: str, timeout_s: float, *, elastic: bool) -> bool:
-    """Whether this process has claimed the number of its site at the board, which nobody had.
+    """Whether this process has claimed the number of its site at the board, which no other process had.
 
     Raises: PeerError where the board is that of another run.
     """
@@ -250,7 +250,7 @@ def claimed(lane: Lane, join: str, timeout_s: float, *, elastic: bool) -> bool:
 
 
 def taken(lane: Lane, join: str, why: str = "") -> PeerError:
-    """The error of a site whose number another one has."""
+    """The error of a site whose number is already taken."""
     return PeerError(
         f"site {lane.worker} of {lane.sites} is at '{join}' already, or has been before it failed{why and f' ({why})'}; give "
         "each site its own number, and start all of them again after one has failed"
@@ -258,7 +258,7 @@ def taken(lane: Lane, join: str, why: str = "") -> PeerError:
 
 
 def join_sites(lane: Lane, join: str, timeout_s: float) -> Lane:
-    """The lane of a site that has met all others, whose number is fixed.
+    """The lane of a site in a run with a fixed number of sites.
 
     Raises: as `at_board`; PeerError when the others do not come, when a site is there already, or has another number of
         processes.
@@ -272,7 +272,7 @@ def join_sites(lane: Lane, join: str, timeout_s: float) -> Lane:
 
 
 def must_have_equal_shards(lane: Lane, timeout_s: float) -> None:
-    """Raises PeerError when sites have other numbers of processes, or do not come; for the first process of each."""
+    """Raises PeerError when sites differ in their number of processes, or do not come; for the first process of each."""
     assert lane.joint is not None
     member = Member.at(
         lane.worker, lane.sites, torch.device("cpu"), PrefixStore("sites", lane.joint), secret=environment_secret()
@@ -283,7 +283,7 @@ def must_have_equal_shards(lane: Lane, timeout_s: float) -> None:
 
 
 def unequal_shards(site: int, shards: object, other: int, others: object) -> str:
-    """What is wrong where two sites have other numbers of processes."""
+    """The sentence for two sites with different numbers of processes."""
     return (
         f"site {site} has {shards} processes and site {other} {others}; give all sites the same number of processes, sharded "
         "alike"

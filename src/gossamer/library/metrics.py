@@ -1,4 +1,4 @@
-"""What the exchanges of an `Outer` cost, and how far its worker is from those it exchanges with."""
+"""Costs of the exchanges of an `Outer`, and the distance of its worker from those it exchanges with."""
 
 import contextlib
 import math
@@ -17,7 +17,7 @@ _PIECE = 1 << 17  # elements that are compared at a time on a CPU, so that their
 
 
 class OuterMetrics(NamedTuple):
-    """What happened on this worker since the previous call of `Outer.metrics`; see there."""
+    """Figures of this worker since the previous call of `Outer.metrics`; see there."""
 
     rounds: int
     """Rounds that have ended."""
@@ -35,7 +35,7 @@ class OuterMetrics(NamedTuple):
 
 
 class Meter:
-    """Counts what the exchanges of one worker cost, and compares messages where somebody asked for it."""
+    """Counts what the exchanges of one worker cost, and compares messages on request."""
 
     def __init__(self) -> None:
         self._start()
@@ -60,7 +60,7 @@ class Meter:
         self.waiting_s += seconds
 
     def count(self, operations: Iterable[Operation]) -> None:
-        """Counts what goes over the wire."""
+        """Counts the messages and payload bytes of operations."""
         for operation in operations:
             self.bytes_sent += sum(size for _, size in operation.sends)
             self.bytes_received += sum(size for _, size in operation.receives)
@@ -78,7 +78,7 @@ class Meter:
                 self._compared += mine.numel()
 
     def read(self) -> OuterMetrics:
-        """What was counted since the last reading."""
+        """The figures since the last reading."""
         disagreement = None
         if self._squares is not None and self._compared:
             disagreement = math.sqrt(self._squares.item() / self._compared)

@@ -1,4 +1,4 @@
-"""The outer loop around somebody else's training loop."""
+"""The outer loop around a user's training loop."""
 
 import contextlib
 import json
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("gossamer")
 M = TypeVar("M", bound=nn.Module)
 _PATIENCE_S = 10.0
-"""How long `mean_model` waits before it names who has not entered it."""
+"""Seconds that `mean_model` waits before it names the workers that have not entered it."""
 
 
 class Outer(Generic[M]):
@@ -84,7 +84,7 @@ class Outer(Generic[M]):
         seed: of topologies and codecs that draw, and of `drawing`.
         codec: a name from `CODECS`, or a `Codec`; by default nothing is lost.
         schedule: exchange in several fragments, and overlap with training; by default neither.
-        reduction: how a mean over all workers is carried: "ordered" sums it in worker order, with the bits of a simulation and
+        reduction: how a mean over all workers is computed: "ordered" sums it in worker order, bitwise as in a simulation, and
             with errors that name the worker that fails; "all_reduce" is the backend's own, whose last bits differ. It needs a
             rule such as `diloco`, which takes such a mean, without codec and without overlap.
         timeout_s: how long an exchange waits for a peer.
@@ -100,9 +100,9 @@ class Outer(Generic[M]):
             of its peers, and all processes of a worker take an update or none does. A codec sees one shard at a time.
         site: the number of this worker and how many there are, `(0, 3)`, where each is its own world, as one `torchrun`
             starts it, or a process without one. All processes of its default group are the worker.
-        join: HOST:PORT where the sites meet; the first process of site 0 listens there. GOSSAMER_SECRET, the same on all, keeps
-            strangers away from what is said there, and encrypts nothing; `peers` does.
-        elastic: whether sites may die, leave and come back while the others go on; otherwise the loss of one ends all. A site
+        join: HOST:PORT where the sites meet; the first process of site 0 listens there. GOSSAMER_SECRET, the same on all,
+            authenticates the messages there, and encrypts nothing; `peers` does.
+        elastic: whether sites may die, leave and come back while the others continue; otherwise the loss of one ends all. A site
             that comes back, started as before, takes the parameters and the outer state of another in its first `step`, all its
             processes after the same round; the inner step before that is lost, and its inner optimizer is its own. `rounds` is
             that of the run, and skips those that were missed. A mean over everyone, as of `diloco`, needs more than half of all
@@ -114,11 +114,10 @@ class Outer(Generic[M]):
         MASTER_PORT; TransportError when the store of the processes cannot be reached; PeerError when workers do not come, or
         disagree on model, rule, topology, codec or another of these, with what each has.
     Cost: the rule's state, one message, and those received from the peers; the exchange blocks, and its receives are posted a
-        whole local phase before. At the start a hash of all frozen numbers (1 GB/s), and until the first exchange
-        two checksums of the parameters. Buffers such as batch-norm statistics
-        stay each worker's own after the start. Parameters in bf16 or fp16 are sent as such and have an outer state in fp32:
-        twice the bytes for the rule's copies, and one fp32 copy of the parameters more where the rule does not keep the start
-        of the round (as `gossip` and `local_sgd`).
+        whole local phase before. At the start a hash of all frozen numbers (1 GB/s), and until the first exchange two checksums
+        of the parameters. Buffers such as batch-norm statistics stay each worker's own after the start. Parameters in bf16 or
+        fp16 are sent as such and have an outer state in fp32: twice the bytes for the rule's copies, and one fp32 copy of the
+        parameters more where the rule does not keep the start of the round (as `gossip` and `local_sgd`).
         With 8 workers on one machine of 2 cores, the ordered mean took 4 times as long as the all-reduce with 4,000 to 160,000
         parameters, where messages are many and small, and 1.5 times with a million.
 
@@ -182,7 +181,7 @@ class Outer(Generic[M]):
         must_be_a_site(site, join, process_group, elastic, peers, reduction)
         keys = keys_of_sites(peers, site)
         lane = lane_of_site(site, mesh, timeout_s, keys) if site else lane_in(ranks_of(process_group), mesh, timeout_s)
-        # Where sites come and go the first process waits for others, and its siblings longer for it.
+        # With elastic sites the first process waits for other sites, and its siblings wait longer for it.
         self._lane, self._siblings = lane, Siblings(lane, 3 * timeout_s if elastic else timeout_s)
         self.worker, self.n, self.shard = self._lane.worker, self._lane.n, self._lane.shard
         if site is None:
@@ -210,7 +209,7 @@ class Outer(Generic[M]):
         self._closed = self._left = self._mean_is_in = False
         self._failed: Exception | None = None
         self._takes_rest = rest == "broadcast"
-        self._watched = True  # until the first round has ended, for a wrapper that is put on later
+        self._watched = True  # until the first round has ended, to notice a wrapper that is applied later
         self._meter = Meter()
         self._record_plan: RecordPlan | None = None
         self._recording: Recording | None = None
@@ -229,7 +228,7 @@ class Outer(Generic[M]):
         self._flat.write()
         self._is_of = what_it_is_of(common, self.method.rule, self._lane, local_steps=self._timetable.words)
         self._loaded: str | None = None
-        self._agreed = False  # whether all workers continue from the same, which none of them can know by itself
+        self._agreed = False  # whether all workers continue from the same state, which none of them can know by itself
         self._loop = self._new_loop()
         self._stops: list[Stop] = []
         self._check = LoopCheck(model, self.worker, self.n, self._flat.checksum, self.local_steps)
@@ -260,10 +259,10 @@ class Outer(Generic[M]):
     def _meet(
         self, common: Common, group: dist.ProcessGroup | None, join: str | None, *, elastic: bool, timeout_s: float
     ) -> Peers:
-        """Finds the other workers.
+        """Connects to the other workers.
 
-        In two parts, after each of which the processes of this worker learn whether all of them have come through: the second
-        waits for messages that a process which failed in the first would never send.
+        In two phases, after each of which the processes of this worker agree whether all have succeeded: the second waits for
+        messages that a process which failed in the first would never send.
         """
         with self._siblings.all_or_none("the start of Outer"):
             if join is not None:
@@ -291,7 +290,7 @@ class Outer(Generic[M]):
             return Peers.none()
 
     def __repr__(self) -> str:
-        """What it does, and how far it is.
+        """The method, the place of this worker and its progress.
 
         >>> import gossamer, torch
         >>> gossamer.Outer(torch.nn.Linear(2, 1), "gossip", local_steps=5)
@@ -307,7 +306,7 @@ class Outer(Generic[M]):
 
     @property
     def steps_taken(self) -> int:
-        """Inner steps of this worker since the start, those before a resume included."""
+        """Inner steps of this worker since the start, including those before a resume."""
         return self._timetable.begin(self.rounds) + self.steps
 
     @property
@@ -316,13 +315,13 @@ class Outer(Generic[M]):
         return self._timetable.at(self.rounds).full_steps
 
     def drawing(self, batch: int | None = None, *, part: int | None = None) -> contextlib.AbstractContextManager[None]:
-        """Lets what runs inside draw its random numbers, such as those of dropout, by seed, worker and inner step.
+        """A context in which random numbers, such as those of dropout, are drawn by seed, worker and inner step.
 
             with outer.drawing():
                 loss = model(batch)
 
         They do not depend on what was drawn before, so a resumed loop draws the same ones, and so does a simulation with the
-        same seed. Put the forward pass inside, and not what shall draw on.
+        same seed. Put the forward pass inside, and nothing that shall continue the global random stream.
 
         Args:
             batch: the number of the batch since the start; by default `steps_taken`. With k micro-batches to a step, give
@@ -349,12 +348,12 @@ class Outer(Generic[M]):
             ...
             outer.step(loss)
 
-        Each worker has files of its own in the folder, which all may share; status and pages show those that lie where they are
-        called. A loop that goes on from a saved outer state goes on in the same folder, without the rounds after it. Of a worker
-        of several processes the first one writes, its own part of the bytes.
+        Each worker has separate files in the folder, which all may share; status and pages show those on the machine where they
+        are called. A loop that resumes from a saved outer state continues in the same folder, without the rounds after it. Of a
+        worker of several processes the first one writes, and it counts its own bytes only.
 
         Args:
-            steps: inner steps that this worker is going to take, of which pages show the share.
+            steps: inner steps that this worker will take, against which pages show progress.
             name: of the run; by default that of the folder.
             step_tokens: tokens, or samples, of an inner step of this worker, for curves over them.
         Raises: ConfigError for fewer steps than a round has; at the next `step`, for a folder that holds another run.
@@ -404,7 +403,7 @@ class Outer(Generic[M]):
             recording.validated(self.rounds - 1, self._timetable.begin(self.rounds), loss)
 
     def _open_record(self) -> Recording | None:
-        """The record of this process, from the first call on; None without one. After a load, as that says what is void."""
+        """The record of this process, opened at the first call; None without one. After a load, which decides what is void."""
         if self._recording is None and self._record_plan is not None and self.shard == 0:
             first_round = self.rounds if self.steps_taken else None
             self._recording = Recording(self._record_plan, self.worker, first_round, self.method.sends_per_round)
@@ -421,7 +420,7 @@ class Outer(Generic[M]):
             model, or when its parameters are not what they were.
         """
         self._must_be_open("step")
-        if self._left:  # it has finished and goes on after all
+        if self._left:  # training continues after `finish`
             self._peers.tell("left", None)
             self._left = False
         is_back = self._site is not None and self._site.is_back
@@ -488,13 +487,13 @@ class Outer(Generic[M]):
             self._flat.write()
 
     def _for_others(self) -> dict[str, Any]:
-        """What a site that comes back takes over."""
+        """State for a site that comes back."""
         rest = rest_of(self.model) if self._takes_rest else {}
         outer = [leaf.detach().cpu() for leaf in self._outer_state()]
         return {"x": self.x.detach().cpu(), "outer": outer, "rest": [t.cpu() for t in rest.values()]}
 
     def _take_anothers_state(self, source: int | None, round: int = 0) -> None:
-        """Goes on with the state of another site, from this round on or the one that it is after."""
+        """Continues with the state of another site, from this round or from the one that the state is after."""
         assert self._site is not None
         self._loop.in_flight.clear()
 
@@ -515,9 +514,9 @@ class Outer(Generic[M]):
 
     @in_own_words()
     def finish(self) -> None:
-        """Finishes the exchanges in flight when training ends, be it within a round; without overlap there are none.
+        """Completes the exchanges in flight when training ends, even within a round; without overlap there are none.
 
-        All workers must call it after the same step; those that go on are told who has ended when they miss it. Inner steps since
+        All workers must call it after the same step; one that continues gets an error naming those that ended. Inner steps since
         the last exchange stay with each worker. Raises: PeerError; ConfigError as `step` does.
         """
         self._must_be_open("finish")
@@ -558,7 +557,7 @@ class Outer(Generic[M]):
         return self._siblings.fewest(min(said))
 
     def metrics(self) -> OuterMetrics:
-        """What the exchanges of this worker cost since the previous call, or since the start; needs no other worker.
+        """Costs of this worker's exchanges since the previous call, or since the start; needs no other worker.
 
         `disagreement` is the root mean square, per number, of what was received minus what was sent in the exchanges that
         ended: with `sqrt(Σ_j ||m_j - m_i||² / (k P))` of the k messages m_j of P numbers that worker i received. Where the rule
@@ -596,14 +595,14 @@ class Outer(Generic[M]):
             self._recording.reduced(seconds)
 
     def losses(self, mine: float) -> dict[int, float]:
-        """Tells the others this worker's loss, and returns what each of them has told last, by worker; waits for nobody.
+        """Publishes this worker's loss, and returns the latest published loss of each worker; never blocks.
 
             mean = statistics.fmean(outer.losses(loss.item()).values())
 
-        What they have told may be of an earlier step. With `elastic=True` it is some seconds old and of those that are alive, and
-        while site 0 is away nothing is heard. Of workers of several processes let the same ones call it, such as the first.
+        Losses may be of an earlier step. With `elastic=True` they are some seconds old and of live workers only, and none arrive
+        while site 0 is away. In workers of several processes let the same ones call it, such as the first.
 
-        Raises: ConfigError for what is no number. One that is not finite is not told.
+        Raises: ConfigError for what is no number. A loss that is not finite is not published.
         Cost: two messages to the store of the workers; with `elastic=True` none, and every two seconds two by a thread.
 
         >>> import gossamer, torch
@@ -625,7 +624,7 @@ class Outer(Generic[M]):
 
         `mean.state_dict()` has the names of the plain model, also where it or parts of it are compiled.
 
-        A collective: all workers must enter it after the same step; leaving it needs nobody. The mean is taken in fp32 in worker
+        A collective: all workers must enter it after the same step; leaving it is local. The mean is taken in fp32 in worker
         order, so it is the same to the last bit on all workers and in a simulation. Floating-point buffers, such as batch-norm
         statistics, are averaged alike; integer buffers and frozen parameters stay. When the block ends, also by an error,
         parameters and buffers are what they were, to the last bit; optimizer and gradients are not touched at all.
@@ -682,14 +681,14 @@ class Outer(Generic[M]):
             with torch.no_grad():
                 for t, before in saved:
                     t.copy_(before)
-            for name, t in buffers.items():  # one that was replaced comes back
+            for name, t in buffers.items():  # a replaced one is restored
                 owner, _, key = name.rpartition(".")
                 self.model.get_submodule(owner)._buffers[key] = t
 
     def state_dict(self) -> OuterState:
         """The outer state, to be saved together with your model and optimizer after any step, the same on all workers.
 
-        It says what it is of (`OuterState.of`), and holds the exchanges in flight, which are sent again when it is loaded.
+        It states its origin (`OuterState.of`), and holds the exchanges in flight, which are sent again when it is loaded.
         Raises: ConfigError in `mean_model`.
         """
         self._must_hold_its_own("state_dict")
@@ -708,7 +707,7 @@ class Outer(Generic[M]):
         """Loads a saved outer state, after the model's parameters were loaded; training continues from that step.
 
         All workers load, each its own; at the next `step` they compare where they continue. The rule's `lr` may be another than
-        when it was saved. A state of gossamer 0.1.0 does not say what it is of, and is loaded with a warning.
+        when it was saved. A state of gossamer 0.1.0 does not record what it belongs to, and is loaded with a warning.
 
         Raises: CheckpointError if it is of another rule, codec, schedule, worker, number of workers or of local steps, or model,
             if it is incomplete, or if this Outer has exchanges in flight: load it before the first step of a round. Later
@@ -716,7 +715,7 @@ class Outer(Generic[M]):
         """
         self._must_be_open("load_state_dict")
         self._must_not_have_begun()
-        self._watch.begin()  # the model was loaded, be the state taken or refused
+        self._watch.begin()  # the model was loaded, whether the state is accepted or refused
         if self._loop.in_flight:
             raise CheckpointError(
                 f"a state was given after {self.steps} steps of round {self.rounds}, with {len(self._loop.in_flight)} exchanges "
@@ -795,7 +794,7 @@ class Outer(Generic[M]):
         """
         self._must_be_open("load_shared_state_dict")
         self._must_not_have_begun()
-        self._watch.begin()  # the model was loaded, be the state taken or refused
+        self._watch.begin()  # the model was loaded, whether the state is accepted or refused
         own = self.shared_state_dict()
         try:
             saved = {"format": FORMAT, "of": json.loads(state["outer.of"]), "start": state["outer.start"]}
@@ -832,7 +831,7 @@ class Outer(Generic[M]):
         return [*leaves(self._loop.state), *self._flat.kept]
 
     def _sent_by(self, rounds: int, steps: int) -> set[tuple[int, int]]:
-        """Round and fragment of what has been sent and not received after so many steps of this round."""
+        """Round and fragment of the messages in flight after so many steps of this round."""
         sent = set[tuple[int, int]]()
         for round in range(max(0, rounds - self.method.rule.delay_rounds - 2), rounds + 1):
             for stop in self._loop.stops(round):
@@ -846,7 +845,7 @@ class Outer(Generic[M]):
         if not self._closed:
             self._forgotten.detach()
             if not self._watch.quiet:
-                self._leave()  # before the connections end: whoever finds one closed then finds the reason
+                self._leave()  # before the connections end, so that a peer that sees one closed can read the reason
                 self._watch.end(self.steps)
         self._closed = True
         self._check.end()
@@ -857,7 +856,7 @@ class Outer(Generic[M]):
             self._recording.close()
 
     def _leave(self) -> None:
-        """Tells the others where this worker ends, for those that wait for it later in vain."""
+        """Publishes where this worker ends, for workers that later wait for it in vain."""
         if not self._left:
             self._peers.tell("left", [self.rounds, self.steps])
             self._left = True
@@ -869,7 +868,7 @@ class Outer(Generic[M]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._watch.quiet = True  # the error is to be read, and not what it left undone
+            self._watch.quiet = True  # the error comes first, and not a warning of what it left undone
         self.close()
 
     def _must_be_open(self, call: str) -> None:
@@ -896,7 +895,7 @@ class Outer(Generic[M]):
         """Compares with all workers where they continue, once after the start and after each load.
 
         It comes before the first exchange: messages of different rounds never meet, and each worker would wait for the other's
-        until its timeout. Returns: whether this site has come back, and goes on with another's state instead.
+        until its timeout. Returns: whether this site has come back, and continues with another's state instead.
         """
         if self._agreed:
             return False
@@ -913,7 +912,7 @@ class Outer(Generic[M]):
         return False
 
     def _advance(self) -> None:
-        """Continues what is under way. An error in a shard waits for the next stop, where its siblings learn of it too."""
+        """Advances the exchanges in flight. An error in a shard waits for the next stop, where its siblings learn of it too."""
         if self._lane.shards == 1:
             return self._loop.advance()
         try:
@@ -923,7 +922,7 @@ class Outer(Generic[M]):
 
     @contextlib.contextmanager
     def _all_or_none(self, what: str, *numbers: int) -> Iterator[None]:
-        """As of the siblings; raises within what has failed since the last stop."""
+        """See `Siblings.all_or_none`; raises inside it what has failed since the last stop."""
         with self._siblings.all_or_none(what, *numbers):
             if self._failed is not None:
                 raise self._failed
@@ -931,7 +930,7 @@ class Outer(Generic[M]):
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Says of a peer that fails in an exchange whether it has left its loop."""
+        """Extends the error of a peer that fails in an exchange by whether it has left its loop."""
         try:
             yield
         except PeerError as error:
@@ -939,7 +938,7 @@ class Outer(Generic[M]):
             raise explained(error, self._peers.told("left"), self._peers.told("mean"), self._means) from error
 
     def _look(self) -> None:
-        """What must hold whenever the flat buffer is sent or overwritten."""
+        """Checks what must hold whenever the flat buffer is sent or overwritten."""
         if self._watched and not self._stops:
             self._watched = False
             must_not_be_wrapped(self.model, self._lane.across)

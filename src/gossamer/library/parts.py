@@ -1,4 +1,4 @@
-"""What `Outer` is given, as what it runs: names become rules, topologies and codecs, and a method is taken apart."""
+"""What `Outer` is given, as what it runs: names become rules, topologies and codecs; a method becomes its parts."""
 
 import contextlib
 import functools
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec
 import torch.distributed as dist
 from typing_extensions import TypedDict
 
-from gossamer.boundaries import BOUNDARIES as BOUNDARIES  # who names one of them as codec is told what it is
+from gossamer.boundaries import BOUNDARIES as BOUNDARIES  # for the message about one of them that is named as codec
 from gossamer.codecs import Codec, codec_of, exact
 from gossamer.errors import ConfigError, choose, reworded
 from gossamer.library.guard import Rest
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 Reduction = Literal["ordered", "all_reduce"]
 LOCAL_STEPS = 30
-"""Inner steps of a round where neither the user nor a method says otherwise."""
+"""Inner steps of a round where neither the user nor a method sets them."""
 
 
 class OuterOptions(TypedDict, total=False):
@@ -74,7 +74,7 @@ _ELSEWHERE = {
     "manager": "process_group=... or nothing, as the workers find each other through torch.distributed",
     "num_workers": "process_group=... or nothing, as the workers find each other through torch.distributed",
 }
-"""What torchft and others call what Outer has."""
+"""Names that torchft and others have for the methods of Outer."""
 
 
 class OuterMethod(NamedTuple):
@@ -98,7 +98,7 @@ class OuterMethod(NamedTuple):
 
 @contextlib.contextmanager
 def in_own_words() -> Iterator[None]:
-    """Lets errors name the arguments of a Python function where they name the keys of a run file that mean the same.
+    """A context in which errors name the arguments of a Python function instead of the equivalent keys of a run file.
 
     >>> with in_own_words():
     ...     raise ConfigError("raise run.timeout_s")
@@ -113,7 +113,7 @@ _RUN_FILE_KEY = re.compile(r"\brun\.(timeout_s|local_steps|elastic|seed)\b")
 
 
 def knows_its_words(init: Callable[P, None]) -> Callable[P, None]:
-    """Lets the constructor of `Outer` raise ConfigError for unknown arguments, with the one that does what was meant."""
+    """A context in which the constructor of `Outer` raises ConfigError for unknown arguments, naming the right one."""
 
     @functools.wraps(init)
     def checked(*args: P.args, **given: P.kwargs) -> None:
@@ -240,7 +240,7 @@ def _topology(given: object, rule: Rule, n: int, seed: int) -> Topology:
 def must_be_a_site(
     site: object, join: object, group: object, elastic: bool, peers: object, reduction: Reduction
 ) -> None:
-    """Raises ConfigError unless a site and the address where sites join are both given and right, or neither is."""
+    """Raises ConfigError unless a site and the address where sites join are both given and valid, or neither is."""
     if peers is not None and (site is None or reduction == "all_reduce"):
         raise ConfigError(
             f"Outer got peers={peers!r:.80} "
@@ -319,7 +319,7 @@ def ranks_of(group: object) -> list[int]:
 
 
 def _kind(given: object) -> str:
-    """The class of what was given; of a class or a function its own name, since it was probably not called."""
+    """The class of a value; the name of a class or a function, as the call was probably forgotten."""
     name = getattr(given, "__name__", None)
     return (
         f"a '{name}' that was not called" if callable(given) and name else f"an object of type {type(given).__name__}"

@@ -1,4 +1,4 @@
-"""The other workers of an `Outer`: what all must agree about, and connections of its own."""
+"""The other workers of an `Outer`: the settings that all must agree about, and private connections."""
 
 import atexit
 import contextlib
@@ -38,11 +38,11 @@ from gossamer.transport.sockets.connection import Endpoint
 
 _LONGEST = 160  # characters of a peer's words in an error
 _ANSWER_S = 2.0
-"""How long a store has for an answer that only informs."""
+"""Seconds that a store may take to answer a query that only informs."""
 
 
 class Common(NamedTuple):
-    """What all workers must have in common, each in words that two workers compare."""
+    """Settings that all workers must have in common, each as text that two workers compare."""
 
     model: str
     rule: str
@@ -66,11 +66,11 @@ def common_of(
     seed: int,
     shard: str = "",
 ) -> Common:
-    """What a worker of this configuration must have in common with the others.
+    """The settings that a worker of this configuration must have in common with the others.
 
     Numbers of local steps may differ, except where messages in flight are counted in steps.
 
-    Args: `shard` says how the parameters lie on the processes of a worker, where it has several.
+    Args: `shard` describes the sharding of the parameters, where a worker has several processes.
     """
     same_steps = m.schedule.overlap_steps or m.rule.delay_rounds
     return Common(
@@ -87,14 +87,14 @@ def common_of(
 
 
 def model_in_words(layout: Layout, dtype: torch.dtype, shard: str) -> str:
-    """How the parameters are called and lie, in words that two workers compare."""
+    """The names and the layout of the parameters, as text that two workers compare."""
     shapes = hashlib.sha256(repr(layout).encode()).hexdigest()[:8]
     return f"{len(layout.leaves)} tensors of {layout.numel} numbers in {dtype}, whose names and shapes hash to {shapes}{shard}"
 
 
 def must_agree(said: Sequence[object], mine: Common) -> None:
     """Raises PeerError, with what each of two workers has, for the first thing in which workers differ from worker 0."""
-    # The schedule first: in other fragments the same model lies otherwise, so that its hash is another too.
+    # The schedule first: other fragments change the layout of the same model, and so its hash.
     for key in sorted(Common._fields, key=lambda one: one != "schedule"):
         place = Common._fields.index(key)
         words = [_said(theirs, place) for theirs in said]
@@ -121,7 +121,7 @@ def _codec(codec: Codec) -> str:
 
 
 def read_losses(entries: Entries, workers: int) -> dict[int, float]:
-    """The losses that are told in a store, by worker; what is no finite number counts as nothing."""
+    """The losses published in a store, by worker, without those that are no finite number."""
     said = dict[int, float]()
     for worker, text in entries.several([str(worker) for worker in range(workers)]).items():
         loss = json_from_peer(text)
@@ -159,7 +159,7 @@ class Peers:
 
     @classmethod
     def of_site(cls, transport: TimedTransport, lane: Lane | None, start: str, timeout_s: float) -> "Peers":
-        """Those of a process of a site that may come and go; `lane` is None where it has come back to a run under way."""
+        """The peers of a process of an elastic site; `lane` is None where the site has come back to a running run."""
         member = None
         if lane is not None:
             store = PrefixStore(start, lane.store)
@@ -167,7 +167,7 @@ class Peers:
         return cls(transport, None, None, member, start, timeout_s)
 
     def part(self) -> None:
-        """Uses the store no more: from now on a worker agrees with itself, and tells nobody."""
+        """Stops using the store: from now on a worker decides alone, and publishes nothing."""
         self._member = None
 
     @classmethod
@@ -189,7 +189,7 @@ class Peers:
         """Meets the other workers: checks that all have the same configuration, and broadcasts what worker 0 starts from.
 
         Args:
-            theirs: the user's group, which only says which backend to use.
+            theirs: the user's group, which only determines the backend.
             lane: of this process; it meets those that hold the same shard of the other workers.
             x: the parameters; they become those of worker 0.
             others: frozen parameters and buffers, compared or broadcast as `common.rest` says.
@@ -198,14 +198,14 @@ class Peers:
         backend, store = "gloo" if lane.joint is not None else backend_of(theirs), lane.store
         member = Member.at(lane.worker, lane.n, x.device, store, secret=environment_secret())
         rest = fingerprints(others, numbers=common.rest == "compare") if common.rest != "own" else []
-        # Listens before it says its address: who reads it may connect at once.
+        # Listens before it publishes its address: a reader may connect at once.
         listener = None if lane.keys is None else listen(lane.address, 0)
         address = "" if listener is None else shown(*listener.getsockname()[:2])
         said = agree(member, "gossamer.Outer", [common, rest, secrets.token_hex(8), address], timeout_s=timeout_s)
         must_agree([one[0] if isinstance(one, list) and len(one) == 4 else None for one in said], common)
         must_be_alike([one[1] for one in said], list(others))
         start = str(said[0][2])
-        # Of a part of the store for this start: what an earlier Outer of the same workers reported there is not of this one.
+        # In a part of the store for this start, without the reports of an earlier Outer of the same workers.
         member = member._replace(store=PrefixStore(start, store), behind=lane.behind)
         run = int(hashlib.sha256(repr((common, lane.shard, start)).encode()).hexdigest()[:16], 16)
         group, tensors = None, (x, *(others.values() if common.rest == "broadcast" else ()))
@@ -224,7 +224,7 @@ class Peers:
         return cls(transport, reduce, group, member, start, timeout_s)
 
     def agree(self, call: str, facts: object) -> list[Any]:
-        """What each worker says in a call of `Outer`, in their order. Raises PeerError naming who says nothing in time."""
+        """The facts of each worker in a call of `Outer`, in worker order. Raises PeerError naming those that time out."""
         if self._member is None:
             return [facts]
         try:
@@ -233,13 +233,13 @@ class Peers:
             raise PeerError(f"not all workers came to {call}() of Outer together: {error}") from error
 
     def tell(self, topic: str, facts: object) -> None:
-        """Writes what the others may read, without waiting for them; a store that is gone, as at the end, hears nothing."""
+        """Publishes facts without waiting for readers; does nothing where the store is gone, as at the end."""
         if self._member is not None and (entries := self._notices(topic)) is not None:
             with self._asking():
                 entries.set(str(self._member.worker), json.dumps(facts))
 
     def told(self, topic: str) -> dict[int, Any]:
-        """What each worker has told so far, by worker; what is no JSON counts as nothing."""
+        """The latest facts of each worker, by worker; without those that are no JSON."""
         said = dict[int, Any]()
         if self._member is not None and (entries := self._notices(topic)) is not None:
             with self._asking():
@@ -249,7 +249,7 @@ class Peers:
         return said
 
     def losses(self, mine: float) -> dict[int, float]:
-        """What the others have told last of their losses, and this one's."""
+        """The latest published losses of the others, and this one's."""
         if self._member is None:
             return {0: mine}
         if math.isfinite(mine):
@@ -261,7 +261,7 @@ class Peers:
         return {**said, self._member.worker: mine}
 
     def _notices(self, topic: str) -> Entries | None:
-        """What all may read of a topic; None once the store has not answered, as training shall not wait for it at each step."""
+        """The published entries of a topic; None once the store has failed, so that training does not wait at each step."""
         if self._member is None or self._is_silent:
             return None
         return self._member.entries.within(min(_ANSWER_S, self._timeout_s / 4)).under(topic)
@@ -305,7 +305,7 @@ class Peers:
         if self._group is not None:
             hang_up(self._group)
             if backend_of(self._group) == "nccl":
-                # Ends NCCL's own threads; whoever destroyed the group would first wait for transfers to a peer that may be gone.
+                # Ends NCCL's own threads; destroying the group would first wait for transfers to a peer that may be gone.
                 self._group.shutdown()
         self._group = None
         atexit.unregister(self._hang_up)
@@ -316,7 +316,7 @@ def _broadcast_in(group: dist.ProcessGroup, data: Tensor) -> None:
 
 
 def _group_of(backend: Backend, member: Member, lane: Lane, timeout_s: float) -> dist.ProcessGroup:
-    """Connections of our own, which `close` may close."""
+    """A private process group, which `close` may close."""
     store = PrefixStore("lane", member.store)
     if backend == "gloo":
         try:

@@ -1,4 +1,4 @@
-"""The record of an `Outer`: a run folder from which `gossamer status`, `watch` and `report` show somebody else's loop."""
+"""The record of an `Outer`: a run folder from which `gossamer status`, `watch` and `report` show the user's loop."""
 
 import contextlib
 import logging
@@ -25,20 +25,20 @@ log = logging.getLogger("gossamer")
 
 
 class RecordPlan(NamedTuple):
-    """What `Outer.record` was given, until the first step opens the folder."""
+    """The arguments of `Outer.record`, until the first step opens the folder."""
 
     folder: Path
     run_toml: str
     step_tokens: int
     since_s: float
-    """When it was called, by `time.perf_counter`: seconds from there on belong to the first round."""
+    """When it was called, by `time.perf_counter`: seconds since then belong to the first round."""
 
 
 class Recording:
-    """Writes what one worker does, round by round: losses, messages and seconds.
+    """Writes the record of one worker, round by round: losses, messages and seconds.
 
     Args:
-        first_round: the round from which on what the folder holds of this worker is void; None for a new record.
+        first_round: rounds of this worker in the folder from this one on are void; None for a new record.
         traced_per_round: exchanges of a round.
     Raises: ConfigError for a folder that holds another run, or in which this worker trains already; DiskError.
     """
@@ -65,7 +65,7 @@ class Recording:
         self.drop_round()
 
     def drop_round(self) -> None:
-        """Forgets the round that has begun, as of a site that takes another's state in its place."""
+        """Discards the round that has begun, as where a site takes over another's state."""
         self._loss: Tensor | float = 0.0
         self._losses = self._entries = 0
         self._untraced_steps, self._untraced_s = 0, 0.0
@@ -85,7 +85,7 @@ class Recording:
 
     @contextlib.contextmanager
     def exchanging(self) -> Iterator[None]:
-        """What runs inside is an exchange; the seconds since the last one are those of training."""
+        """A context for an exchange; the seconds since the last one are those of training."""
         compute_s = time.perf_counter() - self._since_s
         self._stopwatch.phase(compute_s)
         self._untraced_s += compute_s
@@ -93,7 +93,7 @@ class Recording:
         self._since_s = time.perf_counter()
 
     def sent(self, round: int, operations: Sequence[Operation]) -> None:
-        """Writes what is sent after the steps since the last such call."""
+        """Records the messages that are sent after the steps since the last such call."""
         if operations and not self._is_over:
             entry = round * self._traced_per_round + self._entries
             part = Entry(entry, self.worker, self._untraced_steps, self._untraced_s, tuple(operations))
@@ -132,7 +132,7 @@ class Recording:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """A disk that is full ends the record, and not the training of all workers."""
+        """A full disk ends the record, and not the training of all workers."""
         try:
             yield
         except DiskError as error:
@@ -140,7 +140,7 @@ class Recording:
             self._is_over = True
 
     def close(self) -> None:
-        """Closes the files, and gives the folder free. A second call does nothing."""
+        """Closes the files, and releases the folder. A second call does nothing."""
         self._opened.close()
 
 
@@ -158,7 +158,7 @@ def _in_own_words() -> Iterator[None]:
 def run_toml(
     method: Method, timetable: Timetable, *, name: str, workers: int, steps: int, seed: int, model: str
 ) -> str:
-    """A run file with what pages show of a loop. Verbs that would train or evaluate refuse it, as no file has the loop.
+    """A run file with what pages show of a loop. Verbs that would train or evaluate refuse it, as it does not contain the loop.
 
     Raises: ConfigError for fewer steps than a round has.
     """
@@ -190,7 +190,7 @@ def run_toml(
 
 
 def _plain(value: Any) -> Any:
-    """A value as TOML has it: tables with words as keys and nothing that is None."""
+    """A value as TOML: tables with string keys and without None."""
     if isinstance(value, Mapping):
         return {str(key): _plain(part) for key, part in value.items() if part is not None}
     return [_plain(part) for part in value] if isinstance(value, list | tuple) else value

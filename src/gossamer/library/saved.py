@@ -1,4 +1,4 @@
-"""What a saved outer state is of, whether an `Outer` may continue from it, and whether all workers continue from the same."""
+"""The origin of a saved outer state: whether an `Outer` may continue from it, and whether all workers continue from the same."""
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -16,7 +16,7 @@ from gossamer.rules import Rule
 
 log = logging.getLogger("gossamer")
 FORMAT = 2
-"""Of the states that are saved; those of 0.1.0 have no number, and do not say what they are of."""
+"""The format of states that are saved; those of 0.1.0 have no number, and do not record what they belong to."""
 _LONGEST = 120  # characters of a name of a start
 
 
@@ -25,7 +25,7 @@ class OuterState(TypedDict):
 
     format: int
     of: dict[str, str]
-    """What it is the state of: model, rule with its options, topology, workers, codec, schedule, worker and local steps."""
+    """What it belongs to: model, rule with its options, topology, workers, codec, schedule, worker and local steps."""
     start: str
     """Identifies the start of the loop that saved it; the same on all its workers, and new after each resume."""
     outer: list[Tensor]
@@ -38,7 +38,7 @@ class OuterState(TypedDict):
 
 
 def what_it_is_of(common: Common, rule: Rule, lane: Lane, *, local_steps: str) -> dict[str, str]:
-    """What must be the same where a state is saved and where it is loaded, in words."""
+    """What must be equal where a state is saved and where it is loaded, as text."""
     return {
         **({"shard": f"{lane.shard} of {lane.shards}"} if lane.shards > 1 else {}),
         "model": common.model,
@@ -56,9 +56,9 @@ def what_it_is_of(common: Common, rule: Rule, lane: Lane, *, local_steps: str) -
 
 
 def must_be_of(state: Mapping[str, Any], mine: Mapping[str, str], same_models: Collection[str] = ()) -> None:
-    """Raises CheckpointError, with what either side has, for a state of something else; warns of one that does not say.
+    """Raises CheckpointError, with both sides, for a state that belongs to something else; warns of one that does not record it.
 
-    Args: `same_models` are further words for the model of `mine`, as earlier versions have saved them.
+    Args: `same_models` are further descriptions of the model of `mine`, as earlier versions have saved them.
     """
     number, theirs = state.get("format"), state.get("of")
     if number is None and theirs is None:
@@ -84,7 +84,7 @@ def must_be_of(state: Mapping[str, Any], mine: Mapping[str, str], same_models: C
         )
     if theirs.get("model") in same_models:
         theirs = {**theirs, "model": mine["model"]}
-    # Its shard and its schedule first, as they change how a model lies, which is hashed.
+    # Its shard and its schedule first: they change the layout of a model, which is hashed.
     if odd := lineage.odd_field(theirs, {"shard": "none", "schedule": mine["schedule"], **mine}):
         raise CheckpointError(
             f"the saved outer state has {odd.field} {odd.theirs} and this Outer {odd.mine}; load it into an Outer that was made "
@@ -97,7 +97,7 @@ def must_continue_alike(said: Sequence[object]) -> None:
     """Raises PeerError when workers continue from different rounds, steps or starts, with what each has.
 
     Args: `said` has for each worker its round, step, local steps, and the start that its state is of; None for one that has
-        loaded nothing, or a state that does not say it.
+        loaded nothing, or a state without it.
     """
     for worker, one in enumerate(said):
         match one:
@@ -108,7 +108,7 @@ def must_continue_alike(said: Sequence[object]) -> None:
                     f"worker {worker} does not say where it continues; install the same gossamer version everywhere"
                 )
     places: list[list[Any]] = [[*one] for one in said]  # pyright: ignore[reportGeneralTypeIssues]
-    alike = len({one[2] for one in places}) == 1  # else a step within a round is another for each
+    alike = len({one[2] for one in places}) == 1  # otherwise a step within a round differs between workers
     first = places[0]
     for worker, (round, step, _, start) in enumerate(places):
         if round != first[0] or (alike and step != first[1]) or start != first[3]:

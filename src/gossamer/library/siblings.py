@@ -14,12 +14,12 @@ from gossamer.library.lane import Lane, outer_store
 from gossamer.transport.processes.backend import gloo_group
 
 _WIDTH = 16
-"""Numbers of one message beside those that there are of each worker."""
+"""Numbers of one message in addition to those of each worker."""
 _MOST = (1 << 63) - 1
 
 
 class _Place(IntEnum):
-    """What the processes decide."""
+    """The points at which the processes decide."""
 
     ALL_OR_NONE = 0
     FEWEST = 1
@@ -29,7 +29,7 @@ class _Place(IntEnum):
 
 
 class Siblings:
-    """What the processes of one worker decide together, over connections of their own; a worker of one process decides alone.
+    """Common decisions of one worker's processes, over private connections; a worker of one process decides alone.
 
     Args:
         lane: of this process.
@@ -39,7 +39,7 @@ class Siblings:
     def __init__(self, lane: Lane, timeout_s: float) -> None:
         self._lane, self._group, self._width = lane, None, _WIDTH + max(lane.n, lane.shards)
         if lane.shards > 1:
-            # Not the user's own group: what we wait for there would come between the collectives of the training.
+            # Not the user's own group: waits there would interleave with the collectives of the training.
             store = PrefixStore(f"siblings/{lane.start}", outer_store(lane.within))
             try:
                 self._group = gloo_group(store, lane.shard, lane.shards, timeout_s)
@@ -51,14 +51,14 @@ class Siblings:
 
     @property
     def first(self) -> bool:
-        """Whether this is the process that decides what one of them must decide alone."""
+        """Whether this is the process that decides for the worker what one process must decide alone."""
         return self._lane.shard == 0
 
     @contextlib.contextmanager
     def all_or_none(self, what: str, *numbers: int) -> Iterator[None]:
-        """Raises on all processes of the worker when what runs inside has failed on one, or `numbers` are not the same on all.
+        """Raises on all processes of the worker when the body has failed on one, or `numbers` are not the same on all.
 
-        Without it one shard of a model takes an update when its sibling, whose own peer is gone, does not: the model tears.
+        Without it one shard of a model would take an update that its sibling, whose peer is gone, does not take.
         Raises: what was raised inside; PeerError when it was raised by another.
         Cost: one all-reduce of a few numbers inside the worker.
         """
@@ -76,20 +76,20 @@ class Siblings:
             )
 
     def fewest(self, mine: int) -> int:
-        """The least of what the processes of the worker have."""
+        """The least of the values of the worker's processes."""
         return self._least(_Place.FEWEST, [mine], "common_steps()")[0]
 
     def all_have(self, mine: Sequence[bool], what: str) -> list[bool]:
-        """Which of some things all processes of the worker have. Raises: PeerError when another has failed."""
+        """For each of some things, whether all processes of the worker have it. Raises: PeerError when another has failed."""
         return [bool(one) for one in self._least(_Place.EACH, [int(one) for one in mine], what)]
 
     def total(self, mine: float) -> float:
-        """The sum of what the processes have, added in the order of the mesh, so that all have the same to the last bit.
+        """The sum of the processes' values, added in the order of the mesh, so that all get the same to the last bit.
 
         Raises: PeerError when another has failed.
         Cost: one all-reduce of a few numbers inside the worker.
         """
-        # Each writes the bits of its own number; the least of these and the most that there is are these.
+        # Each writes the bits of its own number, and the maximum for the others: the least of both is that number.
         numbers = [_MOST] * self._lane.shards
         (numbers[self._lane.shard],) = struct.unpack("<q", struct.pack("<d", mine))
         total = 0.0
@@ -100,10 +100,10 @@ class Siblings:
         return total
 
     def said_by_first(self, say: Callable[[], Sequence[int] | None], what: str) -> list[int]:
-        """The numbers that the first process says, on all of them.
+        """The numbers of the first process, on all of them.
 
-        Args: `say` is called there alone, again and again until it returns some. It waits for some seconds at most and returns
-            None where it cannot say it yet, so that the others learn that it lives.
+        Args: `say` is called there alone, repeatedly until it returns some. It waits for some seconds at most and returns None
+            while it has none yet, so that the others learn that the process lives.
         Raises: what `say` raises there; PeerError on the others.
         """
         while True:
@@ -114,7 +114,7 @@ class Siblings:
                     said = say()
                 except Exception as error:
                     failure = error
-            # The least of what one says and the most that there is, is what that one says.
+            # The least of one process's number and the maximum everywhere else is that number.
             mine = [_MOST] * self._width if not self.first else [0] if said is None else [1, *said]
             known, *numbers = self._least(_Place.FIRST, mine, what, failure)
             if known:
@@ -125,10 +125,10 @@ class Siblings:
         self._group = None
 
     def _least(self, place: _Place, numbers: Sequence[int], what: str, failure: Exception | None = None) -> list[int]:
-        """The least of each number over the processes; what has failed on one of them fails on all.
+        """The least of each number over the processes; a failure on one of them is a failure on all.
 
-        All messages have one size and say what is decided: one that has failed is at the next place already when the others wait
-        for it at theirs.
+        All messages have one size and name the decision: a process that has failed is at the next one already when the others
+        wait for it at theirs.
         """
         if self._group is None:
             if failure is not None:

@@ -1,12 +1,12 @@
-"""Sites that come and go: to the others, the death of a site of several processes is what that of a worker of one process is.
+"""Elastic sites: to the others, the death of a site of several processes is like that of a worker of one process.
 
 Process s of site i has a lane: connections of the elastic transport with process s of each other site. What must be the same on
-all processes of a site is decided by its first one, by the protocol that elastic runs have (`gossamer.transport.elastic`), and
-told to the others (`gossamer.library.siblings`): who takes part in a round, over whom a mean is taken, with which round the site
-goes on, and whose state it takes. The others' lanes only carry. What has come in a lane counts once it has come in all.
+all processes of a site is decided by its first one, by the protocol of elastic runs (`gossamer.transport.elastic`), and sent to
+the others (`gossamer.library.siblings`): who takes part in a round, over whom a mean is taken, with which round the site
+continues, and whose state it takes. The other lanes only carry messages. A message counts once it has come in all lanes.
 
-Sites meet at a board, a store that the first process of site 0 hosts. After that they know each other's addresses and need it no
-more. Where site 0 has died, the others look for it at the same place, to tell one that comes back what is under way.
+Sites meet at a board, a store that the first process of site 0 hosts. After that they know each other's addresses and need it
+no more. Where site 0 has died, the others look for it at the same address, to inform it of the running run when it returns.
 """
 
 import contextlib
@@ -60,18 +60,18 @@ log = logging.getLogger("gossamer")
 T = TypeVar("T")
 
 REJOIN_ROUNDS = 2
-"""A site that gossips and is further behind than so many rounds takes another's state."""
+"""Most rounds that a gossiping site may be behind; beyond that it takes another's state."""
 _ROUNDS, _STEPS = (1 << 31) - 1, (1 << 62) - 1
-"""Above what anybody trains: nobody knows when somebody else's loop ends."""
+"""More than any run trains: the end of a user's loop is unknown."""
 _LOOK_S = 2.0
-"""How often the board is looked for where site 0 has died, and a place in the run is asked for again."""
+"""Interval between attempts to reach the board of a dead site 0, and to get a place in the run again."""
 _AT_ONCE = 3
-"""How often a site asks for the newest state, before it asks for that of a round that is still to end."""
+"""Number of requests for the newest state, before those for the state of a round that has yet to end."""
 _NONCES = 1 << 61
 
 
 class _UnderWay(NamedTuple):
-    """What a process writes on the board when its site trains."""
+    """The entry of a process on the board while its site trains."""
 
     run: str
     address: str
@@ -81,7 +81,7 @@ class _UnderWay(NamedTuple):
 
 
 class _Start(NamedTuple):
-    """How this site begins."""
+    """How this site begins: at the start of the run, or by coming back."""
 
     lane: Lane
     run: str
@@ -92,53 +92,53 @@ class _Start(NamedTuple):
 
 
 class LaneTransport:
-    """The elastic transport of one process of a site: an exchange of gossip is made once it is made in all lanes."""
+    """The elastic transport of one process of a site: an exchange of gossip counts once it is complete in all lanes."""
 
     keeps_frames = False
 
     def __init__(self, inner: ElasticTransport, siblings: Siblings, lane: Lane, *, closes: bool) -> None:
         self.worker, self._inner, self._siblings = lane.worker, inner, siblings
-        # Means have a commit of their own, over all sites (`ElasticSite.committed`).
+        # Means have a separate commit, over all sites (`ElasticSite.committed`).
         self._parts, self._n = lane.shards > 1 and not closes, lane.n
         self.behind = list[KeyedStore]()
-        """What carries the boards of the sites, where they have keys."""
+        """Carries the boards of the sites, where they have keys."""
         self.closed = False
 
     def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor], sound: Sound | None = None) -> None:
-        """As of `Transport`."""
+        """See `Transport`."""
         self._inner.expect(ticket, peer, like, sound)
 
     def post(self, ticket: Ticket, peer: int, frames: Sequence[Tensor]) -> None:
-        """As of `Transport`."""
+        """See `Transport`."""
         self._inner.post(ticket, peer, frames)
 
     def ready(self, ticket: Ticket) -> bool:
-        """As of `Transport`; with siblings it is known only where all of them wait."""
+        """See `Transport`; with siblings it is known only where all of them wait."""
         return not self._parts and self._inner.ready(ticket)
 
     def wait(self, ticket: Ticket) -> None:
-        """As of `Transport`."""
+        """See `Transport`."""
         self._inner.wait(ticket)
 
     def collect(self, ticket: Ticket) -> dict[int, list[Tensor]]:
-        """As of `Transport`: what has come from each peer in all lanes."""
+        """See `Transport`: the messages of each peer that have come in all lanes."""
         came = self._inner.collect(ticket)
         if self._parts:
             whole = self._siblings.all_have([j in came for j in range(self._n)], f"round {ticket.round}")
             came = {j: frames for j, frames in came.items() if whole[j]}
-        self._inner.outcomes()  # which nobody reads
+        self._inner.outcomes()  # discarded, as they have no reader
         return came
 
     def waits(self) -> list[Wait]:
-        """As of `ElasticTransport`."""
+        """See `ElasticTransport`."""
         return self._inner.waits()
 
     def deliveries(self) -> list[Delivery]:
-        """As of `ElasticTransport`."""
+        """See `ElasticTransport`."""
         return self._inner.deliveries()
 
     def close(self) -> None:
-        """Says goodbye, and ends all connections. A second call does nothing."""
+        """Announces its departure, and ends all connections. A second call does nothing."""
         if not self.closed:
             self.closed = True
             self._inner.close()
@@ -147,14 +147,14 @@ class LaneTransport:
 
 
 class ElasticSite:
-    """One process of a site that takes part in a run whose sites come and go.
+    """One process of a site in an elastic run.
 
     Args:
-        closes: whether the rule takes a mean over everyone, whose rounds are closed over those that are ready.
-        closings: how often in a round.
+        closes: whether the rule takes a mean over all sites, whose rounds are committed over those that are ready.
+        closings: commits per round.
         numel: numbers of this shard.
         mine: what all sites have in common, and what of it is to be compared number by number, for those that come back.
-        join: where the board is.
+        join: the address of the board.
     """
 
     def __init__(
@@ -173,14 +173,14 @@ class ElasticSite:
         self.lane, self.start, self._siblings, self._endpoint = begins.lane, begins.run, siblings, endpoint
         self._closes, self._donor = closes, begins.donor
         self.is_back = begins.donor is not None
-        """Whether it has come back, and has not taken the others' state yet."""
+        """Whether it has come back, and has not yet taken over another site's state."""
         self._alive: frozenset[int] = frozenset()
         self._round = 0
         self._kept: Handover | None = None
         self._before: int | None = None
-        """Whose state was taken, or did not fit, last, without a round since."""
+        """The donor of the last state that was taken or did not fit, without a round since."""
         self._changed = threading.Condition()
-        """Guards what is kept, which the main thread replaces and threads of newcomers read."""
+        """Guards the kept state, which the main thread replaces and threads of newcomers read."""
         self._peers: Callable[[int, frozenset[int]], Sequence[int]] = lambda round, alive: ()
         # A message has at most four tensors of the size of x, in fp64 at most.
         limit_bytes = 32 * numel + (1 << 16) if closes else None
@@ -199,29 +199,29 @@ class ElasticSite:
         if self.lane.behind is not None:
             self.transport.behind.append(self.lane.behind)
         self._board, self._told_at = self.lane.joint, None
-        """The newest board that was reached, and that at which losses are told."""
+        """The newest board that was reached, and the one on which losses are published."""
         self._loss, self._losses = 0.0, dict[int, float]()
         self._unheard_s = dict[int, float]()
-        """Since when means with each of these fail, whom a lane of this site does not hear."""
+        """For each site from which some lane receives nothing: since when means with it fail."""
         if self.lane.joint is not None:
             with store_answers():
                 Entries(self.lane.joint, endpoint.secret, endpoint.timeout_s).set(*self._tell)
-        # Apart from training, as whoever asks an address at which nobody answers waits for seconds.
+        # In a separate thread, as a connection to an address that does not answer takes seconds.
         threading.Thread(target=self._look_for_board, daemon=True, name="gossamer board").start()
 
     # --- the outer loop asks ------------------------------------------------------------------------------------------
 
     @property
     def membership(self) -> Membership:
-        """With whom the outer loop of this site exchanges."""
+        """The sites with which this one's outer loop exchanges."""
         return Membership(lambda round, fragment: self._alive, closes=self if self._closes else None)
 
     def attach(self, loop: OuterLoop) -> None:
-        """Learns from the outer loop, which is made after the connections, from whom it receives."""
+        """Takes from the outer loop, which is made after the connections, the peers to receive from."""
         self._peers = loop.peers_in
 
     def enter(self, round: int) -> None:
-        """Begins a round, with those that the first process of the site sees alive."""
+        """Begins a round, with the sites that the first process of this one sees alive."""
         self._round = round
 
         def alive() -> list[int]:
@@ -229,12 +229,12 @@ class ElasticSite:
 
         self._alive = self._set(self._siblings.said_by_first(alive, f"round {round}"))
         if not self._siblings.first:
-            # Which payloads of a mean come is known only when it is proposed.
+            # The payloads of a mean are known only once it is proposed.
             peers = range(self.lane.n) if self._closes else self._peers(round, self._alive)
             self._inner.lead(round, self._alive, peers)
 
     def next_round(self) -> int:
-        """The round to go on with."""
+        """The round to continue with."""
         return self._siblings.said_by_first(lambda: [self._inner.next_round()], "the end of a round")[0]
 
     def proposed(self, round: int) -> tuple[int, frozenset[int]]:
@@ -260,7 +260,7 @@ class ElasticSite:
 
         Raises: as `proposed`; PeerError where a lane has been cut for so long that this site leaves.
         """
-        # Not whose messages it lacks: a mean that fails between two others is one that this site lacks too.
+        # Independent of whose messages are missing: a mean that fails between two others is missing here too.
         silent_s, limit_s = self._inner.view().silent_s, self._endpoint.timeout_s / 2
         hears = [j not in self._alive or silent_s.get(j, 0.0) < limit_s for j in range(self.lane.n)]
         whole, *hears = self._siblings.all_have([whole, *hears], f"round {self._round}")
@@ -285,10 +285,10 @@ class ElasticSite:
         return bool(numbers[0])
 
     def _is_cut_off(self, unheard: Sequence[int]) -> bool:
-        """Whether this site leaves, as means with those that it does not hear in a lane fail again and again.
+        """Whether this site leaves, because means with sites from which some lane receives nothing fail repeatedly.
 
-        Who leads sees the first processes alone, and proposes all of them each time. One that is cut off from most goes after one
-        timeout; of two that are cut off from each other alone the one with the higher number, after another.
+        The leader sees only the first processes, and proposes all of them each time. A site cut off from most leaves after
+        one timeout; of two that are cut off from each other only, the one with the higher number leaves after a second one.
         """
         now, n, limit_s = time.monotonic(), self.lane.n, self._endpoint.timeout_s
         self._unheard_s = {j: self._unheard_s.get(j, now) for j in unheard}
@@ -303,7 +303,7 @@ class ElasticSite:
             raise LeftOutError(self.lane.worker, self._round, numbers[0] - 1 if numbers[0] else None)
 
     def _for_a_while(self, wait: Callable[[], T]) -> T | LeftOutError | None:
-        """What a wait for the other sites brings; None where it may go on, as the siblings shall hear of it now and then."""
+        """The result of a wait for the other sites; None where the wait continues, so that the siblings get a sign of life."""
         inner, until_s = self._inner, time.monotonic() + min(2.0, self._endpoint.timeout_s / 4)
         inner.stop = lambda: time.monotonic() >= until_s
         try:
@@ -322,14 +322,14 @@ class ElasticSite:
     # --- its state, for others ----------------------------------------------------------------------------------------
 
     def keep(self, after: int, state: Mapping[str, Any]) -> None:
-        """Keeps a state for sites that come back, with so many rounds behind it. Cost: a copy."""
+        """Keeps the state after so many rounds for sites that come back. Cost: a copy."""
         kept, self._before = Handover(after, packable_snapshot({**state, "line": self._inner.line})), None
         with self._changed:
             self._kept = kept
             self._changed.notify_all()
 
     def _boundary(self, after: int | None) -> Handover:
-        """What is kept, as soon as it has so many rounds behind it."""
+        """The kept state, as soon as it has so many rounds behind it."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._kept is not None and (after is None or self._kept.after >= after),
@@ -343,7 +343,7 @@ class ElasticSite:
         try:
             self._boundary(
                 None
-            )  # before, this object may not be whole: the transport's threads begin with the transport
+            )  # before, this object may be incomplete: the transport's threads begin with the transport
         except PeerError as error:
             log.info("site %d serves nobody yet: %s", self.lane.worker, error)
         else:
@@ -352,7 +352,7 @@ class ElasticSite:
     # --- the state of others ------------------------------------------------------------------------------------------
 
     def start_from_first(self, mine: Sequence[Tensor]) -> None:
-        """Copies what site 0 starts with into these tensors, where all start together. Raises: PeerError."""
+        """Copies the initial state of site 0 into these tensors, where all start together. Raises: PeerError."""
         offer = self._asked(0, 0)
         if offer is None or offer.raw is None:
             raise PeerError(f"site 0 gave site {self.lane.worker} no parameters to start from; look at its log")
@@ -370,17 +370,17 @@ class ElasticSite:
             own.detach().copy_(other)
 
     def take(self, mine: Sequence[Tensor], load: Callable[[Sequence[Tensor]], None], source: int | None = None) -> int:
-        """Takes the state of another site, after the same round on all processes; returns the round to go on with.
+        """Takes the state of another site, after the same round on all processes; returns the round to continue with.
 
         Args:
             mine: the tensors of this shard, which those of the other site must fit; `load` takes them over.
             source: the site that is asked first.
-        Raises: PeerError when nobody gives one.
+        Raises: PeerError when no site gives one.
         """
         what, joins, me = "taking a state over", self.is_back, self.lane.worker
         source = self._donor if source is None else source
         newest = 0
-        if joins:  # what is known of the others may be old, or only what one of them knew
+        if joins:  # the membership view may be stale or partial
             say = lambda: [self._inner.first_round(self._endpoint.timeout_s)]  # noqa: E731
             newest = self._siblings.said_by_first(say, what)[0]
         donor, after, state = self._state_of_all_lanes(source, mine)
@@ -392,12 +392,12 @@ class ElasticSite:
         log.warning("site %d goes on with the state of site %d after round %d", me, donor, after)
         before = self._before
         self.keep(after, state)
-        self._before = before  # no round of its own has ended since
+        self._before = before  # this site has completed no round since
         if joins:
             if not self._closes:
                 round = max(newest, self._inner.newest_round + 1, after)
                 round = self._siblings.said_by_first(lambda: [round], what)[0]
-            # The first one comes last: by its word the others count on all lanes.
+            # The first process comes last: by its announcement the others count on all lanes.
             if not self._siblings.first:
                 self._inner.declare(MemberStatus.ALIVE, round)
             with self._siblings.all_or_none(what):
@@ -408,7 +408,7 @@ class ElasticSite:
         return round
 
     def _state_of_all_lanes(self, source: int | None, mine: Sequence[Tensor]) -> tuple[int, int, dict[str, Any]]:
-        """The site that gives its state, after which round, and this lane's part of it, once all lanes have theirs.
+        """The donor, the round that its state is after, and this lane's part of it, once all lanes have theirs.
 
         A site whose state does not fit in one of the lanes is asked again when no other has given one.
         """
@@ -421,12 +421,12 @@ class ElasticSite:
                 donor, own = self._newest_of(source, deadline)
                 return [donor, own.after + max(0, turn - _AT_ONCE)]
 
-            # The processes of the donor are after other rounds a moment later: what the first one is told, the others ask for.
+            # The donor's processes may differ by a round: the others request the state that the first one was offered.
             donor, after = self._siblings.said_by_first(offered, what)[:2]
             if own is None or own.after != after:
                 own = self._asked(donor, after)
             state, why = self._read_state(own, mine)
-            # One that another donor shall give, and one that this donor has not got any more, or yet, are told apart.
+            # A state to take from another donor differs from one that this donor has no longer, or not yet.
             whole, fits = self._siblings.all_have([state is not None, not why], what)
             if whole and state is not None:
                 self._before = donor
@@ -448,14 +448,14 @@ class ElasticSite:
         raise AssertionError
 
     def _read_state(self, offer: Offer | None, mine: Sequence[Tensor]) -> tuple[dict[str, Any] | None, str]:
-        """What a site gave in this lane, and why it cannot be taken; None without a reason where it gave none of a round."""
+        """The state of a site in this lane, or why it cannot be taken; None without a reason where it has none of that round."""
         if offer is None or offer.raw is None:
             return None, ""
         try:
             state = unpacked(offer.raw)
             if not isinstance(state, dict):
                 raise ValueError(f"it is a {type(state).__name__}")
-            if "start" in state:  # what a run starts with, which its first round replaces
+            if "start" in state:  # the initial state, which the first round replaces
                 return None, ""
             line = state["line"]
             if type(line) is not int or not 0 <= line < 1 << 64:
@@ -469,7 +469,7 @@ class ElasticSite:
         return state, ""
 
     def _newest_of(self, source: int | None, deadline: float) -> tuple[int, Offer]:
-        """The site that gives its state, and what it gives, to the first process."""
+        """The donor and its offer, for the first process."""
         why = "nobody else is alive"
         while True:
             alive = [entry.slot for entry in self._inner.members.with_status(MemberStatus.ALIVE)]
@@ -487,7 +487,7 @@ class ElasticSite:
             time.sleep(min(0.5, self._endpoint.timeout_s / 8))
 
     def _asked(self, donor: int, after: int | None) -> Offer | None:
-        """What a site gives in this lane; None where it cannot be reached."""
+        """The offer of a site in this lane; None where it cannot be reached."""
         entry = self._inner.members.entries.get(donor)
         if entry is None:
             return None
@@ -500,10 +500,10 @@ class ElasticSite:
     # --- its place at the board ---------------------------------------------------------------------------------------
 
     def losses(self, mine: float) -> dict[int, float]:
-        """What the sites that are alive have told last of their losses, and this one's; a thread tells it and looks."""
+        """The latest losses of the live sites, and this one's; a thread publishes and reads them."""
         self._loss, store = mine, self._board
         if store is not None and store is not self._told_at:
-            # One thread for each board: where the machine of site 0 has vanished, that of the old one waits for it for long.
+            # One thread for each board: after the machine of site 0 has vanished, that of the old board may block for long.
             self._told_at = store
             threading.Thread(target=self._tell_losses, args=(store,), daemon=True, name="gossamer losses").start()
         said = {site: loss for site, loss in self._losses.items() if site in self._alive}
@@ -519,9 +519,9 @@ class ElasticSite:
                 time.sleep(_LOOK_S)
 
     def _look_for_board(self) -> None:
-        """Tells a site 0 that comes back, and whoever waits there, what is under way."""
+        """Announces the running run to a site 0 that comes back, and to processes that wait there."""
         known = self._inner.members.entries.get(0)
-        told = None if known is None else known.nonce  # its own board has heard it at the start
+        told = None if known is None else known.nonce  # its own board has it from the start
         if self.lane.worker == 0:
             return
         while not self.transport.closed:
@@ -557,13 +557,13 @@ def elastic_site(
     exchanges: int,
     timeout_s: float,
 ) -> ElasticSite:
-    """Meets the other sites, or comes back to them, and starts this process's lane.
+    """Joins or rejoins the other sites, and starts this process's lane.
 
     Args:
         lane: of this process, which has reached the board.
         x: the parameters of this shard; where all start together they become those of site 0.
         others: frozen parameters and buffers, compared or taken over as `common.rest` says.
-        exchanges: of a round.
+        exchanges: number of exchanges in a round.
     Raises: PeerError when sites differ or do not come, or this one's number is taken.
     """
     rest = fingerprints(others, numbers=common.rest == "compare") if common.rest != "own" else []
@@ -599,7 +599,7 @@ def elastic_site(
 
 
 class _Meets:
-    """How a process finds out how its site begins, at the board of the run."""
+    """Determines how a process's site begins, at the board of the run."""
 
     def __init__(
         self,
@@ -621,7 +621,7 @@ class _Meets:
         self._offer: Offer | None = None
 
     def run_key(self, run: str) -> int:
-        """By which processes of this lane know each other."""
+        """The key by which processes of this lane recognise each other."""
         return int(hashlib.sha256(repr((run, self._lane.shard, self._common)).encode()).hexdigest()[:16], 16)
 
     def start_or_donor(self) -> list[int] | None:
@@ -715,7 +715,7 @@ class _Meets:
         )
 
     def _under_way(self) -> list[int]:
-        """The other sites that have said that they train, or had."""
+        """The other sites that have announced that they train."""
         names = {f"under way/{site}/0": site for site in range(self._lane.n) if site != self._lane.worker}
         return [site for name, site in names.items() if name in self._entries.several([*names])]
 
@@ -733,9 +733,9 @@ class _Meets:
 
 
 def _tensors_of(state: Mapping[str, Any]) -> list[Any]:
-    """What a site hands over, in the order in which another takes it."""
+    """The tensors that a site hands over, in the order in which another takes them."""
     return [state["x"], *state["outer"], *state["rest"]]
 
 
 class _DifferError(PeerError):
-    """Two sites cannot train together, however long one waits."""
+    """Two sites cannot train together, and waiting would not help."""

@@ -1,4 +1,4 @@
-"""What goes wrong in most loops of one's own, as one warning each: steps that nobody exchanges, and workers that train alike."""
+"""Warnings of the most common faults in a training loop: steps that are never exchanged, and workers that train alike."""
 
 import gc
 import logging
@@ -24,28 +24,28 @@ log = logging.getLogger("gossamer")
 class Watch:
     """Whether the steps of one worker are counted and exchanged.
 
-    It knows nothing of its `Outer`, so that it can look on when that is forgotten and collected.
+    It has no reference to its `Outer`, so that it outlives one that is dropped and collected.
 
     Args:
-        checksum: takes that of the parameters as they are.
-        local_steps: of the round that it is in.
+        checksum: returns that of the parameters as they are.
+        local_steps: of the current round.
     """
 
     def __init__(self, worker: int, checksum: Callable[[], int], local_steps: int) -> None:
         self._worker, self._checksum, self.local_steps = worker, checksum, local_steps
         self._start = checksum()
         self.quiet = False
-        """Whether nothing more is to be said: it has been, or an error ends the loop."""
+        """Whether no more warnings are due: one was given, or an error ends the loop."""
         self.exchanged = self.called = False
         self.came_early = False
         """Whether the first step was counted before an optimizer step, which was reported."""
         self.resumes = False
         """Whether an outer state was loaded, or taken from another site."""
         self.saved = False
-        """Whether the outer state was saved after the last step, so that a resumed loop goes on with what is left of a round."""
+        """Whether the outer state was saved after the last step, so that a resumed loop continues the rest of a round."""
 
     def begin(self) -> None:
-        """Looks at the parameters again, which somebody has loaded."""
+        """Takes the checksum again, after the parameters were loaded."""
         self._start = self._checksum()
 
     def look_at_step(self, model: nn.Module, versions: object, start: int, taken: int | None) -> None:
@@ -71,7 +71,7 @@ class Watch:
             )
 
     def look_at_resume(self, before: int) -> None:
-        """Warns where an optimizer goes on from steps that it has taken before, and the outer state begins at zero.
+        """Warns where an optimizer continues from earlier steps, and the outer state begins at zero.
 
         Args: `before` are the steps that it had taken when the first one in this loop began; 0 for none.
         """
@@ -179,10 +179,10 @@ class LoopCheck:
 
 
 class OptimizerSteps:
-    """The steps of all optimizers that have parameters of a model, which torch reports to it.
+    """Counts the steps of all optimizers that have parameters of a model, by torch's hooks.
 
     It keeps neither model nor optimizers alive. An optimizer that is no `torch.optim.Optimizer`, or whose step is compiled, is
-    not seen; `taken` then says None. Cost: about a microsecond for each step of any optimizer in this process.
+    not seen; `taken` is then None. Cost: about a microsecond for each step of any optimizer in this process.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -199,7 +199,7 @@ class OptimizerSteps:
                 steps._count(optimizer)
 
         self.end = weakref.finalize(self, register_optimizer_step_pre_hook(count).remove)
-        """Ends it."""
+        """Stops counting."""
 
     def _count(self, optimizer: Optimizer) -> None:
         if not any(id(p) in self._own for group in optimizer.param_groups for p in group["params"]):
@@ -241,10 +241,10 @@ class Scalers:
         self._warned = False
 
     def look(self, worker: int, counted: bool) -> None:
-        """Warns once where a scaler has become smaller since the last look, as it does for each step that it skips.
+        """Warns once where a scale has decreased since the last call, as it does for each step that is skipped.
 
         Args: `counted` is whether `Outer.step` was called without an optimizer step since then.
-        Cost: at the first look all objects of this process are looked at, some tens of milliseconds.
+        Cost: the first call scans all objects of this process, some tens of milliseconds.
         """
         if self._scales is None:
             found = [one for one in gc.get_objects() if issubclass(type(one), GradScaler) and one.is_enabled()]
@@ -264,7 +264,7 @@ class Scalers:
 
 @contextmanager
 def waiting_for(missing: Callable[[], list[int]], worker: int, patience_s: float) -> Iterator[None]:
-    """Says after a while which workers have not entered `mean_model()`, while this one waits for them inside.
+    """Warns after a while of workers that have not entered `mean_model()`, while this one waits for them inside.
 
     Args: `missing` names them; it is called by another thread.
     """
@@ -288,7 +288,7 @@ def waiting_for(missing: Callable[[], list[int]], worker: int, patience_s: float
 
 
 def versions_of(model: nn.Module) -> list[tuple[int, int]]:
-    """Which tensors the parameters are, and how often each was changed in place; most optimizers change them so."""
+    """Identity and version of each parameter; most optimizers update in place, which changes the version."""
     return [(id(p), 0 if p.is_inference() else p._version) for p in model.parameters()]
 
 
@@ -299,7 +299,7 @@ def has_gradients(model: nn.Module) -> bool:
 
 
 def warn_of_phases(said: Mapping[int, Any], workers: int, start: str) -> bool:
-    """Whether all workers have told how their first local phase ended; warns when it did with the same bits, or other rates.
+    """Whether all workers have reported the end of their first local phase; warns of equal results or unequal learning rates.
 
     Args:
         said: of each worker, the hash of its parameters before the exchange and its learning rate, None where unknown.
@@ -326,7 +326,7 @@ def warn_of_phases(said: Mapping[int, Any], workers: int, start: str) -> bool:
 
 
 def explained(error: PeerError, left: Mapping[int, Any], means: Mapping[int, Any], mine: int) -> PeerError:
-    """The error of an exchange, with who has left its loop before, or is in `mean_model()` alone.
+    """The error of an exchange, extended by the workers that have left their loop before, or are in `mean_model()` alone.
 
     Args:
         left: by worker after how many rounds and steps it has left.

@@ -159,8 +159,8 @@ class Llama(nn.Module):
     """A decoder-only transformer: int64 tokens `[B, S]` to logits `[B, S, V]`, with S at most `seq_len`.
 
     Source: Touvron et al., arXiv 2302.13971. Without bottleneck and experts, parameters have the names, the order and the initial
-    bits that they have in `transformers.LlamaForCausalLM`, and the same operations give the same logits and gradients, to the
-    last bit.
+        bits that they have in `transformers.LlamaForCausalLM`, and the same operations give the same logits and gradients, to the
+        last bit.
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int, seq_len: int) -> None:

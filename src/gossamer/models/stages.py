@@ -146,7 +146,7 @@ def stages_of(model: Llama, cuts: Sequence[int]) -> list[Stage]:
     """The model cut before each of these layers.
 
     Raises: ConfigError unless the cuts increase and leave every stage a layer; and for tied embeddings, whose gradient the first
-    and the last stage would have to add up.
+        and the last stage would have to add up.
 
     >>> from gossamer.models import ModelConfig, build_model
     >>> [len(stage.model.layers) for stage in stages_of(build_model(ModelConfig(size="0.2m"), 256, 16, seed=0), [2])]

@@ -21,11 +21,11 @@ T = TypeVar("T")
 _SAME = 1 + 1e-12
 """Shares that differ only in their last bits count as equal."""
 _FEW = 16
-"""Streams, up to which lists are faster than arrays."""
+"""Number of streams up to which lists are faster than arrays."""
 _AT_ONCE = 64
-"""Streams, up to which it is faster to look at all than to ask which a change can reach."""
+"""Number of streams up to which a scan of all is faster than a search for those that a change can reach."""
 _MOST_KEPT = 100_000
-"""Sets of streams whose rates are kept."""
+"""Sets of streams whose rates are cached."""
 
 
 class LinkChange(NamedTuple):
@@ -74,7 +74,7 @@ def max_min_rates(uses: Places, seconds_per_bit: Floats, factors: Floats) -> Flo
 
 
 def rates_of_few(uses: Sequence[Sequence[tuple[int, float]]], factors: Mapping[int, float]) -> list[float]:
-    """`max_min_rates` to the last bit: of a few streams, each `(link, seconds per bit)`, sooner than an array is made.
+    """`max_min_rates` to the last bit, for a few streams, each `(link, seconds per bit)`: faster than with arrays.
 
     >>> rates_of_few([[(0, 1 / 8), (1, 1 / 2)], [(0, 1 / 8), (2, 1 / 64)], [(0, 1 / 8), (2, 1 / 64)]], {0: 1.0, 1: 1.0, 2: 1.0})
     [2.0, 3.0, 3.0]
@@ -105,10 +105,10 @@ def _sums(parts: Iterable[tuple[int, float]]) -> dict[int, float]:
 
 
 def ends_at_once(leaves_s: Floats, bits: Floats, uses: Places, seconds_per_bit: Floats) -> Floats:
-    """When the last bit of each stream leaves, `[streams]`, as `Fluid` has it but for rounding, of many streams in small groups.
+    """When the last bit of each stream leaves, `[streams]`, like `Fluid` up to rounding, for many streams in small groups.
 
-    A group are those that share links with each other, directly or through others. Each has a clock of its own, and all go from
-    event to event together.
+    The streams of a group share links with each other, directly or through others. Each group has a separate clock, and all
+    advance from event to event together.
 
     Args:
         leaves_s: when each begins; links do not change.
@@ -145,7 +145,7 @@ def ends_at_once(leaves_s: Floats, bits: Floats, uses: Places, seconds_per_bit: 
 
 
 def _groups(uses: Places, counts: NDArray[np.bool_]) -> Places:
-    """A number for each stream, which those have in common that share links, directly or through others."""
+    """A number for each stream, equal for those that share links, directly or through others."""
     streams, links = len(uses), 1 + int(uses.max(initial=0))
     group = np.arange(streams)
     rows, places = np.nonzero(counts)
@@ -153,7 +153,7 @@ def _groups(uses: Places, counts: NDArray[np.bool_]) -> Places:
     while True:
         of_link = _least(used, group[rows], links)
         found = np.minimum(group, _least(rows, of_link[used], streams)).astype(np.int64)
-        found = found[found]  # that of the stream whose number it has, which may have found a lower one
+        found = found[found]  # the number of its representative, which may be lower by now
         if (found == group).all():
             return group
         group = found
@@ -167,13 +167,13 @@ def _least(places: Places, values: Places | Floats, count: int) -> Floats:
 
 
 class StreamWay(NamedTuple):
-    """What a stream uses; equal ones have one number in their `FairRates`, and streams on them equal rates."""
+    """The links of a stream; equal ones have one number in their `FairRates`, and streams on them equal rates."""
 
     number: int
     uses: tuple[tuple[int, float], ...]
     """Links that may bound it, and seconds per bit of each."""
     most_bps: float
-    """It is never faster."""
+    """Upper bound of its rate."""
 
 
 class FairRates:
@@ -194,7 +194,7 @@ class FairRates:
         return self._ways.setdefault((bounds, most_bps), StreamWay(len(self._ways), bounds, most_bps))
 
     def of(self, ways: Iterable[StreamWay], factors: Floats, state: Hashable) -> Mapping[int, float]:
-        """The rate of a stream on each of these ways, by its number; streams that share links with others are not left out.
+        """The rate of a stream on each of these ways, by its number; all streams that share links must be among them.
 
         Args:
             factors: of all links; where these differ, so does `state`.
@@ -291,7 +291,7 @@ class Fluid(Generic[T]):
         return min(self._ends[0][0], self._changes[-1].at_s) if self._changes else self._ends[0][0]
 
     def start(self, what: T, bits: float, way: StreamWay) -> None:
-        """Adds a stream, now, by which `advance` will name it."""
+        """Adds a stream, now, under the name that `advance` returns."""
         name, stream = next(self._names), _Stream(what, way, bits, self.now_s)
         self._streams[name] = stream
         for link, _ in way.uses:

@@ -1,4 +1,4 @@
-"""What a recorded run costs on a network: `price(trace, network) -> Timeline`, pure and exact.
+"""The price of a recorded run on a network: `price(trace, network) -> Timeline`, pure and exact.
 
 Worker i starts round t at S_i, which is when its receives are announced, and is ready at `R_i = S_i + H_i·step_s_i`.
 
@@ -6,7 +6,7 @@ Worker i starts round t at S_i, which is when its receives are announced, and is
   the latest of three times: R_i, the last arrival at i, and the last arrival of a message from i.
 * mean, of P bytes over n members. "owners" is what Gossamer does: two exchanges of P/n between every two members, to the
   chunk owners and back. A worker begins its second exchange when its first is over. The others are models of an all-reduce.
-  All members start at `max R_i` and go on together in legs; a leg begins when the one before it has arrived everywhere.
+  All members start at `max R_i` and proceed together in legs; a leg begins when the one before it has arrived everywhere.
   "ring" has 2(n-1) legs of P/n to the next worker, "tree" 2⌈log2 n⌉ legs of P, pairwise down to one worker and back.
 
 Where packets are lost, a message is never faster than `gossamer.network.links.tcp_bps`.
@@ -87,9 +87,9 @@ def _price(trace: Trace, paths: Paths, computing: PerWorker) -> Timeline:
 
 
 def price_together(traces: Sequence[Trace], network: Network, computing: PerWorker = 1.0) -> list[Timeline]:
-    """`price` of each of several runs with as many workers and rounds, sooner than one by one where they gossip.
+    """`price` of each of several runs with as many workers and rounds, faster than one by one where they gossip.
 
-    Where two share a link, whom a worker is said to wait for may be the other of the two that `price` says.
+    Where two messages share a link, the worker waited for may be the other of the two than in `price`.
 
     Raises: ConfigError as `price`.
     """
@@ -100,7 +100,7 @@ def price_together(traces: Sequence[Trace], network: Network, computing: PerWork
     if network.shares or not all(map(_is_small_gossip, traces)):
         paths = Paths(network, links)
         return [_price(trace, paths, computing) for trace in traces]
-    # One run of as many copies of the network, between which nothing is sent. Its seconds are given, as jitter goes by worker.
+    # One run on as many copies of the network, without messages between them. Seconds are passed in, as jitter is by worker.
     each = ("uplink_bps", "downlink_bps", "latency_s", "loss", "site")
     seconds = [[compute_seconds(trace, network, links, r) for r in range(trace.rounds)] for trace in traces]
     moved = [
@@ -134,7 +134,7 @@ def _most_of_a_round(trace: Trace) -> int:
     return int(np.bincount(trace.messages.round).max(initial=0))
 
 
-# --- links of their own: a round at once ----------------------------------------------------------------------------
+# --- separate links: a round at once ---------------------------------------------------------------------------------
 
 
 def _rounds(trace: Trace, network: Network, links: Links, runs: int = 1) -> Timeline:
@@ -162,7 +162,7 @@ def _round(
 ) -> tuple[Floats, Integers, bool]:
     """When each worker ends a round, which worker it waits for, and whether that is exact; if not, it may end earlier.
 
-    Args: `ask` is whether anybody asks whether it is exact, which takes longer than the price of a large round.
+    Args: `ask` is whether to determine if it is exact, which takes longer than the price of a large round.
     """
     edges = np.searchsorted(messages.kind, np.arange(len(KINDS) + 1))
     # Messages of a mean may share a link with those of an exchange that other workers have not finished.
@@ -197,7 +197,7 @@ def _ended(
     links: Links,
     ask: bool,
 ) -> tuple[Floats, Integers, bool]:
-    """An exchange of these streams, which use these ways."""
+    """An exchange of these streams on these ways."""
     leaves = np.maximum(ready[source], start[target])
     takes, sure = _even_shares(ways, leaves, size, ask)
     arrival = leaves + links.message_latency_s(source, target) + takes
@@ -231,7 +231,7 @@ def _arrived(
 def _exchange_by_events(
     start: Floats, ready: Floats, messages: Messages, links: Links, network: Network
 ) -> tuple[Floats, Integers]:
-    """An exchange whose messages do not share their links evenly all the time, as `Replay` has it but for rounding."""
+    """An exchange whose messages do not share their links evenly all the time, like `Replay` up to rounding."""
     n, (source, target, size) = len(ready), streams_of(messages)
     up_s, down_s = 1 / links.uplink_bps[source], 1 / links.downlink_bps[target]
     down = target if network.duplex == "half" else n + target
@@ -298,10 +298,10 @@ _NEVER = np.iinfo(np.int64).max
 
 
 class _UnderWay(NamedTuple):
-    """An operation that overlaps, for each worker."""
+    """An overlapping operation in flight, for each worker."""
 
     after: Integers
-    """The inner steps after which it is waited for; `_NEVER` of who has it or is not part of it."""
+    """Inner steps after which it is awaited; `_NEVER` for workers that have it or take no part."""
     entered_s: Floats
     done_s: Floats
     waits_on: Integers
@@ -310,7 +310,7 @@ class _UnderWay(NamedTuple):
 def _overlapping(trace: Trace, network: Network, links: Links) -> Timeline:
     """A run whose operations all overlap with the steps after them, a round at once.
 
-    The messages of an operation leave once the bits of what their two workers have entered before are through, so that they share
+    The messages of an operation leave once all earlier messages of their two workers are through, so that they share
     links with each other alone.
     """
     bounds, n, timeline, finished = trace.bounds, trace.workers, no_rounds(trace), trace.steps.cumsum(axis=0)
@@ -401,7 +401,7 @@ def price_everyone(
 def _exchange_of_everyone(
     start: Floats, ready: Floats, size: float, links: Links, network: Network
 ) -> tuple[Floats, Integers]:
-    """An exchange among everyone, of which only those messages are looked at that may be the last of somebody."""
+    """An exchange among everyone, computed from the messages that may be the last of some worker."""
     n = len(ready)
     up_s, down_s = (n - 1) / links.uplink_bps, (n - 1) / links.downlink_bps
     if network.duplex == "half":
@@ -443,7 +443,7 @@ class _Ways(NamedTuple):
     uncontended: bool
     """No two messages share a direction."""
     alone_s_per_bit: Floats | None = None
-    """Of each message, where packets are lost, if nobody shared its way."""
+    """Rate of each message, where packets are lost, if it were alone on its way."""
 
     @property
     def up_is_slower(self) -> NDArray[np.bool_]:

@@ -191,7 +191,7 @@ def build_optimizer(
 
     Raises: ConfigError when muon is asked for and the model has no hidden matrix.
     Source: Muon, https://kellerjordan.github.io/posts/muon/, with the scale of arXiv 2502.16982, section 2.2; `SpectralMuon`
-    has its own.
+        has its own.
     """
     base = (
         _stepper(without_momentum(config), model)

@@ -15,17 +15,16 @@ Metrics come in kinds. Round r counts from 0 and a line of round r is about the 
 initial values has round -1 and step 0. A number that is not finite is written as null.
 
 * `{"kind":"train","round":r,"worker":i,"step":s,"loss":x,"lr":y,"tokens":t}`: the mean loss of a local phase, and the
-steps and tokens that this worker has completed. With `record.hash` also `"hashes":[...]`, see there. Where messages of
-others did not count, `"declined":{"3":k}` has their number by sender, and `"shortened":{"3":k}` the number that a rule
-has shortened. A rule that
-  shortens the mean itself adds `"update_norm":a,"capped_norm":b`, its norm before and after.
+  steps and tokens that this worker has completed. With `record.hash` also `"hashes":[...]`, see there. Where messages of
+  others did not count, `"declined":{"3":k}` has their number by sender, and `"shortened":{"3":k}` the number that a rule
+  has shortened. A rule that shortens the mean itself adds `"update_norm":a,"capped_norm":b`, its norm before and after.
   Where stages of it were lost before the round, `"recovered":{"1":"worker 2"}` has the source that each recovered from,
   or `"neighbours"`.
 * `{"kind":"eval","round":r,"step":s,"tokens":t,"loss":x,"worker_losses":[...],"disagreement":d}`: validation loss of
   the mean model and of each worker's model, the tokens of all workers, and the disagreement of the workers,
   `d = sqrt(mean_i |x_i - x_mean|² / P)` over P parameters; their list is empty without `run.eval_workers`.
-  That of an evaluation afterwards has `"branch":b`, the number of changes of settings before its round: it counts unless the
-  run was rewound and changed again.
+  That of an evaluation afterwards has `"branch":b`, the number of changes of settings before its round: it counts unless
+  the run was rewound and changed again.
 * `{"kind":"validation","round":r,"worker":i,"step":s,"tokens":t,"loss":x}`: the same of a real worker's own model.
 """
 

@@ -147,7 +147,7 @@ def standing(losses: Mapping[str, Sequence[float]]) -> Standing:
     """The arm with the lowest mean loss, and those not distinguishable from it.
 
     Args: `losses` are those of the same seeds in each arm, at least one; infinite or NaN for a run that diverged, whose arm is
-    never the best unless all have diverged, and never alike.
+        never the best unless all have diverged, and never alike.
     Fails when: many arms are tried, as the best of many is partly the luckiest; Holm's correction makes no allowance for that.
 
     >>> found = standing({"a": [1.0, 1.1, 1.0], "b": [1.2, 1.31, 1.2], "c": [1.01, 1.1, 0.99]})

@@ -66,7 +66,7 @@ PUBLISHED_GOODPUT: dict[int, dict[str, tuple[int, ...]]] = {
 """Goodput in percent by number of chips, each of which fails once a year, and by method, for `PUBLISHED_LEARNERS`.
 
 Source: Decoupled DiLoCo, arXiv 2604.21428, as three digests of it report them, which agree where they overlap. We could not
-read the paper itself, and the downtimes of its simulator are not in the digests.
+    read the paper itself, and the downtimes of its simulator are not in the digests.
 """
 
 PUBLISHED_LEARNERS: dict[str, tuple[int, ...]] = {"all_reduce": (1,), "elastic": (1,), "decoupled": (2, 4, 8, 16)}
@@ -87,7 +87,7 @@ def published_goodput(restart_s: float = 72.0, downtime_s: float = 22.6) -> list
     """Each published goodput next to that of our closed form, without lost work.
 
     Args: the effective seconds that an interruption costs, as in `GoodputOptions`; with the defaults, 72 s for the 3 cells of
-    all-reduce and 22.6 s for the 15 others, the largest differences are the least, to a second.
+        all-reduce and 22.6 s for the 15 others, the largest differences are the least, to a second.
     Raises: ConfigError for a number out of bounds.
 
     >>> round(max(abs(cell.published - cell.goodput) for cell in published_goodput()), 3)

@@ -22,7 +22,7 @@ def matched_local_steps(full_steps: int, bandwidth_share: float, exchange_steps:
     computes for less time.
 
     Args: `bandwidth_share` is its bandwidth over that of the others, in (0, 1]; `exchange_steps` is c, the time of an
-    exchange at full bandwidth in units of one step.
+        exchange at full bandwidth in units of one step.
     Raises: ConfigError for a number out of bounds.
     Source: inferred from arXiv 2606.11081, figures 2 and 3: c = 5/3 for one peer and 10/3 for two give their 15 and 1.
 

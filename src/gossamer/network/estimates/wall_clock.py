@@ -251,7 +251,7 @@ def batch_tokens_fit(parameters: float, replicas: int = 1) -> float:
     """The best batch of DiLoCo, of all replicas together: `2048 · 0.00709 · N^0.4695 · M^0.3399` tokens.
 
     Source: as `loss_fit`. Differs: the unit, sequences of 2048 tokens, is our reading; only with it does this fit agree with
-    the separate one for two replicas, `15.75 · N^0.479` tokens.
+        the separate one for two replicas, `15.75 · N^0.479` tokens.
 
     >>> f"{batch_tokens_fit(1e9, replicas=2):.2g}", f"{15.75 * 1e9**0.479:.2g}"
     ('3.1e+05', '3.2e+05')

@@ -6,7 +6,7 @@ a server that resumes adds a line "serve", after which the state of its checkpoi
 * `{"event":"serve","time_s":t,"workers":n,"round":r,"digest":"..."}`: a process of the server begins after r rounds of the run
   with this digest.
 * `{"event":"join","time_s":t,"worker":i,"checkpoint":r}`: a worker joined and restored its own checkpoint of round r; 0
-for none.
+  for none.
 * `{"event":"push","time_s":t,"worker":i,"phase":k,"fragment":p}`: the push after its phase number k has arrived.
 * `{"event":"leave","time_s":t,"worker":i}`
 * `{"event":"tick","time_s":t}`: enough time had passed for the server to act, such as closing a quorum.

@@ -13,8 +13,8 @@ Gossip without waiting writes
 * `"event":"publish","number":k,"round":r,"start_s":a,"time_s":t}`: local phase k has ended, for whose learning rate r rounds of
   the run were over; the message of this worker is its version k + 1 now.
 * `"event":"mix","number":k,"alive":[...],"heard":[[j,v,m],...],"time_s":t}`: the outer update that follows. Its
-topology was drawn over the workers that are `alive`, null for all; `heard` has the version of each peer's message that
-was mixed, and the life that published it. The weight of a missing peer went to the worker's own.
+  topology was drawn over the workers that are `alive`, null for all; `heard` has the version of each peer's message that
+  was mixed, and the life that published it. The weight of a missing peer went to the worker's own.
 
 and workers that meet in pairs
 

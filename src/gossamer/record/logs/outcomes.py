@@ -14,7 +14,7 @@ which no seed repeats. From these files a run can be replayed, bit for bit (`gos
   may have counted those that are unsure. Written before any further send, so that the progress of a killed worker is
   known. Omitted where a round has one exchange, at its end: the next line has the same content.
 * `{"event":"round","round":r,"alive":[...],"missed":[...],"unsure":[...],"steps":s,"time_s":t}`: a round that ended
-after s steps; `missed` and `unsure` are those of all exchanges that ended in it.
+  after s steps; `missed` and `unsure` are those of all exchanges that ended in it.
 * `{"event":"end","round":r,"why":"finished" | "left","time_s":t}`: the process ended before round r.
 
 Lines are appended when their round is over; `time_s` is Unix time, for people only.

@@ -21,7 +21,7 @@ class Choice:
     """A row of one of the tables, and the options for its factory."""
 
     name: str
-    """Empty where a file names none that there is, whose other faults are looked for."""
+    """Empty where a file names an unknown row, so that its other faults can still be reported."""
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -60,7 +60,7 @@ def _choice(value: Any, table: str) -> Choice:
 
 
 def _faults(value: Any, table: str) -> Iterator[str]:
-    """What keeps a table of a run file from being a row: its name, and options that the factory does not take or misses."""
+    """Why a table of a run file is no such row: its name, options that the factory does not take, and missing ones."""
     rows = TABLES[table]
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         yield f"[{table}] is {value!r:.60}; it needs a name: one of {', '.join(sorted(rows))}"
@@ -106,7 +106,7 @@ def _option_schema(option: Option) -> dict[str, Any]:
         kind = TypeAdapter(option.kind).json_schema()
         if may_change(option.kind):
             kind = {"anyOf": [kind, {"type": "object"}]}
-    except PydanticUserError:  # an option that is no value of JSON
+    except PydanticUserError:  # an option without a JSON value
         kind = {}
     plain = isinstance(option.default, bool | int | float | str)
     return kind | {"description": option.doc} | ({"default": option.default} if plain else {})

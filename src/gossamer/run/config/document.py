@@ -11,7 +11,7 @@ from gossamer.settings import over_time
 from gossamer.settings.schema import parse_toml, read_toml
 
 _WRITTEN = ("name", "seed", "workers", "model", "data", "run", "record")
-"""What every run.toml of a run folder has, the last of them last."""
+"""Keys of every run.toml in a run folder; the last one ends a complete file."""
 
 KINDS = ("rule", "topology", "codec", "server", "pair", "boundary")
 """The tables of a run file that name a part of the method; `gossamer.run.config.recipes.TABLES` has what each can name."""
@@ -89,7 +89,7 @@ def with_settings(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
     result = copy.deepcopy(dict(document))
     if not overrides and "method" not in result:
         return result
-    # Not before: a file that is missing or no TOML is refused without waiting for torch.
+    # Not before: a missing or malformed file is refused before torch is imported.
     from gossamer.rounds.compatibility.combination import INSTEAD
     from gossamer.run.config.recipes import recipe
 

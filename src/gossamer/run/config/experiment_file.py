@@ -70,7 +70,7 @@ class TuneConfig:
 
 
 class Point(NamedTuple):
-    """One run of an experiment file: whose it is, where it stands on the grid, and the run itself."""
+    """One run of an experiment file: its variant, its point of the grid, and the run itself."""
 
     method: str
     """The label of its variant."""
@@ -98,11 +98,11 @@ class Variant(NamedTuple):
     settings: dict[str, Any]
     """Its dotted keys."""
     table: Mapping[str, Any]
-    """All that the file says of it."""
+    """Its whole table in the file."""
 
 
 def place_in_experiment(run: Point | PointResult) -> tuple[str, str, int]:
-    """Where a run stands in its experiment, before it has ended and after: method, swept keys and values, and seed."""
+    """The place of a run in its experiment, before and after it has ended: method, swept keys and values, and seed."""
     return run.method, json.dumps(run.at, sort_keys=True), run.seed
 
 
@@ -129,7 +129,7 @@ def points(document: Mapping[str, Any], *, seeds: Sequence[int] = (), scale: str
     """All runs of an experiment file: `[[variant]]` tables, times the grid in `[sweep]`, over one base.
 
     A variant is a table of dotted overrides with a `label`; `[sweep]` maps dotted keys to lists of values, and a variant
-    may have a `[variant.sweep]` of its own instead. A value may be a table of settings that change together; `[[sweep]]` tables
+    may have a separate `[variant.sweep]` instead. A value may be a table of settings that change together; `[[sweep]]` tables
     are the points of a list, in place of a grid. A file without both is one run, labelled with its name. The method "*" stands
     for every method that no other variant names.
     `[scale.NAME]` has dotted overrides for another size of the same experiment, `[variant.scale.NAME]` those of a variant.
@@ -191,7 +191,7 @@ def figure(document: Mapping[str, Any]) -> Figure | None:
 
 
 def table_faults(document: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the tables of an experiment file that are not of its runs."""
+    """Faults in the tables of an experiment file that do not belong to its runs."""
     tables = {"figure": Figure, "tune": TuneConfig}
     return [
         str(error)

@@ -17,13 +17,13 @@ Spans = tuple[tuple[int, int], ...]
 
 
 class Holding(NamedTuple):
-    """A model of which no worker holds everything: the whole `[P]`, and what of it each worker has `[P_i]`."""
+    """A model that no worker holds whole: the full `[P]`, and the part of each worker `[P_i]`."""
 
     holders: Holders
     layout: Layout
-    """Of the whole: what all hold, then the experts of each set of holders."""
+    """The layout of the whole: what all hold, then the experts of each set of holders."""
     spans: Spans
-    """Of each part in the whole."""
+    """The span of each part in the whole."""
 
     def of(self, worker: int) -> tuple[Layout, Spans]:
         """The layout of what a worker holds, and its parts there; those that it does not hold are empty."""
@@ -34,7 +34,7 @@ class Holding(NamedTuple):
 
     @property
     def smaller(self) -> float:
-        """How many times smaller than the model is what a worker holds, and its messages: `1 / (1 - f + f O/M)`.
+        """The size of the model, or of its messages, relative to a worker's part: `1 / (1 - f + f O/M)`.
 
         f is the share of experts in the parameters, O the holders of each and M the workers.
         """
@@ -54,7 +54,7 @@ class Holding(NamedTuple):
         return self._put(worker, x, x.new_zeros(self.layout.numel))
 
     def own(self, worker: int, whole: Tensor) -> Tensor:
-        """What of the whole model one worker holds."""
+        """The part of the whole model that one worker holds."""
         return torch.cat([whole[a:b] for a, b in map(self.spans.__getitem__, self._mine(worker))])
 
     def union(self, models: Sequence[Tensor]) -> Tensor:
@@ -66,7 +66,7 @@ class Holding(NamedTuple):
         return torch.cat([mean_of([models[i][a:b] for i in sorted(workers)]) for (a, b), workers in parts])
 
     def beside(self, models: Sequence[Tensor], whole: Tensor) -> list[Tensor]:
-        """The whole model with what each worker holds in its place, to see how far that is from the whole."""
+        """The whole model with the part of each worker in place, to measure how far that is from the whole."""
         return [self._put(i, self.own(i, x), whole.clone()) for i, x in enumerate(models)]
 
     def _mine(self, worker: int) -> list[int]:
@@ -81,7 +81,7 @@ class Holding(NamedTuple):
 
 
 def holding_of(config: RunSettings, layout: Layout | None) -> Holding | None:
-    """What each worker holds of a model with this layout; None without `model.experts.holders`."""
+    """The part of a model with this layout that each worker holds; None without `model.experts.holders`."""
     holders = holders_of(config.model.experts, config.workers)
     return None if holders is None or layout is None else Holding(holders, *_in_parts(layout, holders))
 

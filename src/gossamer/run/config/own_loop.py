@@ -1,4 +1,4 @@
-"""A method by its name for somebody else's training loop."""
+"""A method by its name for a user's training loop."""
 
 import logging
 from collections.abc import Mapping

@@ -139,12 +139,12 @@ class PipelineConfig:
         return self.stages > 1 and (self.workers is None or worker in self.workers)
 
     def processes(self, workers: int) -> tuple[int, ...]:
-        """Of each of so many workers: a process for each stage, and one for a whole replica."""
+        """The processes of each of so many workers: one for each stage, and one for a whole replica."""
         return tuple(self.stages if self.cuts_replica(worker) else 1 for worker in range(workers))
 
 
 def donor_of(one: LostStage, pipeline: PipelineConfig, workers: int) -> int | None:
-    """The worker from whose same stage a lost one goes on; None for its neighbours.
+    """The worker whose same stage replaces a lost one; None where the neighbours of that do.
 
     >>> lost = LostStage(worker=1, stage=1, after=6)
     >>> donor_of(lost, PipelineConfig(stages=3, lost=(lost,)), 4), donor_of(lost, PipelineConfig(stages=3, lost=(lost,)), 1)
@@ -194,20 +194,20 @@ def work_of_layers(model: ModelConfig, data: DataConfig) -> list[float]:
     """
     try:
         words = _vocabulary(data.tokenizer)
-    except (DataError, MissingPackageError):  # who trains hears of it
+    except (DataError, MissingPackageError):  # reported when training starts
         words = None
     return [*map(float, work_of_pieces(tensors(model, words or 256), range(1, model.shape.layers)))]
 
 
 def by_stage(codec: Codec, pipeline: PipelineConfig, model: ModelConfig, data: DataConfig) -> Codec:
-    """The codec with which the stages of a worker send what each of them has, as processes that have one stage alone do."""
+    """The codec applied stage by stage, as processes with one stage each apply it."""
     if pipeline.stages == 1 or codec.exact or codec.blockwise == 1:
         return codec
     return by_part(codec, stage_in(pipeline, model, data))
 
 
 def stage_in(pipeline: PipelineConfig, model: ModelConfig, data: DataConfig) -> Callable[[str], int]:
-    """The stage that has the parameter with a name."""
+    """Maps the name of a parameter to its stage."""
     cuts = cuts_of(pipeline, model, data)
     return lambda name: piece_of(name, cuts) % pipeline.stages
 
@@ -217,7 +217,7 @@ def misfits(
 ) -> Iterator[str]:
     """Why a model cannot be cut into these stages, its batches into micro-batches for them, or its fragments among them.
 
-    Raises: ConfigError for one that makes it useless to ask on.
+    Raises: ConfigError for one that makes further checks meaningless.
     """
     named = pipeline.workers or ()
     if named and (pipeline.stages == 1 or max(named) >= workers or [*named] != sorted({*named})):
@@ -262,7 +262,7 @@ def misfits(
 
 
 def _not_recovered(pipeline: PipelineConfig, model: ModelConfig, workers: int) -> Iterator[str]:
-    """Why stages cannot go on from what others have once they are lost."""
+    """Why lost stages cannot be recovered from what other processes have."""
     for one in pipeline.lost:
         said = f"pipeline.lost has stage {one.stage} of worker {one.worker} after round {one.after}, but "
         if not 0 < one.stage < pipeline.stages - 1:

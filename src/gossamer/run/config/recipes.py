@@ -350,10 +350,10 @@ TABLES: dict[str, Mapping[str, Callable[..., Any]]] = {
     "pair": PAIRS,
     "boundary": BOUNDARIES,
 }
-"""What a run file can name, for each of `gossamer.run.config.document.KINDS`."""
+"""The tables of what a run file can name, for each of `gossamer.run.config.document.KINDS`."""
 _TABLES = {kind: TABLES[kind] for kind in ("rule", "server", "pair")}
 FACTORIES: dict[str, Callable[..., Any]] = {**RULES, **SERVERS, **PAIRS}
-"""What makes a rule, a server or a pair, by name."""
+"""The factories of rules, servers and pairs, by name."""
 
 
 @functools.cache

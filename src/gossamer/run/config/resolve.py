@@ -40,7 +40,7 @@ def may_change(key: str) -> bool:
 
 
 def resolve(config: RunConfig, parts: UserParts = BUILT_IN, *, real: bool = False) -> ResolvedRun:
-    """What a run file runs, with what a user gave. Every verb that trains calls it once in a process.
+    """The resolved run of a run file and the user's parts. Every verb that trains calls it once in a process.
 
     Args:
         parts: the user's own, where the run names any (`own_parts` imports them).
@@ -78,7 +78,7 @@ def resolve(config: RunConfig, parts: UserParts = BUILT_IN, *, real: bool = Fals
 
 
 def settings_of(config: RunConfig, parts: UserParts = BUILT_IN) -> RunSettings:
-    """What is known of a run file without its method, of which nothing is made."""
+    """The settings of a run file without its method, of which nothing is made."""
     return RunSettings(
         name=config.name,
         seed=config.seed,
@@ -103,7 +103,7 @@ def settings_of(config: RunConfig, parts: UserParts = BUILT_IN) -> RunSettings:
 
 
 def settings_in(folder: Path, parts: UserParts = BUILT_IN) -> RunSettings:
-    """Those of the run that is recorded in a folder. Raises ConfigError where there is none."""
+    """The settings of the run that is recorded in a folder. Raises ConfigError where there is none."""
     return settings_of(parse(load_run(folder)), parts)
 
 
@@ -117,7 +117,7 @@ def recorded_run(folder: Path, parts: UserParts | None = None, *, real: bool) ->
 
 
 def resolve_document(document: Mapping[str, Any], parts: UserParts, *, real: bool) -> ResolvedRun:
-    """What the run file with this content runs. Raises: as `parse` and `resolve`."""
+    """The resolved run of a run file with this content. Raises: as `parse` and `resolve`."""
     return resolve(parse(document), parts, real=real)
 
 
@@ -129,7 +129,7 @@ def differences(before: RunSettings, after: RunSettings) -> dict[str, tuple[Any,
 
 
 def _routed(config: RunConfig) -> tuple[str, ...]:
-    """How the routers of experts are trained, where that is not how they usually are."""
+    """How the routers of experts are trained, where that is unusual."""
     if config.model.experts is None or config.inner.optimizer not in ("muon", "spectral_muon"):
         return ()
     return (
@@ -139,7 +139,7 @@ def _routed(config: RunConfig) -> tuple[str, ...]:
 
 
 def _unheard(config: RunConfig) -> tuple[str, ...]:
-    """A sentence for each text that only workers have which take a quarter of the local steps or fewer, and are not weighed."""
+    """A warning for each text read only by workers that take a quarter of the local steps or fewer, and are not weighed."""
     if not isinstance(config.data.shards, tuple) or config.run.weigh_steps:
         return ()
     steps: dict[int, list[int]] = {}
@@ -154,7 +154,7 @@ def _unheard(config: RunConfig) -> tuple[str, ...]:
 
 
 def document_faults(document: Mapping[str, Any], *, real: bool = False) -> list[str]:
-    """A sentence for each reason why no run can start from a document, whose faults in one place hide none in another."""
+    """A sentence for each reason why no run can start from a document; no fault hides another."""
     seen = survey(document)
     if seen.run is None or {*named(seen.run)} & {*KINDS}:  # whose parts are known once they are imported
         return seen.faults
@@ -163,7 +163,7 @@ def document_faults(document: Mapping[str, Any], *, real: bool = False) -> list[
     except Exception:
         if not seen.faults:
             raise
-        return seen.faults  # what a check relies on is among them
+        return seen.faults  # the checks rely on what is at fault
 
 
 def run_faults(config: RunConfig, *, real: bool = False) -> list[str]:
@@ -191,7 +191,7 @@ def _choices(config: RunConfig) -> list[Choice]:
 
 
 def _misfits(config: RunConfig, real: bool) -> list[ConfigError]:
-    """Why the declared networks and absences are not of the workers of a run."""
+    """Why the declared networks and absences do not fit the workers of a run."""
     if config.kind == "rounds":
         checks = [partial(links_of, one, config.workers) for one in (() if real else config.network.values())]
     else:

@@ -1,6 +1,6 @@
 """What a run file resolves to: all that drivers, replicas, journals, layouts and replays need to know of a run.
 
-None of them sees a run file: whoever held one would have to resolve it once more, and might do it otherwise.
+None of them sees a run file: resolving it a second time could give a different result.
 """
 
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ class InPairs(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings(RunLength):
-    """A run as it is known without its method, which only who trains needs: to read, price, evaluate or resume it."""
+    """A run without its method, which only training needs: enough to read, price, evaluate or resume it."""
 
     name: str
     seed: int
@@ -64,7 +64,7 @@ class RunSettings(RunLength):
     events: EventsConfig
     record: RecordConfig
     networks: Mapping[str, Network]
-    """Those to price the run on, by name."""
+    """Networks to price the run on, by name."""
     peers: Mapping[str, Peer]
     """The machines whose keys take part; empty where the workers share a secret."""
     parts: UserParts
@@ -74,7 +74,7 @@ class RunSettings(RunLength):
     digest: str
     """Sixteen hex digits of everything that decides the numbers; equal on all workers, and that of the file in any variant."""
     decisive: Mapping[str, Any]
-    """What the digest is of: the dotted keys of the file with their values."""
+    """The content of the digest: the dotted keys of the file with their values."""
     document: str
     """The file with all its defaults, as `run.toml` has it."""
 
@@ -92,7 +92,7 @@ class RunSettings(RunLength):
 
     @property
     def processes(self) -> tuple[int, ...]:
-        """Of each worker in a real run: one for each of its stages, or of its shards."""
+        """Number of processes of each worker in a real run: one for each of its stages, or of its shards."""
         return self.pipeline.processes(self.workers) if self.run.shards == 1 else (self.run.shards,) * self.workers
 
     @property
@@ -102,7 +102,7 @@ class RunSettings(RunLength):
 
     @property
     def line(self) -> Lineage:
-        """Whose checkpoints belong to a run whose settings have not changed on its way."""
+        """The lineage of a run whose settings were never changed: which checkpoints belong to it."""
         kind = {"server": "server", "pair": "pair"}.get(self.kind, "rule")
         return Lineage(
             self.digest,
@@ -129,13 +129,13 @@ class RunSettings(RunLength):
 
     @property
     def fragments(self) -> tuple[int, Pattern]:
-        """How many fragments the parameters are cut into, and how; those of a server are packed by size."""
+        """Number and pattern of the fragments that the parameters are cut into; those of a server are packed by size."""
         if self.kind == "server":
             return self.events.fragments, "packed"
         return self.schedule.fragments, self.schedule.pattern
 
     def pace_s_of(self, worker: int) -> float:
-        """Seconds that an inner step of one worker takes at least."""
+        """The least seconds that an inner step of one worker takes."""
         pace_s = self.run.pace_s
         return pace_s[worker] if isinstance(pace_s, tuple) else pace_s
 
@@ -145,7 +145,7 @@ class RunSettings(RunLength):
         return finished == self.rounds or (every > 0 and here // every > before // every)
 
     def unpaced(self) -> Self:
-        """The run whose inner steps take no longer than they must, for whoever computes it again."""
+        """The run without a minimum time of inner steps, for a replay."""
         return replace(self, run=replace(self.run, pace_s=0.0))
 
 
@@ -160,12 +160,12 @@ class ResolvedRun(RunSettings):
     and on real processes, which measure their own."""
     network_name: str | None
     absences: tuple[Absence, ...]
-    """Of an asynchronous run, in the order of their seconds."""
+    """Absences of workers in an asynchronous run, in the order of their seconds."""
     warnings: tuple[str, ...]
-    """What will probably go wrong."""
+    """Warnings of what will probably go wrong."""
 
     def parts_of_run(self) -> list["ResolvedRun"]:
-        """The run in parts that do not change on their way, each as a run of its own with as many rounds."""
+        """The run in parts with constant settings, each as a separate run with as many rounds."""
         m, start = self.method, self.run.synchronous_steps
         if not self.timetable.changes and not start:
             return [self]
@@ -192,6 +192,6 @@ class ResolvedRun(RunSettings):
 
     @property
     def with_server(self) -> WithServer:
-        """The method of a run with a server, which whoever asks has made sure of."""
+        """The method of a run with a server; the caller has checked that it has one."""
         assert isinstance(self.method, WithServer)
         return self.method

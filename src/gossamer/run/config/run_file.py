@@ -66,7 +66,7 @@ _PER_WORKER = {
     "run.pace_s": "give one number, or one per worker",
     "data.shards": "name a source for every worker",
 }
-"""What may be a list with an entry for every worker, and what to do where there are too few or too many."""
+"""Keys that may be a list with an entry for every worker, with the remedy for too few or too many entries."""
 FIRST_KEYS: Mapping[str, str] = {
     "": "seed workers rule topology codec server pair events model pipeline data inner run schedule",
     "run": "steps wait local_steps adapt weigh_steps reduction batched",
@@ -176,7 +176,7 @@ class LoopSettings:
 
     @property
     def shape(self) -> Mapping[str, Any] | None:
-        """That of the local steps, where they follow the learning rate."""
+        """The shape of the local steps, where they follow the learning rate."""
         return found if isinstance(found := self.local_steps, Mapping) and "shape" in found else None
 
     @property
@@ -210,7 +210,7 @@ class LoopSettings:
 
 
 def local_steps_faults(value: object) -> Iterator[str]:
-    """What is wrong with a table of local steps, in itself."""
+    """Faults in a table of local steps by itself."""
     if not isinstance(value, Mapping):
         return
     wrong = [*over_time.table_faults("run.local_steps", value, "qsr")]
@@ -229,7 +229,7 @@ def local_steps_faults(value: object) -> Iterator[str]:
 
 
 class RunLength:
-    """How long a run is, for its file and for what that resolves to."""
+    """The length of a run, for its file and for what that resolves to."""
 
     run: LoopSettings
     data: DataConfig
@@ -237,7 +237,7 @@ class RunLength:
 
     @property
     def timetable(self) -> Timetable:
-        """How many local steps each round has."""
+        """The local steps of each round."""
         run, inner = self.run, self.inner
         if (shape := run.shape) is None:
             return timetable_of(run.entries, run.steps)
@@ -330,7 +330,7 @@ class RunConfig(RunLength):
         yield from self._misdealt()
 
     def _misdealt(self) -> Iterator[str]:
-        """What is wrong with the peers."""
+        """Faults in the table of peers."""
         if (dealt := sum(peer.workers for peer in self.peers.values())) > self.workers:
             yield (
                 f"[peers] have {dealt} workers together and the run has workers = {self.workers}; give each peer fewer, or raise "
@@ -432,16 +432,16 @@ def parse_faults(document: Mapping[str, Any]) -> list[str]:
 
 
 class Survey(NamedTuple):
-    """What can be said of a document that may have faults."""
+    """The findings about a document that may have faults."""
 
     faults: list[str]
     run: RunConfig | None
-    """What is left without them; None where that is no run."""
+    """The run that is left without the faulty keys; None where they leave none."""
     unknown: frozenset[str] = frozenset()
-    """Dotted keys whose values somebody wanted to be others than those of `run`."""
+    """Dotted keys whose intended values differ from those of `run`."""
 
     def sure(self, sentences: Iterable[str]) -> list[str]:
-        """Of further faults of `run` those that are no news, and do not rest on a key at fault."""
+        """Further faults of `run` that are new, and do not rest on a key at fault."""
         keys = [re.compile(rf"(?<![\w.]){re.escape(key)}\b") for key in self.unknown]
         known = [one for one in sentences if not any(key.search(one) for key in keys)]
         return [one for one in dict.fromkeys(known) if not any(fault.endswith(one) for fault in self.faults)]

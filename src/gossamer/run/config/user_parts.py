@@ -50,9 +50,9 @@ class UserParts(NamedTuple):
     """The user's own parts of a run."""
 
     own: Mapping[str, Callable[..., Any]] = {}
-    """By kind (`KEYS`): the factory of a rule, topology, codec, server, pair, model or optimizer; the loss; the batches."""
+    """Parts by kind (`KEYS`): the factory of a rule, topology, codec, server, pair, model or optimizer; the loss; the batches."""
     codes: tuple[Code, ...] = ()
-    """Those that were imported for a run file."""
+    """Code that was imported for a run file."""
 
 
 BUILT_IN = UserParts()
@@ -106,7 +106,7 @@ def code_of(names: Mapping[str, tuple[str, str]]) -> list[CodeInput]:
 def own_parts(config: RunConfig, without: Collection[str] = ()) -> UserParts:
     """Imports the code that a run names; nothing without any.
 
-    Args: `without` are kinds that are here already, or are not needed.
+    Args: `without` are kinds that are imported already, or are not needed.
 
     Raises: ConfigError and UserCodeError, as `gossamer.settings.user_code.imported`.
     """
@@ -192,8 +192,8 @@ def make(parts: UserParts, kind: str, config: RunConfig) -> Any:
 
 
 def _topology(config: RunConfig, name: str, options: Mapping[str, Any]) -> Topology:
-    # Whoever checks a run and resolves it asks for the same rounds, which a topology keeps; planning those of a million workers
-    # takes seconds. Options that are no single values are of small graphs.
+    # Checks and resolution ask for the same rounds, which a topology keeps; planning those of a million workers takes
+    # seconds. Options that are no single values are of small graphs.
     single = all(isinstance(value, int | float | str | None) for value in options.values())
     return (_kept if single else make_topology)(name, config.workers, config.seed, **options)
 

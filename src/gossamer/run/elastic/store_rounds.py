@@ -1,8 +1,8 @@
-"""Rounds of workers that meet in a store alone, in which the whole state of the run lies (`gossamer.transport.bucket`).
+"""Rounds of workers that communicate only through a store, which holds the whole state of the run (`gossamer.transport.bucket`).
 
-For rules after whose rounds all workers are equal: then the commits make of any earlier state the newest one, and what a worker
-has for itself, as its inner optimizer, is its own or that of a state in the store. And for gossip, in which each slot has states.
-The commits say who took part in what, so the log of outcomes is written from them, and with it the run can be computed again.
+For rules that leave all workers equal after each round: the commits turn any earlier state into the newest one, and what a
+worker keeps for itself, such as its inner optimizer, is its own or that of a state in the store. Also for gossip, where each
+slot has states. The commits record who took part, so the log of outcomes is written from them, and the run can be replayed.
 """
 
 import contextlib
@@ -54,22 +54,22 @@ from gossamer.tree import Tree, leaves, must_fit, refill
 
 log = logging.getLogger("gossamer")
 ROUNDING = 1e-4
-"""How far a mean may be from that of another machine, as a share of its norm; more is no rounding."""
+"""Largest distance of a mean from that of another machine, as a share of its norm, that counts as rounding."""
 
 
 def is_equal_after_rounds(rule: Rule) -> bool:
-    """Whether vectors and outer state of all workers are equal after each round, whoever has taken part in it."""
+    """Whether vectors and outer state of all workers are equal after each round, for any set of participants."""
     return rule.averages and rule.identical and rule.unsent is None and rule.site == "parameters"
 
 
 def mixes_by_pull(rule: Rule) -> bool:
-    """Whether peers may take what a worker has put somewhere: it sends the same to all, and keeps nothing of any of them."""
+    """Whether peers may read a worker's message from a store: it sends the same to all, and keeps no state for each peer."""
     alike = rule.needs == "connected" and not rule.copies_per_peer and not rule.sends_ahead
     return alike and rule.unsent is None and rule.site == "parameters"
 
 
 def must_fit_a_store(config: ResolvedRun) -> None:
-    """Raises ConfigError for a run that a store does not carry."""
+    """Raises ConfigError for a run that cannot use a store."""
     m = None if config.kind != "rounds" else config.in_rounds
     why = {
         f"it is of the kind '{config.kind}'": m is None,
@@ -131,7 +131,7 @@ def train_in_store(config: ResolvedRun, folder: Path, url: str) -> None:
         gossip=config.in_rounds.rule.needs != "everyone",
         rejoin_rounds=config.run.rejoin_rounds,
     )
-    if isinstance(bucket, Folder):  # which may be asked often
+    if isinstance(bucket, Folder):  # where requests are cheap
         terms = terms._replace(look_s=0.05, rest_s=1.0)
     with leaving() as asked, contextlib.ExitStack() as open_:
         work = StoreWork(config, folder, task, asked, open_)
@@ -153,7 +153,7 @@ def train_in_store(config: ResolvedRun, folder: Path, url: str) -> None:
 
 
 class StoreWork:
-    """What a worker computes: see `gossamer.transport.bucket.protocol.StoreWorker`."""
+    """The computations of a worker: see `gossamer.transport.bucket.protocol.StoreWorker`."""
 
     def __init__(
         self, config: ResolvedRun, folder: Path, task: Task, asked: Asked, open_: contextlib.ExitStack
@@ -164,13 +164,13 @@ class StoreWork:
         self._means, self._gossip = GivenMeans(config.workers), self._method.rule.needs != "everyone"
         self._present = frozenset[int]()
         self._kept = (0, lambda: b"")
-        """Its state after so many rounds, which nothing changes."""
+        """Its state after so many rounds, which is never changed."""
         self._finished, self._record = 0, list[RunFolder]()
         self._saved = -1
         self.over = threading.Event()
-        """Set when nobody shall wait any more."""
+        """Set when all waits shall end."""
         self.most_bytes = 1 << 24
-        """Of an object: of a state, which has the parameters, those of the outer state and of the inner optimizer."""
+        """Most bytes of an object: of a state, with the parameters, those of the outer state and of the inner optimizer."""
 
     # --- slots and states ---------------------------------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class StoreWork:
     def begin(self, slot: int, life: int) -> int:
         """See `StoreWorker`."""
         self.slot, self.life = slot, life
-        # One that hangs may hold the lock, whose slot is this one's now.
+        # A hung process may hold the lock after it has lost its slot to this one.
         self._open.enter_context(holding(self._folder, slot, strict=False))
         use_recorded_threads(self._config, self._folder, slot)
         self._make()
@@ -207,7 +207,7 @@ class StoreWork:
         config = self._config
         self._replica = Replica(self.slot, config, self._task, self._device)
         self._probe = Probe(config, self._task, self._device)
-        # Means are given; in gossip it holds what this worker posts, and gets the messages of its peers from the store.
+        # Means come from the commits; in gossip it holds what this worker posts, and receives its peers' messages from the store.
         self._network = MemoryNetwork(config.workers, lambda parcel: parcel.receiver == self.slot)
         membership = Membership(lambda round, fragment: self._present, closes=self)
         together = None if self._gossip else self._means
@@ -215,7 +215,7 @@ class StoreWork:
         self._worker = Worker(self._replica, self._method, transport, together=together, membership=membership)
 
     def proposed(self, round: int) -> tuple[int, frozenset[int]]:
-        """See `gossamer.transport.contract.Closes`: the commit is there already."""
+        """See `gossamer.transport.contract.Closes`: the commit exists already."""
         return 0, self._present
 
     def committed(self, attempt: int, *, whole: bool) -> bool:
@@ -405,7 +405,7 @@ class StoreWork:
         self._asked.wait(seconds) if not self._asked.is_set() else time.sleep(min(seconds, 0.2))
 
     def leave(self, round: int) -> None:
-        """Saves what is not saved."""
+        """Saves the state, unless it is saved."""
         if self._record and self._saved != self._finished and self._finished:
             self._save(self._finished)
         if self._asked.is_set() and self._record and round < self._config.rounds:
@@ -431,7 +431,7 @@ def _all_commits(one: Attendance, bucket: Bucket, terms: StoreTerms) -> list[Com
 
 
 def write_outcomes(folder: Path, config: ResolvedRun, commits: Sequence[Commit]) -> None:
-    """Writes the log of outcomes of all slots, as the commits of the rounds tell it."""
+    """Writes the log of outcomes of all slots from the commits of the rounds."""
     make_folder(folder)
     slots = sorted({slot for commit in commits for slot in commit.parts})
     for slot in slots:

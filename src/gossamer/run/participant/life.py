@@ -1,8 +1,8 @@
 """The life cycle of a worker whose peers may come and go: one process in one slot; see `Participant.live`.
 
-The common part is here. Training, exchange and state differ: rounds with
-everyone or with neighbours (`gossamer.run.elastic.elastic_rounds`), asynchronous gossip
-(`gossamer.run.asynchronous.gossip_process`), and meetings in pairs (`gossamer.run.asynchronous.pair_process`).
+The common part is here. Training, exchange and state differ: rounds with everyone or with neighbours
+(`gossamer.run.elastic.elastic_rounds`), asynchronous gossip (`gossamer.run.asynchronous.gossip_process`), and meetings in
+pairs (`gossamer.run.asynchronous.pair_process`).
 
 Changes of membership are logged, one sentence for each event.
 """

@@ -1,7 +1,7 @@
-"""What a page of calculators is told: methods priced on a network before anything is trained, and published settings.
+"""Answers for a page of calculators: methods priced on a network before anything is trained, and published settings.
 
 Every figure comes from what `gossamer plan` and `gossamer utilisation` call. A page moves inputs over lists of values; a live one
-asks for each combination, and the one of the docs has all combinations of shorter lists with it.
+requests each combination, and the one of the docs includes all combinations of shorter lists.
 """
 
 import itertools
@@ -31,11 +31,11 @@ from gossamer.run.planning.choice import PLAN_HEADINGS, Candidate, plan_rows
 from gossamer.run.planning.plan import PlanSettings, RunPlan, bits_per_parameter, plan
 
 Others = Callable[[RunPlan], "tuple[Sequence[Candidate], Mapping[str, str]]"]
-"""Prices all other methods for a plan; and says of those that have no price why."""
+"""Prices all other methods for a plan, and gives the reasons for those that have no price."""
 
 
 class _Input(NamedTuple):
-    """Something to move."""
+    """An input that a visitor moves."""
 
     key: str
     label: str
@@ -64,7 +64,7 @@ _PRESETS = (
 
 
 class Calculator:
-    """Answers what a page of calculators asks; any thread may ask.
+    """Answers the queries of a page of calculators; any thread may ask.
 
     Args:
         network: moves the bandwidth of all its links together, in place of equal links.
@@ -75,7 +75,7 @@ class Calculator:
     def __init__(self, network: Network | None = None, others: Others | None = None, *, rounds: int = _ROUNDS) -> None:
         self._network, self._others, self._rounds = network, others, rounds
         self._locks = {kind: threading.Lock() for kind in ("plan", "others", "published")}
-        """Of which one may take long; nothing is computed twice."""
+        """One for each kind of answer, which may take long, so that nothing is computed twice."""
         self._kept: dict[str, bytes] = {}
         self.inputs = _inputs(network)
         self.answers: dict[str, Callable[[Mapping[str, str]], bytes]] = {
@@ -86,7 +86,7 @@ class Calculator:
         }
 
     def contents(self) -> dict[str, Any]:
-        """What the page begins with."""
+        """The initial content of the page."""
         return {
             "inputs": {part: [one._asdict() for one in some] for part, some in self.inputs.items()},
             "presets": [{"label": label, "set": values} for label, values in _PRESETS],
@@ -95,7 +95,7 @@ class Calculator:
         }
 
     def _answer(self, kind: str, query: Mapping[str, str]) -> bytes:
-        """What was computed for this query; a sentence where it cannot be."""
+        """The computed answer to this query; a sentence where it is impossible."""
         key = json.dumps([kind, sorted(query.items())])
         with self._locks[kind]:
             if key not in self._kept:
@@ -167,7 +167,7 @@ class Calculator:
 
 
 def _of_method(made: RunPlan, name: str) -> Candidate:
-    """The candidate of this name; where nobody is slow enough for fewer local steps, the one in which all take the same."""
+    """The candidate of this name; where no worker is slow enough for fewer local steps, the one in which all take the same."""
     named = [one for one in made.candidates if one.name == name]
     return (named or [one for one in made.candidates if one.method == name.removesuffix(" uneven")])[0]
 
@@ -240,7 +240,7 @@ def short_lists() -> Calculator:
 
 
 def frozen_contents(calculator: Calculator) -> dict[str, Any]:
-    """What a page without a server needs: every answer of a calculator. Its inputs should have few values."""
+    """All that a page without a server needs: every answer of a calculator. Its inputs should have few values."""
     return finite(
         {
             **calculator.contents(),
@@ -257,7 +257,7 @@ def frozen_contents(calculator: Calculator) -> dict[str, Any]:
 
 
 def _inputs(network: Network | None) -> dict[str, tuple[_Input, ...]]:
-    """What can be moved, the bandwidth first."""
+    """The inputs of a page, the bandwidth first."""
     model = (_Input("model", "model", tuple(SIZES), "134m"), _Input("vocab", "vocabulary", (256, 32_000), 256))
     train = (_Input("steps", "local steps", _LOCAL_STEPS, 60), _Input("codec", "codec", _CODECS, "exact"))
     seconds = _Input("step_s", "seconds of an inner step", _STEPS_S, 0.3, "s")
@@ -284,7 +284,7 @@ def _inputs(network: Network | None) -> dict[str, tuple[_Input, ...]]:
 
 
 def _chosen(one: _Input, query: Mapping[str, str]) -> Any:
-    """The value of an input that was asked for. Raises ConfigError for one that is not among those to choose from."""
+    """The value of an input in a query. Raises ConfigError for one that is not offered."""
     word = query.get(one.key, str(one.start))
     for value in one.values:
         if word == str(value) or (not isinstance(value, str) and _number(word) == value):

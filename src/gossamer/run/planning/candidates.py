@@ -35,11 +35,11 @@ PLANNED = {
     "gasloc_2peer": "GASLoC 2-Peer",
     "gasloc": "GASLoC 1-Peer",
 }
-"""The methods that `gossamer.run.planning.plan` prices itself, and what it calls them."""
+"""The methods that `gossamer.run.planning.plan` prices itself, with its names for them."""
 USUAL = "streaming_diloco"
 """The method with fragments and overlap that is chosen from as well."""
 SEVERAL = (USUAL, "muloco", "sparseloco")
-"""Methods that are tried with all local steps of a plan, and where they have no codec of their own, with all codecs."""
+"""Methods that are tried with all local steps of a plan and, where they have no codec, with all codecs."""
 
 _ROUNDS = 4
 """Rounds that are played for a price."""
@@ -61,9 +61,9 @@ def price_recipes(made: RunPlan, only: str | None = None, *, thorough: bool = Fa
 
     Those of `SEVERAL` take all local steps that the plan tries; all others, and of many workers these too, take those that their
     loss was measured with, or that the plan would choose. `USUAL` is priced without the workers that the plan may leave out as
-    well; of many workers, with those of the plan's choice alone.
+    well; with many workers, with those of the plan's choice alone.
 
-    Args: `only` is the name of the one method to price; `thorough` is with all local steps that the plan tries.
+    Args: `only` is the name of the one method to price; `thorough` tries all local steps of the plan.
     Raises: ConfigError for a method that is not there.
     Cost: a few rounds played for each of the 60 methods, seconds in all; minutes with hundreds of workers.
     """
@@ -203,7 +203,7 @@ _ORTHOGONALISED = 5
 
 
 def _with_muon(network: Network, made: RunPlan) -> Network:
-    """The network with the seconds of a step of Muon: those of AdamW and of what it multiplies besides, at the same FLOP/s.
+    """The network with the seconds of a step of Muon: those of AdamW and of its further multiplications, at the same FLOP/s.
 
     An iteration on a matrix of m by n numbers, m <= n, is two products of m² n and one of m³ multiplications; the six FLOPs of a
     parameter and token are the step without them.
@@ -226,7 +226,7 @@ def _candidate(
 ) -> Candidate:
     """The price of a method with these local steps. Raises ConfigError where it cannot run, or its network has no price.
 
-    Args: `sent_in` is a codec in place of its own.
+    Args: `sent_in` is a codec in place of the method's.
     """
     both = (
         None

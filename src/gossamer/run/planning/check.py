@@ -42,36 +42,36 @@ from gossamer.transport.processes.launch import device_of
 _ROUNDS, _MANY_WORKERS = 8, 64
 """Rounds that are played for a price, where there are not many workers."""
 _DRAWN_ROUNDS, _FEW_WORKERS = 64, 16
-"""The same where rounds vary by chance, and there are few workers."""
+"""The same where rounds vary by chance, for few workers."""
 _MOST_PRICED = 100_000
 """Messages whose times on networks are computed, which takes some seconds."""
 _BYTES = 4  # of a number in fp32
 Verb = Literal["simulate", "train"]
-"""Who trains: one process for all workers, or real processes."""
+"""The verbs that train: one process for all workers, or real processes."""
 
 
 class Copies(NamedTuple):
-    """Something that each worker keeps in memory."""
+    """A quantity that each worker keeps in memory."""
 
     what: str
     copies: float
-    """In models."""
+    """Number of copies, each of the size of the model."""
     bytes: int
 
 
 class HeldExperts(NamedTuple):
-    """Of a mixture of experts that lie on some workers each."""
+    """A mixture of experts, each of which lies on some workers."""
 
     total: int
     """Experts of a layer."""
     held: int
-    """Those that a worker holds."""
+    """Experts of a layer that a worker holds."""
     share: float
     """The share of experts in the parameters (f)."""
     payload_ratio: float
-    """How many times smaller a worker's copy is than the model, `1 / (1 - f + f O/M)`."""
+    """The size of the model relative to a worker's copy, `1 / (1 - f + f O/M)`."""
     sent_ratio: float
-    """How many times fewer bytes it sends for means than with all experts on all workers."""
+    """The bytes that a worker would send for means with all experts, relative to those that it sends."""
 
 
 class StageSize(NamedTuple):
@@ -89,9 +89,9 @@ class OnNetwork(NamedTuple):
     name: str
     round_s: float | None
     utilisation: float | None
-    """Share of the time spent computing, in the mean over the workers."""
+    """Share of the time spent computing, averaged over the workers."""
     between_stages: float | None
-    """Share of the time in which the stages of a worker wait for each other, in the mean over the workers."""
+    """Share of the time in which the stages of a worker wait for each other, averaged over the workers."""
     note: str = ""
     spread_s: float = 0.0
     """Half of the 95 % interval of `round_s`, where it depends on chance."""
@@ -101,25 +101,25 @@ class AroundDocuments(NamedTuple):
     """The special tokens of a tokenizer, as they are written."""
 
     before: tuple[str, ...]
-    """Those before each document."""
+    """The tokens before each document."""
     after: tuple[str, ...]
-    """Those after each document, the last of which ends it."""
+    """The tokens after each document, the last of which ends it."""
     padding: str | None
 
 
 class TextFiles(NamedTuple):
-    """What a source has on this machine."""
+    """The files of a source on this machine."""
 
     source: str
     files: int
     bytes: int
-    """Of the files as they are, of which data.max_bytes may leave some out."""
+    """The size of the files as they are, of which data.max_bytes may leave some out."""
     left_out: Mapping[str, int]
-    """How many files of a folder will not be read, by their ending."""
+    """Number of files of a folder that will not be read, by their ending."""
 
 
 class Examined(NamedTuple):
-    """What is known of a run that can start; None for what is unknown without its tokenizer, or does not apply."""
+    """The known facts of a run that can start; None for what is unknown without its tokenizer, or does not apply."""
 
     name: str
     kind: Kind
@@ -127,37 +127,37 @@ class Examined(NamedTuple):
     workers: int
     topology: str | None
     spectral_gap: float | None
-    """Of the mean mixing matrix; None where there is no closed form."""
+    """The spectral gap of the mean mixing matrix; None where there is no closed form."""
     vocabulary: int | None
     parameters: int | None
     experts: HeldExperts | None
-    """None where each worker holds the whole model."""
+    """The experts that each worker holds; None where each worker holds the whole model."""
     sent_bytes: float | None
-    """What one worker sends per round (per local phase of an asynchronous run), in the mean over workers and rounds."""
+    """Bytes that one worker sends in a round (a local phase of an asynchronous run), averaged over workers and rounds."""
     most_bytes: float | None
-    """The same of the worker that sends most."""
+    """The same for the worker that sends most."""
     kept: tuple[Copies, ...]
     networks: tuple[OnNetwork, ...]
     disagreement: float | None
     """Factor by which the disagreement of the workers is predicted to change per round; None where nothing is predicted."""
     rounds: int
     tokens: int
-    """Of all workers together."""
+    """Tokens of all workers together."""
     warnings: tuple[str, ...]
     processes: int = 0
-    """Of a real run, one for each stage of a worker, without a server's."""
+    """Number of processes in a real run: one for each stage of a worker, without the server."""
     stages: tuple[StageSize, ...] = ()
-    """Of a worker that is cut."""
+    """The stages of a worker that is cut."""
     refused: Mapping[Verb, Sequence[str]] = {}
-    """Why one of the two verbs that train cannot run it."""
+    """Reasons why one of the two verbs that train cannot run it."""
     here: tuple[str, ...] = ()
     """What this machine lacks for it."""
     text: tuple[TextFiles, ...] = ()
     """The files of each source; none of a stream, and where they are not on this machine."""
     passes: float | None = None
-    """How often the text is trained on at least; None where that cannot be known without reading it."""
+    """The least number of passes over the text; None where it cannot be known without reading the text."""
     documents: AroundDocuments | None = None
-    """None where the tokenizer is not known, or the batches are the user's own."""
+    """The special tokens; None where the tokenizer is not known, or the batches are the user's own."""
     peers: Mapping[str, Sequence[int]] = {}
     """The workers that each of the machines with keys may fill."""
     code: tuple[str, ...] = ()
@@ -173,8 +173,8 @@ def examine_run(config: RunConfig, refused: Mapping[Verb, Sequence[str]] | None 
     """What this run will do. A function of the run file, of a tokenizer file that it names, and of this machine.
 
     Args: `refused` as in `Examined`, where it is known.
-    Raises: ConfigError and PairingError, as `gossamer.run.config.resolve.resolve`; DataError for a tokenizer file that cannot be
-    opened. Cost: a few rounds played on tensors without data, and priced: some 10 ms, and seconds for hundreds of workers.
+    Raises: ConfigError and PairingError, as `gossamer.run.config.resolve.resolve`; DataError for an unreadable tokenizer file.
+    Cost: a few rounds played on tensors without data, and priced: some 10 ms, and seconds for hundreds of workers.
     """
     refused = {"train": run_faults(config, real=True)} if refused is None else refused
     run = resolve(config, real=bool(refused.get("simulate")))
@@ -227,7 +227,7 @@ def examine_run(config: RunConfig, refused: Mapping[Verb, Sequence[str]] | None 
 
 
 def passes_of(config: RunConfig) -> float | None:
-    """How often a run trains on its text at least; None where that cannot be known without reading it, or here."""
+    """The least number of passes of a run over its text; None where it cannot be known without reading that, or here."""
     run = settings_of(config)
     _, most, _ = _text(run, vocabulary(run.data.tokenizer))
     return None if most is None else passes_over(run.data.shards, most, run.worker_tokens)
@@ -290,12 +290,12 @@ def _most_tokens(run: RunSettings, found: Sequence[SourceFiles]) -> list[int] | 
             return None
         size = min(sum(path.stat().st_size for path in one.files), left)
         left -= size
-        most.append(int(size) + 2 * len(one.files))  # a text file of its own, with a token before and after it
+        most.append(int(size) + 2 * len(one.files))  # each text file, with a token before and after it
     return most
 
 
 def _layout(config: RunSettings, vocab_size: int | None) -> Layout | None:
-    """The layout of the model; None where it is not known without its tokenizer, or is made by code of the user's."""
+    """The layout of the model; None where it is not known without its tokenizer, or is made by the user's code."""
     return None if vocab_size is None or config.model.own else layout_for(config.model, vocab_size)
 
 
@@ -311,7 +311,7 @@ def _experts(config: RunSettings, layout: Layout) -> HeldExperts | None:
 
 
 def _known_of(config: RunConfig) -> Examined:
-    """What is known of a run whose method is code of the user's: its length, and the size of its model."""
+    """The facts of a run whose method is the user's code: its length, and the size of its model."""
     names, vocab_size, run = named(config), vocabulary(config.data.tokenizer), settings_of(config)
     kind = "server" if config.server is not None else "pair" if config.pair is not None else "rule"
     method, topology = getattr(config, kind), None if kind == "server" else config.topology.name
@@ -373,7 +373,7 @@ def _by_label(wrong: Mapping[str, Sequence[str]], runs: int) -> Iterator[str]:
 
 
 def _checked(document: Mapping[str, Any]) -> Examined | list[str]:
-    """What one run will do, or all its errors."""
+    """The facts of one run, or all its errors."""
     try:
         simulated, trained = document_faults(document), document_faults(document, real=True)
         if simulated and trained:
@@ -392,7 +392,7 @@ def _of_verb(verb: Verb, sentences: Sequence[str]) -> list[str]:
 
 
 def inner_copies(config: InnerConfig, layout: Layout) -> float:
-    """What the inner optimizer keeps, in models."""
+    """The memory of the inner optimizer, in models."""
     averages = 2.0 if config.averaging is not None else 0.0
     config = without_momentum(config)
     if config.optimizer not in ("muon", "spectral_muon"):
@@ -468,11 +468,11 @@ def _stages(run: ResolvedRun, layout: Layout, kept: Sequence[Copies]) -> tuple[S
 
 
 _MOST_PARTS = 12
-"""Of a run that changes on its way, each of which is priced."""
+"""Most parts of a run that changes on its way, each of which is priced."""
 
 
 class Counted(NamedTuple):
-    """What a run sends, keeps and takes, as `Examined` has it."""
+    """What a run sends, keeps and takes, in the terms of `Examined`."""
 
     sent_bytes: float
     most_bytes: float
@@ -560,7 +560,7 @@ def _counted(config: ResolvedRun, layout: Layout, rounds: int) -> Counted:
 
 
 def _rounds(config: RunSettings, m: Method, some: int) -> int:
-    """How many rounds to play: about as many as asked for in whole periods, and not more than the run has."""
+    """The number of rounds to play: about as many as asked for in whole periods, and not more than the run has."""
     period = period_of(config, m)
     some = 1 if config.workers > _MANY_WORKERS else some
     drawn = any(network.jitter for network in config.networks.values()) or m.topology.name == "random"
@@ -570,7 +570,7 @@ def _rounds(config: RunSettings, m: Method, some: int) -> int:
 
 
 def _message_bytes(entries: Sequence[Entry]) -> int:
-    """What a worker holds of its own payload and of those it receives at one time, at most."""
+    """The most bytes of its own payload and of received ones that a worker holds at one time."""
     held = [0]
     for entry in entries:
         for kind, _, sends, receives, _ in entry.operations:
@@ -604,7 +604,7 @@ def _priced(config: RunSettings, name: str, entries: Sequence[Entry], m: Method,
 
 
 def _on_a_clock(config: ResolvedRun, sent_bytes: float, size: int) -> OnNetwork:
-    """As many inner steps as a round has, on the network whose seconds decide what is computed."""
+    """The inner steps of one round, on the network whose seconds decide what is computed."""
     assert config.network is not None and config.network_name is not None
     m, links, note = config.method, Durations(config.network, config.workers), ""
     compute = [config.local_steps_of(i) * links.step_s[i] for i in range(config.workers)]

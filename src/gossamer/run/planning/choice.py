@@ -1,4 +1,4 @@
-"""Which candidate of a plan to take: the lowest expected loss in the time, and of those that are as low the fastest."""
+"""The choice among the candidates of a plan: the lowest expected loss in the time, and of those that are as low the fastest."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,13 +9,13 @@ from gossamer.report.table import digits_text
 from gossamer.run.planning.expected_loss import EXACT_CODECS, LossScale, Penalty, Range, expected_difference, penalty
 
 _AS_FAST = 1.05
-"""A price is off by some per cent: within so much the simpler candidate is taken."""
+"""Relative error of a price, within which the simpler candidate is taken."""
 _AS_LOW = 0.005
-"""Nats, within which the fastest and simplest is taken: what is expected to end higher is not chosen because little is known."""
+"""Nats within which the fastest and simplest is taken: a higher expected loss is not chosen merely because little is known."""
 _EXACTLY = 1 + 1e-9
-"""A round that ends with the time ends in it."""
+"""Tolerance within which a round that ends with the time counts as inside of it."""
 _MARGIN = 0.02
-"""Nats. What is expected to end higher than that counts as decided, however wide the interval."""
+"""Nats above which a higher expected loss counts as decided, however wide the interval."""
 _HOPELESS = 0.1
 """Nats."""
 _IN_PAIRS = ("GASLoC 1-Peer", "noloco", "gossip", "gasloc_drift", "fgd_pairs")
@@ -47,9 +47,9 @@ class Candidate(NamedTuple):
     left_out: tuple[int, ...] = ()
     """Workers of the network that take no part; `local_steps` has those of the others."""
     collective: str = ""
-    """How data parallelism carries its all-reduce, which is the quickest way: "owners", "ring" or "tree"; else empty."""
+    """How data parallelism carries its all-reduce in the quickest way: "owners", "ring" or "tree"; else empty."""
     unhidden_round_s: float | None = None
-    """Of data parallelism, the seconds as `gossamer train` sends: as the network says, after the step and not during backward."""
+    """For data parallelism, the seconds as `gossamer train` sends: as the network says, after the step, not during backward."""
 
     spread_s: float = 0.0
     """Half of the 95 % interval of `round_s`, where the seconds of a round depend on chance: on jitter, or on who meets whom."""
@@ -69,28 +69,28 @@ class Candidate(NamedTuple):
 
     @property
     def missing(self) -> float:
-        """The share of all workers' local steps that those leave out which take fewer."""
+        """The share of all workers' local steps that the slower workers leave out."""
         return 1 - sum(self.local_steps) / (len(self.local_steps) * self.full_steps)
 
     @property
     def trained_as(self) -> str:
-        """The method whose rule it has, and whose losses."""
+        """The method with the same rule, whose losses it has."""
         return "data parallel" if self.method in (ALONE, SITE_ALONE) else self.method
 
     @property
     def parts(self) -> int:
-        """How much there is that can go wrong."""
+        """The number of parts that can fail."""
         return _PARTS.get(self.method, 3) + (self.codec not in EXACT_CODECS) + bool(self.left_out) + (self.missing > 0)
 
     @property
     def family(self) -> tuple[str, bool]:
-        """The method, whether its slow workers take fewer local steps where it can do without, and if anyone is left out."""
+        """The method, whether slow workers take fewer local steps by choice, and whether any worker is left out."""
         uneven = " uneven" if self.missing and self.method == "DiLoCo" else ""
         return f"{self.method}{uneven}{' of sites' if self.site > 1 else ''}", bool(self.left_out)
 
     @property
     def name(self) -> str:
-        """The same in words, and who is left out."""
+        """The method in words, with the workers that are left out."""
         words = [self.family[0]]
         if self.left_out and self.trained_as == self.method:
             words.append(f"less {self.left_out[0] if len(self.left_out) == 1 else f'{len(self.left_out)} workers'}")
@@ -98,7 +98,7 @@ class Candidate(NamedTuple):
 
     @property
     def fewer(self) -> str:
-        """In words, which workers of the network take fewer local steps; empty where nobody does."""
+        """The workers that take fewer local steps, in words; empty where there are none."""
         n = len(self.local_steps) + len(self.left_out)
         numbers = [i for i in range(n) if i not in self.left_out]
         own = [(i, steps) for i, steps in zip(numbers, self.local_steps, strict=True) if steps < self.full_steps]
@@ -110,15 +110,15 @@ class Candidate(NamedTuple):
 
     @property
     def dropped(self) -> str:
-        """Who is left out, in words; empty where nobody is."""
+        """The workers that are left out, in words; empty where there are none."""
         numbers = ", ".join(map(str, self.left_out))
         return f"worker{'s' * (len(self.left_out) > 1)} {numbers}" if numbers else ""
 
     def penalty(self, scale: LossScale) -> Penalty | None:
-        """What it loses at equal tokens; None where that was measured nowhere."""
+        """Its loss at equal tokens; None where that was never measured."""
         if self.method in _IN_PAIRS and len(self.local_steps) % 2:
             return None  # in each round one has no partner and trains alone, which costs more than anything else in a few rounds
-        # The workers of a mean drift as far as their own steps take them: races bear that out, and not for gossip (ADR 44).
+        # The workers of a mean drift as far as their own steps take them: races confirm that, but not for gossip (ADR 44).
         steps = round(fmean(self.local_steps)) if self.method == "DiLoCo" else self.full_steps
         scale = scale._replace(workers=len(self.local_steps))
         if scale.seconds is not None:
@@ -127,20 +127,20 @@ class Candidate(NamedTuple):
 
 
 class Pick(NamedTuple):
-    """What is chosen, and how all others stand to it."""
+    """The choice, and how all others compare with it."""
 
     best: Candidate
     undecided: tuple[Candidate, ...]
-    """Others whose loss in the time is not told apart from the lowest."""
+    """Other candidates that cannot be distinguished from the one with the lowest loss in the time."""
     scale: LossScale
     tokens: float
-    """That the best one reads in the time."""
+    """Tokens that the best one reads in the time."""
     hours: float
     """The time."""
 
     @property
     def undecided_in_words(self) -> str:
-        """What is not decided from the choice; several of a method that leave out other workers count together."""
+        """The candidates that the choice is not decided from; several of a method that leave out other workers count together."""
         names: dict[tuple[str, bool], set[str]] = {}
         for one in self.undecided:
             if one.name != self.best.name:
@@ -152,20 +152,20 @@ class Pick(NamedTuple):
         return ", ".join(words) or f"{self.best.name} with other settings"
 
     def hours_of(self, one: Candidate) -> float:
-        """What a candidate needs for the tokens."""
+        """The hours that a candidate needs for the tokens."""
         return self.tokens * one.seconds_per_token / 3600
 
     def tokens_of(self, one: Candidate) -> float:
-        """What a candidate reads in the time."""
+        """The tokens that a candidate reads in the time."""
         return 3600 * self.hours / one.seconds_per_token
 
     def hours_to_loss(self, one: Candidate) -> float:
-        """When a candidate has the loss of data parallelism after the tokens; infinite where its own is not known."""
+        """Hours until a candidate has the loss of data parallelism after the tokens; infinite where its own loss is not known."""
         own = one.penalty(self.scale)
         return math.inf if own is None else self.hours_of(one) * math.exp(own.nats / self.scale.per_e_fold)
 
     def loss(self, one: Candidate) -> Range | None:
-        """In the time, above data parallelism after the tokens; None where it is not known."""
+        """The loss in the time, above data parallelism after the tokens; None where it is not known."""
         own = one.penalty(self.scale)
         if own is None:
             return None
@@ -205,8 +205,8 @@ _Known = tuple[Candidate, Penalty]
 def pick(candidates: Iterable[Candidate], scale: LossScale, hours: float | None = None) -> Pick:
     """The candidate with the lowest expected loss in the time, or of those that are as low, within 0.005 nats, the fastest.
 
-    Within 5 % of the least time, the one with the fewest parts is taken, then the one with the fewest local steps. So it is where
-    no loss is known. What ends no round in the time, or with the tokens, is taken only if nothing does. One machine alone is
+    Within 5 % of the least time, the one with the fewest parts is taken, then the one with the fewest local steps. So also where
+    no loss is known. Candidates without a whole round are taken only if all are. One machine alone is
     taken wherever it is as low, within 0.005 nats, as nothing is simpler. Undecided are those that are expected to end 0.02 nats
     above the lowest at most, and the interval of whose difference holds zero.
 
@@ -238,7 +238,7 @@ def pick(candidates: Iterable[Candidate], scale: LossScale, hours: float | None 
 
 
 def _fits(one: Candidate, scale: LossScale, hours: float | None) -> bool:
-    """Whether a round ends with the tokens, and in the hours where these are given."""
+    """Whether a round ends within the tokens, and within the hours where these are given."""
     in_time = hours is None or one.round_s <= _EXACTLY * 3600 * hours
     return in_time and one.round_s <= _EXACTLY * scale.tokens * one.seconds_per_token
 
@@ -248,7 +248,7 @@ def _apart(scale: LossScale, one: _Known, other: _Known) -> Range:
 
 
 def best_of_each(choice: Pick, candidates: Sequence[Candidate]) -> Iterator[Candidate]:
-    """Of each method, with all workers and without some, what would be chosen; the best of all stands for its own."""
+    """The best candidate of each method, with all workers and without some; the best of all stands for its own method."""
     families: dict[tuple[str, bool], list[Candidate]] = {}
     for one in candidates:
         families.setdefault(one.family, []).append(one)
@@ -260,7 +260,7 @@ def shortlist(choice: Pick, candidates: Iterable[Candidate], most: int = 6) -> l
     """The candidates that a race tries: the choice, the same with fewer and more local steps, and the best of other families.
 
     Families come in the order of their expected loss. Left out are those whose loss is not known, and those that are expected to
-    end more than a tenth of a nat above the choice even at the kind end of their interval.
+    end more than a tenth of a nat above the choice even at the lower end of their interval.
     """
     known = [one for one in candidates if one.penalty(choice.scale) is not None]
     best, found = choice.best, [choice.best]
@@ -292,7 +292,7 @@ PLAN_HEADINGS = (
     "loss (nats)",
     "above the choice (nats)",
 )
-"""Of the columns of `plan_rows`."""
+"""Headings of the columns of `plan_rows`."""
 
 
 def codec_words(one: Candidate) -> str:
@@ -308,7 +308,7 @@ def codec_words(one: Candidate) -> str:
 
 
 def hours_text(choice: Pick, one: Candidate) -> str:
-    """The hours that a candidate needs for the tokens, with what chance may make of them where that is a thousandth or more."""
+    """The hours that a candidate needs for the tokens, with their spread by chance where that is a thousandth or more."""
     hours, share = choice.hours_of(one), one.spread_s / one.round_s if one.round_s else 0.0
     return digits_text(hours) + (f" ± {hours * share:.2g}" if share >= 0.001 else "")
 

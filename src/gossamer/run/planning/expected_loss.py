@@ -1,4 +1,4 @@
-"""What a candidate is expected to lose against data parallelism in the same time, and whether two can be told apart.
+"""The expected loss of a candidate above data parallelism in the same time, and whether two candidates can be told apart.
 
     loss(c) - loss(data parallelism after D tokens) = max(gap(N, n) · f(method, H, T), few(R, n)) + codec - s · ln(D_c / D)
 
@@ -9,7 +9,7 @@ has no gap. A small model that reads more tokens for each parameter comes nearer
 T inner steps, where DiLoCo lost 1 with 30 of them: differences that were measured here are shares of the gap. It was measured at
 two lengths, 1,350 and 5,400 steps, and is interpolated in their logarithm: in longer runs DiLoCo's long phases cost less of the
 gap. From 5 local steps on it never falls with more of them. One local step is the worst setting of published runs, and from 35M
-parameters on not taken to lose less than 120. Where a paper measured a method beside DiLoCo (`PUBLISHED`), its difference holds
+parameters on not taken to lose less than 120. Where a paper measured a method next to DiLoCo (`PUBLISHED`), its difference holds
 from that size on. `few` is a price for few rounds R, whatever the size: as much of what n workers gain together as DiLoCo lost
 in 45 rounds, in proportion to 1 / R.
 
@@ -56,37 +56,37 @@ from gossamer.settings.options import NotNegative, Positive
 from gossamer.settings.schema import build, read_toml, settings
 
 TOKENS_PER_PARAMETER = 20
-"""Of what was measured and published, and of a plan that is given neither tokens nor hours."""
+"""Tokens for each parameter, of the measured and published runs and of a plan that is given neither tokens nor hours."""
 EXACT_CODECS = ("exact", "bf16")
 """A cast to bf16 counts as exact."""
 _PUBLISHED = FITTED_PARAMETERS
 _MOST_WORKERS = 8
-"""Of arXiv 2503.09799."""
+"""Range of parameters, and most workers, of arXiv 2503.09799."""
 _PUBLISHED_STEPS = 10_000
-"""Inner steps of its runs: a judgement by their tokens and batches, which differ by several times between its sizes."""
+"""Inner steps of its runs: an estimate by their tokens and batches, which differ by several times between its sizes."""
 _GAP_DOUBT = 0.4
 """Its fits of all replicas and of each number of them, and what it measured, differ by so much of the gap."""
 _RESIDUAL = 0.003
-"""The share of the loss by which its runs lie off its fits: more than the gap of two workers and 1B parameters."""
+"""The deviation of its runs from its fits, as a share of the loss: more than the gap of two workers and 1B parameters."""
 _LEAST_GAP = 0.001
 """For few workers and more than 1B parameters the fits go down to no gap at all, which would make all methods equal."""
 TEXT = 0.08
-"""Of the gap. The price of gossip was 0.037 nats on source code and 0.052 on prose, where the gap was 0.19."""
+"""A share of the gap. The price of gossip was 0.037 nats on source code and 0.052 on prose, where the gap was 0.19."""
 _TOKENS_DOUBT = 0.3
 _NEAR = math.log(2)
-"""What was measured is taken to hold for half to twice as many parameters, workers and tokens."""
+"""Measurements are taken to hold for half to twice as many parameters, workers and tokens."""
 _BYTES = 256
 _FAR = 10
-"""So many times fewer or more tokens than a law was fitted with are still foretold."""
+"""The factor of tokens, outside of the range that a law was fitted with, up to which it is extrapolated."""
 
 
 class PublishedDifference(NamedTuple):
-    """What a paper measured of a method beside DiLoCo."""
+    """The difference of a method to DiLoCo that a paper measured."""
 
     parameters: float
-    """The fewest of its runs."""
+    """Parameters of its smallest run."""
     share: float
-    """Of the loss, above DiLoCo with as many local steps."""
+    """The difference to DiLoCo with as many local steps, as a share of the loss."""
     half: float
     """Half the width of its interval: where a paper gives none, that of two rounded losses."""
     source: str
@@ -100,7 +100,7 @@ PUBLISHED = {
     "noloco": PublishedDifference(125e6, 0.0, 0.004, "arXiv 2506.10911: pairs on a par with all, 125M to 6.8B"),
     "muloco": PublishedDifference(150e6, -0.007, 0.004, "arXiv 2505.23725: 3.120 and 3.142 at 150M, one worker"),
 }
-"""By method."""
+"""Published differences by method."""
 
 _MEASURED_LEVEL = fmean(MEASURED["data parallel"][1].losses)
 _MEASURED_GAP = fmean(MEASURED["DiLoCo"][30].losses) - _MEASURED_LEVEL
@@ -123,10 +123,10 @@ class Range(NamedTuple):
 
 
 class LossScale(NamedTuple):
-    """What is trained, by which losses are scaled.
+    """The model and the length of a run, by which losses are scaled.
 
     Source: data parallelism and DiLoCo's gap from 35M parameters on, arXiv 2503.09799, up to 2.4B and 8 workers; what tokens
-    bring there, arXiv 2404.10102, `2085.43 · D^-0.3658`.
+        bring there, arXiv 2404.10102, `2085.43 · D^-0.3658`.
     """
 
     parameters: int
@@ -134,17 +134,17 @@ class LossScale(NamedTuple):
     tokens: float
     vocab_size: int
     own_per_e_fold: float | None = None
-    """What e times as many tokens bring on the user's text, where a law of it is given."""
+    """Nats that e times as many tokens bring on the user's text, where a law of it is given."""
     steps: float | None = None
-    """Inner steps of a worker, in which all read the tokens; None for as many as the runs have that `gap` is of."""
+    """Inner steps of a worker, in which all read the tokens; None for as many as in the runs that `gap` is from."""
     seconds: float | None = None
-    """The time, where that is the goal: a candidate takes more steps in it or fewer."""
+    """Seconds of the run, where they are the goal: a candidate takes more or fewer steps in them."""
 
     @property
     def length(self) -> float:
         """Where a run lies between both measured lengths: 0 for one of `MEASURED_STEPS` inner steps, 1 for `LONGER_STEPS`.
 
-        Of shorter ones nothing is known, and they are taken to be as these.
+        Shorter runs were not measured, and are treated like the former.
         """
         steps = self._between(MEASURED_STEPS, _PUBLISHED_STEPS) if self.steps is None else self.steps
         return max(0.0, math.log(steps / MEASURED_STEPS) / math.log(LONGER_STEPS / MEASURED_STEPS))
@@ -204,7 +204,7 @@ class LossScale(NamedTuple):
 
     @property
     def _away(self) -> dict[str, float]:
-        """How far all is from what was measured, in powers of e."""
+        """The distance from the measured parameters, workers and tokens, in powers of e."""
         each = {
             "parameters": self.parameters / MEASURED_PARAMETERS,
             "workers": self.workers / MEASURED_WORKERS,
@@ -214,7 +214,7 @@ class LossScale(NamedTuple):
 
     @property
     def outside(self) -> list[str]:
-        """What is not near that of the measured losses."""
+        """The quantities that are far from those of the measured losses."""
         words = {
             "parameters": f"{self.parameters:,} parameters",
             "workers": f"{self.workers} workers",
@@ -224,12 +224,12 @@ class LossScale(NamedTuple):
 
     @property
     def method_doubt(self) -> float:
-        """By which share the differences between methods may be others than those that were measured."""
+        """The share by which differences between methods may deviate from the measured ones."""
         return sum(DRIFT[name] * away for name, away in self._away.items() if away > 1e-6)
 
     @property
     def gap_doubt(self) -> float:
-        """By which share the gap of all methods to data parallelism may be another."""
+        """The share by which the gap of all methods to data parallelism may deviate."""
         away = self._away
         inside = min(_GAP_DOUBT, DRIFT["parameters"] * away["parameters"])
         more = math.log(max(1.0, self.workers / _MOST_WORKERS)) + math.log(max(1.0, self.parameters / _PUBLISHED[1]))
@@ -238,7 +238,7 @@ class LossScale(NamedTuple):
 
 @settings()
 class Law:
-    """What data parallelism reaches with the planned model on a user's text: `loss = floor + scale · tokens^-power` nats."""
+    """The loss of data parallelism with the planned model on a user's text: `loss = floor + scale · tokens^-power` nats."""
 
     floor: NotNegative
     """The loss that no number of tokens goes below."""
@@ -252,7 +252,7 @@ class Law:
             raise ConfigError(f"tokens is {[*self.tokens]}; write the fewest first, such as tokens = [1e8, 1e9]")
 
     def tokens_for(self, loss: float) -> float:
-        """When it reaches a loss. Raises ConfigError for one that it cannot reach, or only far from where it was fitted.
+        """The tokens for a loss. Raises ConfigError for one that it cannot reach, or only far outside of its fit.
 
         >>> Law(floor=1.0, scale=100.0, power=0.25, tokens=(1e6, 1e9)).tokens_for(2.0)
         100000000.0
@@ -270,7 +270,7 @@ class Law:
         return tokens
 
     def times_as_many(self, loss: float, nats: float) -> float:
-        """How many times the tokens for a loss it takes to end so many nats below that; infinite from the floor on.
+        """How many times the tokens of a loss are needed to end so many nats below it; infinite from the floor on.
 
         >>> law = Law(floor=1.0, scale=100.0, power=0.25, tokens=(1e6, 1e9))
         >>> round(law.times_as_many(2.0, 0.1), 3), law.times_as_many(2.0, 1.0)
@@ -295,21 +295,21 @@ class Penalty(NamedTuple):
     """Nats of a candidate above data parallelism after as many tokens."""
 
     method: str
-    """Whose differences to others may be others on another text."""
+    """The method, whose differences to others may change with the text."""
     by_seed: tuple[tuple[float, ...], ...]
-    """Of the runs of each measured length, by how near it is: their means add up."""
+    """Nats by seed, for runs of each measured length, weighted by how near it is: their means add up."""
     gap: float
-    """What all have in common that take local steps; 0 for data parallelism."""
+    """The part that all methods with local steps have in common; 0 for data parallelism."""
     beyond: float
-    """What is added or taken for other local steps or more steps than the measured ones, which may be twice that or nothing."""
+    """Correction for local steps or lengths that were not measured; its error may be as large as itself."""
     codec: tuple[float, ...]
-    """By seed, of a lossy one; of other runs, so the seeds are not those of `by_seed`."""
+    """Nats by seed, of a lossy codec; from other runs, so the seeds are not those of `by_seed`."""
     codec_far: float
-    """By which factor the interval of the codec grows."""
+    """The factor by which the interval of the codec grows."""
     missing: float = 0.0
-    """What workers with fewer local steps than the others may cost."""
+    """The loss that workers with fewer local steps than the others may cost."""
     few_rounds: float = 0.0
-    """What is added where there are few rounds."""
+    """The price of few rounds."""
 
     @property
     def nats(self) -> float:
@@ -324,7 +324,7 @@ class Penalty(NamedTuple):
 
 @functools.lru_cache(maxsize=1 << 12)
 def penalty(scale: LossScale, method: str, local_steps: int, codec: str, missing: float = 0.0) -> Penalty | None:
-    """What a method with these local steps and this codec loses; None where that was measured nowhere.
+    """The expected loss of a method with these local steps and this codec; None where that was never measured.
 
     Pairs of two workers are everyone, so gossip in pairs of two is DiLoCo there.
 
@@ -381,7 +381,7 @@ _Weighed = Sequence[tuple[float, RelativeLoss]]
 
 
 def _both_lengths(scale: LossScale, method: str, local_steps: int) -> tuple[RelativeLoss, RelativeLoss] | None:
-    """What a method lost in runs of both lengths, where DiLoCo lost 1 with 30 local steps."""
+    """The losses of a method in runs of both lengths, in units of DiLoCo's with 30 local steps."""
     both = relative_losses(method, local_steps)
     if both is None or method == "data parallel" or local_steps >= _FEWEST_STEPS:
         return both
@@ -402,7 +402,7 @@ def _raised(one: RelativeLoss, other: RelativeLoss, share: float) -> RelativeLos
 def _towards(
     scale: LossScale, method: str, local_steps: int, by_seed: Sequence[tuple[float, ...]], weighed: _Weighed
 ) -> tuple[list[tuple[float, ...]], float]:
-    """What a method loses on the way from the measured size to that from which a paper has its difference to DiLoCo."""
+    """The loss of a method between the measured size and that from which a paper has its difference to DiLoCo."""
     known = PUBLISHED[method]
     there, diloco = scale.on_the_way_to(known.parameters), _both_lengths(scale, "DiLoCo", local_steps)
     assert diloco is not None
@@ -414,7 +414,7 @@ def _towards(
 
 
 _PAIRS = ("GASLoC 1-Peer", "noloco", "gossip", "gasloc_drift", "fgd_pairs")
-"""Methods in which a worker hears of one other in a round."""
+"""Methods in which a worker receives from one peer in a round."""
 _FEWEST_STEPS, _WORST_AS = 5, 120
 """Local steps below which published runs rise again, and those than which one step is not taken to lose less."""
 _WITH_A_CODEC = ("streaming_diloco", "sparseloco", "fgd_pairs")

@@ -1,4 +1,4 @@
-"""What methods lose at equal tokens, as it was measured over local steps, and the settings it was measured at.
+"""The losses of methods at equal tokens, measured over local steps, and the settings of these measurements.
 
 One small model was trained: 139,584 parameters, 8 workers that read the same text, 20 tokens for each parameter, a warm-up of a
 fifth of the steps, and for every method and number of local steps the settings that a search of whole runs chose for it. DiLoCo
@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 MEASURED_PARAMETERS, MEASURED_WORKERS, MEASURED_STEPS = 139_584, 8, 1350
 LONGER_STEPS = 5400
-"""Inner steps of the runs that say how what methods lose changes with length."""
+"""Inner steps of the runs that show how the losses of methods change with length."""
 _UNIT = 30
-"""Local steps of DiLoCo, whose loss is the unit of others."""
+"""Local steps of DiLoCo at which its loss is the unit of others."""
 _RISES_FROM = 5
-"""Local steps from which more of them never lose less: published runs, and the theory of drift, know nothing else."""
+"""Local steps from which more of them never lose less, as published runs and the theory of drift agree."""
 _WARMUP = 0.2
-"""Of the steps: a shorter warm-up costs methods with few local steps more than others."""
+"""Share of the steps: a shorter warm-up costs methods with few local steps more than others."""
 
 
 class TunedLoss(NamedTuple):
@@ -47,13 +47,13 @@ MEASURED: Mapping[str, Mapping[int, TunedLoss]] = {
     method: {int(steps): TunedLoss(tuple(one.pop("losses")), **one) for steps, one in own.items()}
     for method, own in _DOCUMENT["losses"].items()
 }
-"""By method, as a plan names it, and local steps."""
+"""Losses by method, as a plan names it, and local steps."""
 CODECS_MEASURED: Mapping[str, Mapping[str, tuple[float, ...]]] = {
     method: {codec: tuple(above) for codec, above in own.items()} for method, own in _DOCUMENT["codecs"].items()
 }
-"""What a lossy codec adds, by method and seed, where DiLoCo with 30 local steps and exact messages loses 1."""
+"""The loss that a lossy codec adds, by method and seed, in units of DiLoCo's with 30 local steps and exact messages."""
 _BySeed = Mapping[str, Mapping[int, tuple[float, ...]]]
-"""By method and local steps, seed by seed."""
+"""Losses by method and local steps, seed by seed."""
 
 
 def _above(one: TunedLoss) -> tuple[float, ...]:
@@ -63,7 +63,7 @@ def _above(one: TunedLoss) -> tuple[float, ...]:
 
 
 def _in_units(above: _BySeed) -> _BySeed:
-    """Of what DiLoCo lost with `_UNIT` local steps."""
+    """In units of the loss of DiLoCo with `_UNIT` local steps."""
     unit = fmean(above["DiLoCo"][_UNIT])
     return {
         method: {steps: tuple(nats / unit for nats in some) for steps, some in own.items()}
@@ -110,30 +110,30 @@ _SHORTER = _in_units(
     )
 )
 LEAST_ROUNDS = 45
-"""Of the longer runs with 120 local steps."""
+"""Rounds of the longer runs with 120 local steps."""
 FEW_ROUNDS_NATS = min(_LONG["DiLoCo"][120])
-"""What DiLoCo lost there, with the seed that lost least: what few rounds cost at least."""
+"""The loss of DiLoCo in these runs, with the seed that lost least: the least price of few rounds."""
 NATS_PER_E_FOLD: float = _DOCUMENT["nats_per_e_fold"]
-"""By how much the loss falls with e times as many tokens: DiLoCo, from 20 to 79 tokens a parameter."""
+"""The decrease of the loss with e times as many tokens: DiLoCo, from 20 to 79 tokens a parameter."""
 GAP_POWER: float = _DOCUMENT["gap_power"]
-"""By which power of tokens for each parameter DiLoCo came nearer to data parallelism, with 30 local steps."""
+"""The power of tokens for each parameter by which DiLoCo's gap to data parallelism falls, with 30 local steps."""
 DRIFT: Mapping[str, float] = _DOCUMENT["drift"]
-"""By which power of tokens, parameters and workers the difference of two methods changed where that was measured."""
+"""The powers of tokens, parameters and workers by which the difference of two methods changed where that was measured."""
 
 
 class RelativeLoss(NamedTuple):
-    """What a method lost in runs of one length, in units of what DiLoCo lost there with 30 local steps."""
+    """The loss of a method in runs of one length, in units of DiLoCo's with 30 local steps."""
 
     by_seed: tuple[float, ...]
-    """Those of all methods have the same seeds."""
+    """Losses by seed; those of all methods have the same seeds."""
     beyond: float
-    """How much of their mean was not measured."""
+    """The part of their mean that was not measured."""
 
 
 def relative_losses(method: str, local_steps: int) -> tuple[RelativeLoss, RelativeLoss] | None:
-    """In `MEASURED_STEPS` and in `LONGER_STEPS`; None for a method that was not measured.
+    """The losses in `MEASURED_STEPS` and in `LONGER_STEPS`; None for a method that was not measured.
 
-    Between measured numbers of local steps they are interpolated in their logarithm. With more, they go on as from 30 to the
+    Between measured numbers of local steps they are interpolated in their logarithm. With more, they continue as from 30 to the
     most; with fewer than in the longer runs they change as in the shorter ones. What was measured with one number of local steps
     stands to DiLoCo in longer runs as it does in shorter ones; with more local steps it rises by as much as DiLoCo does, and with
     fewer it is not taken to fall, neither of which is measured.
@@ -160,7 +160,7 @@ def relative_losses(method: str, local_steps: int) -> tuple[RelativeLoss, Relati
 
 
 def _along(known: Mapping[int, tuple[float, ...]], local_steps: int) -> RelativeLoss:
-    """What runs of one length lost, from those with several numbers of local steps."""
+    """The losses of runs of one length, from those with several numbers of local steps."""
     steps = sorted(known)
     if local_steps <= steps[0]:
         return RelativeLoss(known[steps[0]], 0.0)
@@ -174,7 +174,7 @@ def _along(known: Mapping[int, tuple[float, ...]], local_steps: int) -> Relative
 
 
 def _longer(method: str, local_steps: int) -> RelativeLoss:
-    """That of the longer runs, which have no fewest local steps."""
+    """The loss in the longer runs, which have no fewest local steps."""
     known, fewest = _LONGER[method], min(_LONGER[method])
     if local_steps >= fewest:
         return _along(known, local_steps)

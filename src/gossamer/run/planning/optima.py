@@ -21,7 +21,7 @@ from gossamer.run.planning.measured_losses import (
 _SMALLEST, _MOST_REPLICAS = 35_000_000, 8
 """Parameters from which on the fits hold, and replicas up to which they do."""
 _WARMUP_STEPS, _LAST_LR = 1000, 0.05
-"""Of arXiv 2503.09799: the steps of its warm-up, and the share of the learning rate at its end."""
+"""Steps of the warm-up of arXiv 2503.09799, and the share of the learning rate at its end."""
 _RULES: Mapping[str, Mapping[str, Any]] = {
     "DiLoCo": {"lr": 0.7, "momentum": 0.9},
     "GASLoC 2-Peer": {"lr": 0.7, "momentum": 0.5},
@@ -103,7 +103,7 @@ def optima(
 
 
 def _measured(method: str, steps: int, local_steps: int, muon: bool) -> Optima:
-    """Those of the search of a small model, with about as many local steps."""
+    """The settings of the search of a small model, with about as many local steps."""
     if method not in MEASURED:
         return Optima(measured_schedule(steps), {}, "# Warm-up: that of the measured runs.\n")
     at, tuned = nearest_measured(method, local_steps)

@@ -60,9 +60,9 @@ forward."""
 COLLECTIVES: tuple[MeanKind, ...] = ("owners", "ring", "tree")
 """Ways to carry an all-reduce, of which data parallelism takes the quickest."""
 _BACK_BITS = 16.0
-"""Per parameter of the sum of a lossy mean, in bf16."""
+"""Bits for each parameter of the sum of a lossy mean, in bf16."""
 _MORE_DRAWS = 4
-"""So many times the rounds are priced where they vary and not all workers wait for each other, as these drift apart slowly."""
+"""The factor of rounds to price where they vary and not all workers wait for each other, as these drift apart slowly."""
 _LARGEST = 10**12
 _LIMIT_WORKERS = 100_000
 _LIMIT_LISTED = MOST_COUNTED
@@ -76,7 +76,7 @@ _LIMIT_MESSAGES = 10**7
 
 
 def bits_per_parameter(codecs: Iterable[str], parameters: int) -> dict[str, float]:
-    """Of each codec on a model of so many parameters, and of `EXACT`. Raises ConfigError for one that is not in the table.
+    """Bits per parameter of each codec on a model of this size, and of `EXACT`. Raises ConfigError for a codec not in the table.
 
     >>> bits_per_parameter(["int8"], 10_000)["exact"]
     32.0
@@ -94,7 +94,7 @@ def bits_per_parameter(codecs: Iterable[str], parameters: int) -> dict[str, floa
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanSettings:
-    """What is trained, and which candidates are tried.
+    """The model and its training, and the candidates that are tried.
 
     Raises: ConfigError for a number out of bounds.
     """
@@ -107,9 +107,9 @@ class PlanSettings:
     batch_size: int = 8
     """Sequences of a worker's inner step."""
     tokens: float | None = None
-    """To train on; the default is 20 for each parameter."""
+    """Tokens to train on; the default is 20 for each parameter."""
     hours: float | None = None
-    """To train for, in place of `tokens`."""
+    """Hours to train for, in place of `tokens`."""
     local_steps: Sequence[int] = (5, 15, 30, 60, 120, 240, 480)
     """Local steps to try."""
     codecs: Mapping[str, float] = field(default_factory=lambda: EXACT)
@@ -128,9 +128,9 @@ class PlanSettings:
     source: str = "stdlib"
     """The text of the run file, as in data.source."""
     tokenizer: str | None = None
-    """That of the run file, as in data.tokenizer; bytes unless given."""
+    """The tokenizer of the run file, as in data.tokenizer; bytes unless given."""
     law: Law | None = None
-    """Of the losses on that text, where it is known."""
+    """The law of the losses on that text, where it is known."""
 
     def __post_init__(self) -> None:
         if self.tokens is not None and self.hours is not None:
@@ -175,12 +175,12 @@ class RunPlan(NamedTuple):
 
     @property
     def best(self) -> Candidate:
-        """What is chosen."""
+        """The choice."""
         return self.choice.best
 
     @property
     def workers(self) -> int:
-        """All of them, with those that the choice leaves out."""
+        """The number of all workers, including those that the choice leaves out."""
         return self.choice.scale.workers
 
     def rounds_of(self, one: Candidate) -> int:
@@ -213,8 +213,8 @@ def plan(
 
     DiLoCo is tried with each of `options.local_steps`. GASLoC takes these as the steps of its fastest worker; the others take
     as many as let them be ready in time (`matched_steps`), and so does DiLoCo once more, where that are fewer. The sums of a
-    lossy mean come back in bf16 where that is less to send; otherwise its payloads go to everyone whole. `slow_teams` says who
-    may be left out.
+    lossy mean come back in bf16 where that is less to send; otherwise its payloads go to everyone whole. `slow_teams` lists
+    the workers that may be left out.
 
     Args: `computing` is as in `gossamer.network.pricing.price`.
     Raises: ConfigError for what cannot be, or when nothing gives the step time.
@@ -257,7 +257,7 @@ def plan(
 
 
 def choosable(candidates: Iterable[Candidate], options: PlanSettings) -> list[Candidate]:
-    """The candidates that may be taken: without those that leave somebody out, where everybody is to stay."""
+    """The candidates that may be taken: without those that leave workers out, where all are to stay."""
     return [one for one in candidates if not (options.keep_all and one.left_out)]
 
 
@@ -292,7 +292,7 @@ def _alone(
 
 
 def workers_of(network: Network, options: PlanSettings) -> int:
-    """For how many workers to plan. Raises ConfigError when nothing gives their number."""
+    """The number of workers to plan for. Raises ConfigError when it is not given."""
     n = network.workers if options.workers is None else options.workers
     if n is None:
         raise ConfigError(
@@ -327,7 +327,7 @@ def _with_sites_as_workers(network: Network, candidates: Iterable[Candidate]) ->
 
 
 def network_of(plan: RunPlan, one: Candidate) -> Network:
-    """The network of those that take part in a candidate, as its run file has it."""
+    """The network of the participants of a candidate, as its run file has it."""
     if one.site == 1:
         return network_without(plan.network, plan.workers, one.left_out)
     coarse = _with_sites_as_workers(plan.network, plan.candidates)
@@ -448,9 +448,9 @@ def back_of(bits: float, codec: str, n: int) -> str | None:
 
 
 def _behind_backward(one: Candidate, timeline: Timeline, collective: MeanKind) -> Candidate:
-    """Data parallelism as DDP runs it: of its all-reduce only that part takes time which lasts longer than backward.
+    """Data parallelism as DDP runs it: only the part of its all-reduce that outlasts backward takes time.
 
-    Buckets leave as soon as their gradients are there, so all but the last is under way during backward, which is
+    Buckets leave as soon as their gradients are there, so all but the last are in flight during backward, which is
     `BACKWARD` of an inner step; here that of the slowest worker, whose gradients come last.
     """
     step_s = float(timeline.compute_s.max(axis=1).mean())
@@ -499,7 +499,7 @@ def _draws_freely(network: Network, n: int) -> bool:
 def _own_steps(sketch: _Sketch, network: Network, payload_bytes: int) -> tuple[int, ...] | None:
     """Local steps of each worker; None for a mean where they would be the same for all although they are to differ.
 
-    Of a mean through owners, half of what a worker sends is on its way before it needs anything of the others. Those of a ring
+    Of a mean through owners, half of what a worker sends is sent before it needs anything from the others. Those of a ring
     and a tree begin when the last is ready, so only the seconds of a step count.
     """
     n, steps = sketch.n, sketch.full_steps
@@ -511,10 +511,10 @@ def _own_steps(sketch: _Sketch, network: Network, payload_bytes: int) -> tuple[i
 
 
 def matched_steps(links: Links, full_steps: int, sent_bytes: float) -> tuple[int, ...]:
-    """How many inner steps each worker takes so that all finish sending together, up to less than one step.
+    """The inner steps of each worker with which all finish sending together, up to less than one step.
 
     The worker that would finish first with `full_steps` takes that many (`gossamer.network.pacing`). The workers of a site
-    share its link evenly. A slow downlink does not count: what comes late through it is sent by somebody else.
+    share its link evenly. A slow downlink does not count: what comes late through it is sent by another worker.
 
     Raises: ConfigError when a worker needs no time for a step.
 
@@ -529,7 +529,7 @@ def matched_steps(links: Links, full_steps: int, sent_bytes: float) -> tuple[int
         )
     exchange_s = 8 * sent_bytes / uplinks_bps(links)
     paces = [Pace(*pace) for pace in zip(links.step_s.tolist(), exchange_s.tolist(), strict=True)]
-    first = min(paces, key=lambda pace: cycle_s(pace, full_steps))  # of whose end all others need to know
+    first = min(paces, key=lambda pace: cycle_s(pace, full_steps))  # the cycle to which all others are matched
     fitting = {pace: whole_steps(fitting_steps(pace, [first], full_steps), full_steps) for pace in set(paces)}
     return tuple(fitting[pace] for pace in paces)
 
@@ -627,7 +627,7 @@ def method_tables(chosen: Candidate) -> dict[str, dict[str, Any]]:
 
 
 def _uneven(chosen: Candidate) -> str:
-    """A comment of the run file that says who takes fewer local steps; empty where nobody does."""
+    """A comment of the run file that names the workers with fewer local steps; empty where there are none."""
     if not chosen.fewer:
         return ""
     return f"# {chosen.fewer[0].upper()}{chosen.fewer[1:]} of {chosen.full_steps} local steps, which count less.\n"
@@ -644,7 +644,7 @@ def _sites_text(chosen: Candidate) -> str:
 
 
 def without_text(chosen: Candidate) -> str:
-    """A comment of the run file that says whom it leaves out; empty where nobody is."""
+    """A comment of the run file that names the workers left out; empty where there are none."""
     if not chosen.dropped:
         return ""
     return f"# Without {chosen.dropped} of the planned network, whose own text is lost; the others are renumbered.\n"
@@ -657,7 +657,7 @@ def _rounds_of_means(network: Network, n: int, rounds: int) -> int:
 
 
 def _at_most(rounds: int, n: int) -> int:
-    """So many rounds, and of thousands of workers fewer, down to 8: in each round of theirs somebody draws what is rare."""
+    """The rounds to price; with thousands of workers fewer, down to 8: each of their rounds includes rare draws already."""
     return rounds if n <= _LIMIT_SHARED else min(rounds, max(8, _LIMIT_CELLS // n))
 
 

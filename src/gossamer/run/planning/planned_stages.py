@@ -29,7 +29,7 @@ from gossamer.run.worker.stages.timing import in_stages, work_in
 from gossamer.settings.options import Positive, bounded
 
 BOUNDARY_PAIRS: Mapping[str, str] = {"dense": "dense", "cast": "cast", "intk": "intk", "tahquant": "intk"}
-"""Boundary codecs of activations that a plan can try, from the mildest on, and that of gradients beside each."""
+"""Boundary codecs of activations that a plan can try, from the mildest on, each with the codec of gradients."""
 
 SPEED_LEFT = 0.9
 """The share of the speed that the mildest boundary codec has to leave: what such codecs cost in loss is not known here."""
@@ -77,7 +77,7 @@ class StagePlan(NamedTuple):
 
     made: RunPlan
     replica_bytes: int
-    """What a whole replica would need, without activations."""
+    """Memory of a whole replica, without activations."""
     chosen: StagedReplica
     tried: tuple[StagedReplica, ...]
     """The best of each boundary codec, from the mildest on."""
@@ -136,7 +136,7 @@ def plan_in_stages(
 
 
 class _Sketch(NamedTuple):
-    """What is to be cut, and for whom."""
+    """What is to be cut, and for which workers."""
 
     network: Network
     model: ModelConfig
@@ -150,7 +150,7 @@ class _Sketch(NamedTuple):
         return drafted(method, self.workers, self.model, self.options, {**run, **tables})
 
     def work(self) -> list[float]:
-        """Of each layer, as its price has it; the last has the output head."""
+        """The work of each layer, as its price has it; the last has the output head."""
         return [*map(float, work_in(self.layout, range(1, self.model.shape.layers)))]
 
     def bytes_per_number(self) -> float:

@@ -1,4 +1,4 @@
-"""Who takes part in a plan: all workers, those that are left without slow ones, the workers of a site, or one machine."""
+"""The workers that take part in a plan: all, those that are left without slow ones, the workers of a site, or one machine."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ MOST_COUNTED = 64
 _FEW_SHARING = 8
 """The same where links are shared, as every message of each candidate is then replayed."""
 _STEPS = (1, 30, 480)
-"""Inner steps of the rounds that say who is slow."""
+"""Inner steps of the rounds by which slow workers are identified."""
 _INSTANT_S = 1e-12
 
 
@@ -25,7 +25,7 @@ def slow_teams(network: Network, n: int, parameters: int) -> list[tuple[int, ...
     count, with many the steps. Beside the set without which most is read, where it has several workers, come those with fewer of
     them, as the rest may take fewer local steps. Two workers at least stay; each of them alone is a candidate anyhow.
     Where there are sites, those with the slowest links to others are left out as a whole too, down to one of several workers.
-    Nobody is left out where stages have links.
+    No worker is left out where stages have links.
 
     >>> slow = Network(uplink_bps=(25e6, 25e6, 25e6, 2.5e6), downlink_bps=25e6, step_s=(0.5, 0.5, 0.5, 1.0))
     >>> slow_teams(slow, 4, 192_960)
@@ -72,7 +72,7 @@ def _fastest_bps(links: Links, site: int) -> float:
 
 
 def site_teams(network: Network, n: int) -> list[tuple[int, ...]]:
-    """Of each site with several workers, all others; none where there is but one site."""
+    """For each site with several workers, all others, to be left out; none where there is but one site."""
     some = [one.workers for one in network.sites.values() if 1 < len(one.workers) < n]
     return [tuple(i for i in range(n) if i not in {*workers}) for workers in some]
 
@@ -118,7 +118,7 @@ def machines(network: Network, n: int) -> list[tuple[int, float]]:
 
 
 def network_without(network: Network, n: int, left_out: Sequence[int]) -> Network:
-    """The network without what it says of some workers, the others renumbered; of one site that is left, nothing is shared."""
+    """The network without some workers, the others renumbered; where a single site is left, nothing is shared."""
     if not left_out:
         return network
     gone = {*left_out}
@@ -153,14 +153,14 @@ def _renumbered(change: Change, number: dict[int, int]) -> Change | None:
 
 
 def left_out_of(network: Network, n: int, of: Network, workers: int) -> tuple[int, ...] | None:
-    """Whom of n workers a network of fewer ones leaves out, by their links; None where it is not a part of the network."""
+    """The workers of n that a smaller network leaves out, by their links; None where it is not a part of the network."""
     some, every = _rows(of, workers), iter(enumerate(_rows(network, n)))
     kept = [next((i for i, row in every if row == own), None) for own in some]
     return None if None in kept else tuple(i for i in range(n) if i not in kept)
 
 
 def _rows(network: Network, n: int) -> list[tuple[float, ...]]:
-    """What the links of each worker have."""
+    """The figures of the links of each worker."""
     links = links_of(network, n)
     return list(
         zip(

@@ -1,4 +1,4 @@
-"""What the workers of a run will send and keep, counted without training.
+"""The messages and the memory of the workers of a run, counted without training.
 
 Rounds are played on tensors without data: every message and payload is really made and sent, and none is received.
 """
@@ -26,19 +26,19 @@ from gossamer.tree import Tree, leaves, nbytes
 
 
 class Traffic(NamedTuple):
-    """What one worker does in one round (after one local phase of an asynchronous run), in the mean over workers and rounds."""
+    """Averages for one worker and one round, or for one local phase of an asynchronous run."""
 
     sent_bytes: float
     most_bytes: float
-    """Of the worker that sends most."""
+    """The bytes of the worker that sends most."""
     messages: float
     peers: float
     kinds: tuple[str, ...]
-    """Of `gossamer.record.logs.trace.KINDS`."""
+    """The kinds of operations, of `gossamer.record.logs.trace.KINDS`."""
     state_copies: float
     """Outer state, in models."""
     flight_copies: float
-    """What is kept for exchanges under way while training goes on, in models, at its most."""
+    """Memory for exchanges in flight while training continues, in models, at its most."""
 
 
 def traffic(config: ResolvedRun, layout: Layout, rounds: int = 0) -> Traffic:
@@ -59,7 +59,7 @@ def period_of(config: RunSettings, m: Method) -> int:
 
 
 MOST_PLAYED = 1_000
-"""Workers whose part in a round is played, where each one's is not asked for."""
+"""Workers whose part in a round is played, where not all of them are asked for."""
 _MOST_MESSAGES, _OF_A_ROUND = 100_000, 10
 """Messages that are played, which takes some seconds, and those that take as long as the rest of a worker's round."""
 _MOST_ROWS = 1_000_000
@@ -87,7 +87,7 @@ def extent(config: RunSettings, m: Method, rounds: int) -> tuple[int, Sequence[i
 def play_rounds(
     config: RunSettings, m: Method, layout: Layout, rounds: int, workers: Sequence[int] | None = None
 ) -> tuple[Traffic, list[Entry]]:
-    """What so many rounds send and keep, and the trace that they would leave, its seconds left at zero.
+    """The messages and the memory of so many rounds, and the trace that they would leave, its seconds left at zero.
 
     Args: `workers` are those that are played, all by default; the counts are then means over them.
     """
@@ -159,7 +159,7 @@ def _loops(config: RunSettings, m: Method, layout: Layout, workers: Sequence[int
 def _once(rule: Rule) -> Rule:
     """A rule for tensors without data, whose first states and messages of a round look alike for all workers, made once.
 
-    It counts nobody whom it distrusts: where there is no data there are no counts to read.
+    It counts no distrusted messages: without data there are no counts to read.
     """
 
     def kept(make: Callable[..., Tree]) -> Callable[..., Tree]:
@@ -179,7 +179,7 @@ def _once(rule: Rule) -> Rule:
 
 
 def _of_phases(config: RunSettings, method: WithServer | InPairs, layout: Layout) -> Traffic:
-    """What a worker pushes, or sends at a meeting, after one local phase."""
+    """The messages of a worker after one local phase: what it pushes, or sends at a meeting."""
     # A worker of a server keeps one: where the server let it start.
     copies = 1.0 if isinstance(method, WithServer) else float(method.rule.state_copies)
     arranged, spans = arrange(layout, *config.fragments)

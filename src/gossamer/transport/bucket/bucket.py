@@ -1,7 +1,7 @@
 """A folder or an object store as a bucket: objects with flat names that are created once and never changed.
 
-An object is `[SHA-256 or HMAC, size of the head, head as JSON, body]`. The code is over its name too, so a piece that is damaged
-or lies under another name is refused; with the secret of a run, also one by somebody who does not know it. Needs no torch.
+An object is `[SHA-256 or HMAC, size of the head, head as JSON, body]`. The code covers its name too, so a piece that is damaged
+or lies under another name is refused; with the secret of a run, also one by a writer without it. Needs no torch.
 """
 
 import contextlib
@@ -20,13 +20,13 @@ from gossamer.errors import ConfigError, TransportError
 from gossamer.record.jsonl import json_from_peer
 
 MOST_HEAD_BYTES = 1 << 24
-"""Of a description in JSON: some hundred bytes for each of 100,000 workers."""
+"""Most bytes of a head in JSON: some hundred for each of 100,000 workers."""
 _CODE = hashlib.sha256().digest_size
 _SIZE = 4
 
 
 class Bucket(Protocol):
-    """What a run needs of a store. Each method is one request, and raises OSError where the store does not do it."""
+    """The operations of a store that a run needs. Each method is one request, and raises OSError where the store fails."""
 
     def create(self, name: str, content: bytes) -> bool:
         """Creates an object, which others see whole or not at all; False where there is one of this name."""
@@ -37,7 +37,7 @@ class Bucket(Protocol):
         ...
 
     def names(self, after: str) -> list[str]:
-        """All names behind this one, sorted."""
+        """All names that sort after this one, sorted."""
         ...
 
     def remove(self, name: str) -> None:
@@ -46,7 +46,7 @@ class Bucket(Protocol):
 
 
 class Item(NamedTuple):
-    """What an object holds."""
+    """The content of an object."""
 
     head: Any
     body: memoryview
@@ -59,7 +59,7 @@ class Item(NamedTuple):
 
 
 class Seal(Protocol):
-    """How objects are protected, and by whom they may be written."""
+    """How objects are protected, and who may write them."""
 
     @property
     def proves_writers(self) -> bool:
@@ -71,7 +71,7 @@ class Seal(Protocol):
         ...
 
     def trusts(self, slot: int) -> bool:
-        """Whether a mean counts unchecked that the worker of a slot has taken."""
+        """Whether a mean that the worker of a slot has taken counts unchecked."""
         ...
 
     def sealed(self, name: str, head: Mapping[str, Any], body: bytes | memoryview = b"") -> bytes:
@@ -84,7 +84,7 @@ class Seal(Protocol):
 
 
 class SecretSeal(NamedTuple):
-    """Objects with a code by the secret that all workers of a run share, or against damage alone. See `Seal`."""
+    """Objects with a code by the secret that all workers of a run share, or a checksum only. See `Seal`."""
 
     secret: bytes = b""
     proves_writers: bool = False
@@ -107,7 +107,7 @@ class SecretSeal(NamedTuple):
 
 
 def head_and_body(head: Mapping[str, Any], body: bytes | memoryview) -> bytes:
-    """What an object holds, as bytes: the size of the head, the head as JSON, and the body.
+    """The content of an object as bytes: the size of the head, the head as JSON, and the body.
 
     >>> item_in(memoryview(head_and_body({"steps": 5}, b"xyz"))).head
     {'steps': 5}
@@ -117,7 +117,7 @@ def head_and_body(head: Mapping[str, Any], body: bytes | memoryview) -> bytes:
 
 
 def item_in(content: memoryview) -> Item | None:
-    """What `head_and_body` made; None for anything else."""
+    """The content that `head_and_body` made; None for anything else."""
     size = int.from_bytes(content[:_SIZE], "little")
     if not _SIZE <= _SIZE + size <= len(content) or size > MOST_HEAD_BYTES:
         return None
@@ -171,7 +171,7 @@ def bucket_at(url: str) -> Bucket:
 
 
 def opened_bucket(url: str) -> Bucket:
-    """The bucket at an address, which is tried: a run needs a store that creates an object only where there is none.
+    """The bucket at an address, after a trial: a run needs a store that creates an object only where there is none.
 
     Raises: ConfigError for one that cannot be opened, or has no such conditional create.
     """
@@ -181,7 +181,7 @@ def opened_bucket(url: str) -> Bucket:
             os.makedirs(bucket.root, exist_ok=True)
         refuses = bucket.create(name, b"1") and not bucket.create(name, b"2")
         bucket.remove(name)
-    except NotImplementedError:  # which the library knows of some kinds
+    except NotImplementedError:  # the answer of the library for some kinds
         refuses = False
     except OSError as error:
         raise ConfigError(
@@ -254,13 +254,13 @@ class ObjectStore:
 
         self._api, self._exists, self._failed = obstore, AlreadyExistsError, BaseError
         with self._errors():
-            # Whoever asks it asks again, and says so.
+            # The caller retries, and reports it.
             patience: Any = {"max_retries": 2, "retry_timeout": datetime.timedelta(seconds=30)}
             self._store = from_url(url) if url.startswith("memory:") else from_url(url, retry_config=patience)
 
     @contextlib.contextmanager
     def _errors(self) -> Any:
-        """Lets the errors of the library be OSError."""
+        """A context that turns the errors of the library into OSError."""
         try:
             yield
         except self._exists:

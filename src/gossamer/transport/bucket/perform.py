@@ -1,4 +1,4 @@
-"""Does what the protocol of workers in a store wants, with a bucket and with time."""
+"""Performs the effects that the protocol of workers in a store yields, with a bucket and real time."""
 
 from collections.abc import Callable
 
@@ -9,11 +9,11 @@ from gossamer.transport.bucket.protocol import Asking, Create, Do, Get, Names, R
 def perform(
     steps: Steps[T], bucket: Bucket, *, wait: Callable[[float], object], most_bytes: Callable[[], int] = lambda: 1 << 24
 ) -> T:
-    """Takes all steps, and returns what they return.
+    """Runs all steps, and returns their result.
 
     Args:
         wait: waits for so many seconds at most.
-        most_bytes: of an object, as far as is known now.
+        most_bytes: returns the most bytes of an object, as far as is known now.
     """
     answer: object = None
     failed: OSError | None = None

@@ -1,27 +1,27 @@
-"""How workers that share a store alone train one run: slots, leases, rounds and states are objects that are created once.
+"""How workers that share only a store train one run: slots, leases, rounds and states are objects that are created once.
 
     key                       the key of the run, where it has [peers] (`gossamer.transport.bucket.signed`)
-    run                       what all have in common; whoever comes first writes it
+    run                       what all have in common; the first worker writes it
     r00000012-from-00003-0001 what the worker of slot 3, the second there, sends in round 12
     r00000012-mean-HASH       the mean of some of these
-    r00000012-commit          over whom the mean of round 12 is taken, and which it is: the first one that is created counts
+    r00000012-commit          the participants and the hash of the mean of round 12: the first one created counts
     s00000012                 the state of a worker after 12 rounds; s00000012-00003 is that of slot 3, where they differ
     t00003-0001               a process takes slot 3 as the second one
-    u00003-0001-00000007      it lives, for the eighth time
+    u00003-0001-00000007      its eighth sign of life
     v00003-0001               it has ended
 
-Any worker closes a round, by a commit, and what follows from it is the same for all: so whoever dies is missed only until its
-lease ends, and a state is what the commits make of an earlier one. The mean in the store saves reading all messages; where
-objects prove who has written them, no worker believes it of another key: each takes the mean of the messages that the commit
-names itself, so that who writes another mean is named and changes nothing. A lease is judged by the observer's own monotonic
+Any worker closes a round by a commit, which has the same effect for all: a dead worker holds up the others only until its lease
+ends, and a state is an earlier one with the commits since then. The mean in the store saves reading all messages; where objects
+prove who has written them, a mean by another key is not trusted: each worker takes the mean of the messages that the commit
+names, so that the writer of a false mean is reported and changes nothing. A lease is judged by the observer's own monotonic
 clock, from when it last saw the lease move. Two holders of a slot do no harm, as a commit counts one message of a slot.
 
 In gossip the workers differ. A commit has no mean there: each worker takes the messages of its peers, as the topology has them
-over those that the commit names, so both ends of an exchange count it or neither does. A worker that comes after another
-continues from the last state of its slot, or from a newer one of another slot where that is old.
+over those that the commit names, so both ends of an exchange count it or neither does. A worker that takes over a slot
+continues from its last state, or from a newer one of another slot where that is old.
 
-One listing from the round on shows all that a worker looks for, as leases sort behind rounds. No I/O is here: the steps of a
-worker are a generator that yields what it wants of the store (`Asking`). `gossamer.transport.bucket.perform` does it, and
+One listing from the round on shows all that a worker needs, as leases sort behind rounds. No I/O is here: the steps of a
+worker are a generator that yields requests to the store (`Asking`). `gossamer.transport.bucket.perform` runs it, and
 `tests/transport/test_bucket_protocol.py` with delays, errors and deaths over virtual time.
 """
 
@@ -38,11 +38,11 @@ from gossamer.transport.bucket.bucket import Item, Seal, SecretSeal
 
 T = TypeVar("T")
 BEATS = 3
-"""In the time after which a silent worker counts as dead, it says so often that it lives."""
+"""Signs of life within the time after which a silent worker counts as dead."""
 AHEAD = 8
-"""Up to so many missed rounds a worker goes on from its own state and reads their means, as it keeps its inner optimizer so."""
+"""Most missed rounds after which a worker continues from its own state and reads their means, to keep its inner optimizer."""
 _LOOK_SHARE = 0.25
-"""Of the time that a worker has waited, what passes until its next look: two that wait long hardly ask."""
+"""The pause until the next look, as a share of the time waited so far: long waits make few requests."""
 _STRIKES = 5
 _NAMES = re.compile(
     r"r(?P<round>\d{8})-(?:(?P<commit>commit)|from-(?P<sender>\d{5})-(?P<of>\d{4})|mean-[0-9a-f]{64})"
@@ -51,13 +51,13 @@ _NAMES = re.compile(
 
 
 class Names(NamedTuple):
-    """Asks for all names behind one."""
+    """Requests all names that sort after one."""
 
     after: str
 
 
 class Get(NamedTuple):
-    """Asks for an object."""
+    """Requests an object."""
 
     name: str
 
@@ -92,29 +92,29 @@ Steps = Generator[Asking, Any, T]
 
 
 class StoreTerms(NamedTuple):
-    """What all workers of a run have in common here."""
+    """The settings of the protocol that all workers of a run have in common."""
 
     run: Mapping[str, Any]
-    """What the object `run` says; all must say the same."""
+    """The content of the object `run`, which must be the same for all."""
     workers: int
     rounds: int
     timeout_s: float
-    """A slot whose lease has not moved for so long is free."""
+    """Seconds without a move of its lease after which a slot is free."""
     deadline_s: float
-    """How long a worker waits in a round for others that live."""
+    """Seconds that a worker waits in a round for others that live."""
     seal: Seal = SecretSeal()
     look_s: float = 0.5
     """The shortest pause between two looks."""
     rest_s: float = 15.0
-    """The longest."""
+    """The longest pause between two looks."""
     gossip: bool = False
-    """Whether each worker takes the messages of its peers, and has a state that is its alone."""
+    """Whether this is gossip: each worker takes the messages of its peers, and has separate states."""
     rejoin_rounds: int = 0
-    """In gossip: a state that is older by more rounds is given up for a newer one of another slot."""
+    """In gossip: most rounds by which a state may be behind; an older one is given up for a newer one of another slot."""
 
 
 class Basis(NamedTuple):
-    """The state from which a worker goes on that was not there, or did not count, in the round before."""
+    """The state from which a worker continues that was absent, or not counted, in the round before."""
 
     after: int
     """Rounds behind the state of a worker; the means of the rounds since then were added."""
@@ -137,30 +137,30 @@ class Commit(NamedTuple):
 
     round: int
     parts: Mapping[int, TakenPart]
-    """By slot: those over whom the mean is taken."""
+    """The participants of the mean, by slot."""
     steps: tuple[int, ...]
     """Inner steps behind each slot."""
     mean: str
     """The SHA-256 of the mean; empty in gossip."""
     closer: tuple[int, int]
-    """The slot and the life of who has closed it."""
+    """The slot and the life of the closer."""
     time_s: float
     """When, by its own clock in Unix time; for people only."""
 
 
 class StoreWorker(Protocol):
-    """What a worker computes; bodies of objects are bytes here."""
+    """The computations of a worker; bodies of objects are bytes here."""
 
     def agree(self, identity: str) -> None:
-        """It is this run that lies in the store, which begins anew with another identity. Raises: ConfigError."""
+        """Checks that the store holds this run; one that was started again has another identity. Raises: ConfigError."""
         ...
 
     def begin(self, slot: int, life: int) -> int:
-        """It has a slot; returns the rounds behind the newest state that it has itself, 0 for that of the start."""
+        """Gives it a slot; returns the rounds behind its own newest state, 0 for that of the start."""
         ...
 
     def restore(self, after: int) -> str | None:
-        """Goes back to its own state after so many rounds; returns its hash, empty at the start, None where it has none."""
+        """Restores its own state after so many rounds; returns its hash, empty at the start, None where it has none."""
         ...
 
     def load(self, after: int, donor: int, body: memoryview) -> str:
@@ -172,7 +172,7 @@ class StoreWorker(Protocol):
         ...
 
     def start(self, round: int, begun: Basis) -> None:
-        """Trains from here on."""
+        """Begins to train from this state."""
         ...
 
     def train(self, round: int) -> bytes:
@@ -188,7 +188,7 @@ class StoreWorker(Protocol):
         ...
 
     def is_mean(self, round: int, own: bytes, there: memoryview) -> bool:
-        """Whether another worker's mean is this one, but for what other hardware rounds otherwise."""
+        """Whether another worker's mean equals this one, up to rounding on other hardware."""
         ...
 
     def mean(self, round: int, messages: Mapping[int, bytes | memoryview]) -> bytes:
@@ -200,7 +200,7 @@ class StoreWorker(Protocol):
         ...
 
     def peers(self, round: int, parts: Collection[int]) -> Collection[int]:
-        """In gossip: whose messages it takes in a round over these slots."""
+        """In gossip: the slots from which it takes messages in a round over these slots."""
         ...
 
     def mix(self, commit: Commit, messages: Mapping[int, memoryview]) -> None:
@@ -212,11 +212,11 @@ class StoreWorker(Protocol):
         ...
 
     def asked(self) -> bool:
-        """Whether it shall leave."""
+        """Whether it was asked to leave."""
         ...
 
     def say(self, sentence: str) -> None:
-        """Tells a person."""
+        """Reports a sentence to the user."""
         ...
 
 
@@ -242,20 +242,20 @@ def _held(kind: str, slot: int, life: int) -> str:
 
 
 class Sightings:
-    """What a process has seen of a store, in listings that may lack what is there. Names that are none of ours are passed by."""
+    """Objects that a process has seen, in listings that may be incomplete. Other names are ignored."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
         self.newest = -1
         """The newest round that is closed."""
         self.messages: dict[int, dict[int, int]] = defaultdict(dict)
-        """By round and slot the life of who has sent."""
+        """The life of each sender, by round and slot."""
         self.states: set[int] = set()
-        """The rounds after which there is one."""
+        """The rounds after which there is a state."""
         self.holders: dict[int, set[int]] = defaultdict(set)
-        """In gossip the rounds after which there is one, by slot."""
+        """In gossip the rounds after which there is a state, by slot."""
         self.lives: dict[int, int] = {}
-        """By slot its last life."""
+        """The last life of each slot."""
         self.ended: set[tuple[int, int]] = set()
         self._beats: dict[tuple[int, int], tuple[int, int]] = {}
         self._moved_s: dict[tuple[int, int], float] = {}
@@ -292,14 +292,14 @@ class Sightings:
             self._beats[slot, life], self._moved_s[slot, life] = after, now
 
     def holds(self, slot: int, now: float, timeout_s: float) -> bool:
-        """Whether a process may live that has the slot."""
+        """Whether the holder of a slot may be alive."""
         life = self.lives.get(slot)
         if life is None or (slot, life) in self.ended:
             return False
         return now - self._moved_s.get((slot, life), now) < timeout_s
 
     def live(self, now: float, timeout_s: float) -> set[int]:
-        """The slots of all that may live."""
+        """The slots of all holders that may be alive."""
         return {slot for slot in self.lives if self.holds(slot, now, timeout_s)}
 
 
@@ -311,7 +311,7 @@ class Attendance:
     """One process in a run whose state lies in a store.
 
     Args:
-        nonce: a random number by which it knows its own claim of a slot again.
+        nonce: a random number by which it recognises its own claim of a slot.
         clock: seconds that never go back.
         wall: Unix time.
     """
@@ -332,17 +332,17 @@ class Attendance:
         self.over = False
         """Whether it has ended, or tries to get another slot."""
         self.commits: dict[int, Commit] = {}
-        """Those that it has read."""
+        """The commits that it has read, by round."""
         self._beat = -1
         self._believed: dict[str, bool] = {}
-        """Claims and ends of slots that were read, and whether one who may have the slot has signed them."""
+        """Claims and ends of slots that were read, and whether each was signed by a key that may have the slot."""
         self._begun: Basis | None = None
         self._steps: tuple[int, ...] = (0,) * terms.workers
 
     # --- a life -------------------------------------------------------------------------------------------------------
 
     def live(self) -> Steps[None]:
-        """Takes a slot, goes to where the run is, and trains until its end or until asked to leave.
+        """Takes a slot, catches up with the run, and trains until its end or until asked to leave.
 
         Raises: PeerError where all slots are taken, or it is another run; CheckpointError for a store that is damaged.
         """
@@ -365,7 +365,7 @@ class Attendance:
             yield from self._remove(f"{_held('u', self.slot, self.life)}-{self._beat:08d}")
 
     def beats(self) -> Steps[None]:
-        """Says again and again that this process lives; it is performed beside `live`."""
+        """Renews the lease repeatedly; runs concurrently with `live`."""
         while not self.over:
             if self.slot >= 0:
                 slot, life, beat = self.slot, self.life, self._beat + 1
@@ -374,7 +374,7 @@ class Attendance:
                     yield Create(f"{name}-{beat:08d}", b"")
                     if beat:
                         yield Remove(f"{name}-{beat - 1:08d}")
-                except OSError:  # whoever performs `live` says so, and waits
+                except OSError:  # `live` reports it, and waits
                     pass
                 if self.slot == slot:
                     self._beat = beat
@@ -426,10 +426,10 @@ class Attendance:
     # --- to come in ---------------------------------------------------------------------------------------------------
 
     def _agree(self) -> Steps[None]:
-        """Writes what the run is, or compares with what is there. Raises: PeerError."""
+        """Writes the object `run`, or compares with the one that is there. Raises: PeerError."""
         yield from self._create("run", {**self.terms.run, "id": self._nonce})
         while (item := (yield from self._read("run"))) is None:
-            yield from self._pause(0.0)  # it does not show yet
+            yield from self._pause(0.0)  # it is not visible yet
         own, there = {**self.terms.run}, dict(item.head) if isinstance(item.head, dict) else {}
         identity = there.pop("id", None)
         other = next((key for key in sorted({*own, *there}) if own.get(key) != there.get(key)), None)
@@ -441,10 +441,10 @@ class Attendance:
         self._work.agree(identity)
 
     def _claim(self) -> Steps[None]:
-        """Takes a slot that nobody has, or whose worker was silent for too long. Raises: PeerError."""
+        """Takes a free slot, or one whose worker was silent for too long. Raises: PeerError."""
         waited_s, said = 0.0, False
         while not self._work.asked():
-            # Behind all rounds: claims, signs of life and ends.
+            # Names after all rounds: claims, signs of life and ends.
             yield from self._look(None)
             now = self._clock()
             for slot in filter(self.terms.seal.may_be, range(self.terms.workers)):
@@ -453,7 +453,7 @@ class Attendance:
                 life = self.seen.lives.get(slot, -1) + 1
                 name = _held("t", slot, life)
                 created = yield from self._create(name, {"nonce": self._nonce})
-                if not created:  # be it by this process, in a request of which it has no answer
+                if not created:  # perhaps by this process, in a request whose answer was lost
                     try:
                         item = yield from self._read(name)
                     except TransportError as error:
@@ -466,7 +466,7 @@ class Attendance:
                     self.slot, self.life, self._beat = slot, life, -1
                     self.seen.look([_held("t", slot, life)], now)
                     return
-                self.seen.look([_held("t", slot, life)], now)  # a listing may lack what was just made
+                self.seen.look([_held("t", slot, life)], now)  # a listing may lack the new object
             if waited_s > 1.5 * self.terms.timeout_s:
                 raise PeerError(
                     f"all {self.terms.workers} slots of the run are filled, or all that this machine's key may have; wait until "
@@ -480,11 +480,11 @@ class Attendance:
             waited_s += yield from self._pause(waited_s)
 
     def _stand(self, own: int) -> Steps[bool]:
-        """Goes to the state after the newest closed round; returns whether there is another round to train.
+        """Catches up with the newest closed round; returns whether there is another round to train.
 
         Raises: CheckpointError where no state leads there.
         """
-        waited_s, terms = 0.0, self.terms  # its own pauses: after it was stopped it looks again before it gives up
+        waited_s, terms = 0.0, self.terms  # its own pauses: a process that was stopped looks again before it gives up
         while True:
             yield from self._look(None)
             newest = max(self.seen.states, default=-1)
@@ -498,7 +498,7 @@ class Attendance:
                 if begun is not None and (
                     yield from (self._go_to(finished) if terms.gossip else self._add_means(base))
                 ):
-                    # All inner steps that count in a mean are behind a slot, whoever has taken them.
+                    # All inner steps that count in a mean belong to the slot, in any of its lives.
                     self._begun = begun._replace(steps=self._steps[self.slot])
                     yield Do(partial(self._work.start, self.round, self._begun))
                     return self.round < terms.rounds
@@ -527,7 +527,7 @@ class Attendance:
         return sorted({(own, self.slot), (0, self.slot), *there}, key=order)
 
     def _base(self, after: int, own: int, donor: int) -> Steps[Basis | None]:
-        """Takes its own state, or that in the store, after so many rounds; None where there is none."""
+        """Restores its own state, or loads the one in the store, after so many rounds; None where there is none."""
         if (after == own or not after) and donor in (-1, self.slot):
             sha256 = yield Do(partial(self._work.restore, after))
             if sha256 is not None or donor < 0:
@@ -557,7 +557,7 @@ class Attendance:
         return before is not None or not finished
 
     def _add_means(self, after: int) -> Steps[bool]:
-        """Adds the means of all rounds that are closed; returns whether all of them were there."""
+        """Adds the means of all closed rounds; returns whether all of them could be read."""
         round, strikes = after, 0
         if after and (before := (yield from self.read_commit(after - 1))) is not None:
             self._steps = before.steps
@@ -579,7 +579,7 @@ class Attendance:
     # --- a round ------------------------------------------------------------------------------------------------------
 
     def _exchange(self, body: bytes) -> Steps[tuple[Commit, Any] | None]:
-        """The commit of this round, and its mean or the messages of this worker's peers, where its own counts; else None."""
+        """The commit of this round, with its mean or the messages of this worker's peers, if its message counts; else None."""
         terms, round = self.terms, self.round
         begun = None if self._begun is None else self._begun._asdict()
         head = {"steps": self._work.steps(), "begun": begun}
@@ -597,7 +597,7 @@ class Attendance:
                 late = now - start_s >= terms.deadline_s
                 if late or self.seen.live(now, terms.timeout_s) <= sent.keys():
                     whole_s = now if whole_s is None else whole_s
-                    # One closes it, and each other one only if that takes long: n workers would read n messages each.
+                    # One worker closes it, the others only if that takes long: otherwise n workers would read n messages each.
                     order = sorted(sent, key=lambda slot: (slot - round) % terms.workers)
                     if now - whole_s >= order.index(self.slot) * terms.timeout_s / 4:
                         commit = yield from self._close(sent, own, bad, late=late)
@@ -624,7 +624,7 @@ class Attendance:
     def _close(
         self, sent: Mapping[int, int], own: Item, bad: set[tuple[int, int]], *, late: bool
     ) -> Steps[Commit | None]:
-        """Closes this round over those messages that can be read; returns the outcome, which another may have decided."""
+        """Closes this round over the readable messages; returns the outcome, which another worker may have decided."""
         items: dict[int, Item] = {}
         for slot, life in sorted(sent.items()):
             if slot == self.slot:
@@ -644,7 +644,7 @@ class Attendance:
             else:
                 items[slot] = item
         if {slot for slot, _ in bad} & sent.keys() and not late:
-            return None  # whom it was waited for may change now
+            return None  # the workers to wait for may change now
         mean, sha256 = b"", ""
         if not self.terms.gossip:
             mean = yield Do(partial(self._work.mean, self.round, {slot: item.body for slot, item in items.items()}))
@@ -665,10 +665,10 @@ class Attendance:
         return (yield from self.read_commit(self.round))
 
     def _mean_of(self, commit: Commit, own: Item | None) -> Steps[tuple[Commit, memoryview] | None]:
-        """A closed round and its mean; None where not all of it shows yet, or is there any more.
+        """A closed round and its mean; None where part of it is not visible yet, or is gone.
 
-        Where the closer is not trusted, both are what follows from the messages that the commit names, which nobody else can have
-        signed. Who the closer has left out is its word. Raises: PeerError where these may not count.
+        Where the closer is not trusted, both are computed from the messages that the commit names, whose signatures prove their
+        writers. Which messages it has left out is the closer's choice. Raises: PeerError where these may not count.
         """
         round = commit.round
         if self.terms.seal.trusts(commit.closer[0]):
@@ -691,7 +691,7 @@ class Attendance:
         return outcome, memoryview(mean)
 
     def _of_peers(self, commit: Commit, own: Item) -> Steps[tuple[Commit, dict[int, memoryview]] | None]:
-        """A closed round and the messages of this worker's peers; None where not all show yet, or are there any more."""
+        """A closed round and the messages of this worker's peers; None where some are not visible yet, or are gone."""
         peers = yield Do(partial(self._work.peers, commit.round, commit.parts))
         items = yield from self._messages(commit, peers, None)
         if items is None:
@@ -719,7 +719,7 @@ class Attendance:
         return items
 
     def _correct(self, commit: Commit, outcome: Commit) -> None:
-        """Replaces what a commit says by what follows from its messages, and names its closer."""
+        """Replaces the content of a commit by what follows from its messages, and names its closer."""
         if outcome != commit:
             self._work.say(
                 f"round {commit.round + 1}: worker {commit.closer[0]} has closed it with what does not follow from its messages, "
@@ -728,7 +728,7 @@ class Attendance:
             self.commits[commit.round] = outcome
 
     def _keep_state(self) -> Steps[None]:
-        """Writes the state of this round where one is due, and removes what nobody needs since then."""
+        """Writes the state of this round where one is due, and removes objects that are no longer needed."""
         body = yield Do(partial(self._work.state, self.round))
         if body is None:
             return
@@ -737,7 +737,7 @@ class Attendance:
         states = sorted(self.seen.states | {self.round})
         if len(states) < 2:
             return
-        # Commits stay: they are small, say what the run was, and keep a slow worker from closing an old round once more.
+        # Commits stay: they are small, record the run, and keep a slow worker from closing an old round once more.
         first, until = (states[0] if len(states) > 2 else 0), states[-2]
         names: list[str] = yield from self._names(f"r{first:08d}")
         for name in names:
@@ -748,7 +748,7 @@ class Attendance:
             self.seen.states.discard(state)
 
     def _keep_own_state(self) -> Steps[None]:
-        """In gossip: writes its state where one is due, and removes what is older of this slot than the last but one."""
+        """In gossip: writes its state where one is due, and removes the older ones of this slot but the last two."""
         body = yield Do(partial(self._work.state, self.round))
         if body is None:
             return
@@ -769,7 +769,7 @@ class Attendance:
     # --- the store ----------------------------------------------------------------------------------------------------
 
     def _look(self, round: int | None) -> Steps[None]:
-        """Lists what is there from a round on; None for what sorts behind all rounds.
+        """Lists the objects from a round on; None for those that sort after all rounds.
 
         Raises: SlotLostError.
         """
@@ -781,9 +781,9 @@ class Attendance:
             raise SlotLostError(f"slot {self.slot} belongs to another process")
 
     def _proved(self, names: Sequence[str]) -> Steps[list[str]]:
-        """The names that show what listed keys have done, each for slots that it may have.
+        """The names that are proved to come from listed keys, each for slots that it may have.
 
-        Claims and ends of slots, and outcomes of later rounds, are read once each; what is of a life needs the claim of it.
+        Claims and ends of slots, and outcomes of later rounds, are read once each; a name of a life needs the claim of that life.
         """
         parsed = {name: match.groupdict() for name in names if (match := _NAMES.fullmatch(name)) is not None}
         for name, one in parsed.items():
@@ -822,7 +822,7 @@ class Attendance:
                     "same gossamer, or start again with an empty store"
                 )
             self.commits[round] = commit
-            self.seen.newest = max(self.seen.newest, round)  # of one that it has created no listing has told yet
+            self.seen.newest = max(self.seen.newest, round)  # no listing has shown the one that it has just created
         return self.commits[round]
 
     def _read(self, name: str) -> Steps[Item | None]:
@@ -838,8 +838,8 @@ class Attendance:
         return (yield from self._ask(Create(name, content)))
 
     def _ask(self, asking: Asking) -> Steps[Any]:
-        """What a store answers, which is asked again where it fails, for ten times the patience of the run. Raises: PeerError."""
-        waited_s, said = 0.0, False  # its own pauses: of the time that this process was stopped the store knows nothing
+        """The answer of a store, with retries for ten times the patience of the run. Raises: PeerError."""
+        waited_s, said = 0.0, False  # its own pauses: time in which this process was stopped does not count
         while True:
             try:
                 return (yield asking)
@@ -865,7 +865,7 @@ def _nothing() -> Steps[None]:
 
 
 def _part(life: object, head: object) -> TakenPart | None:
-    """The part of a worker in a round, as its message says; None for anything else."""
+    """The part of a worker in a round, by its message; None for anything else."""
     match head:
         case {"steps": int(steps), "begun": None} if 0 <= steps < 1 << 62 and isinstance(life, int):
             return TakenPart(life, steps, None)
@@ -879,7 +879,7 @@ def _part(life: object, head: object) -> TakenPart | None:
 
 
 def _outcome(commit: Commit, messages: Mapping[int, Item]) -> Commit:
-    """A commit with what the messages themselves say of the parts in it."""
+    """A commit with the parts in it as the messages themselves record them."""
     parts, steps = dict(commit.parts), [*commit.steps]
     for slot, item in messages.items():
         part = _part(parts[slot].life, item.head)
@@ -889,7 +889,7 @@ def _outcome(commit: Commit, messages: Mapping[int, Item]) -> Commit:
 
 
 def commit_in(round: int, head: object, workers: int) -> Commit | None:
-    """The commit of a round; None for what no worker of this run writes."""
+    """The commit of a round; None for anything that no worker of this run writes."""
     match head:
         case {
             "parts": dict(parts),

@@ -51,7 +51,7 @@ class KeySeal:
         return slot in self._keys.numbers(self._keys.certificate)
 
     trusts = may_be
-    """A mean is believed unchecked only where the key of this machine has closed the round."""
+    """A mean counts unchecked only where the key of this machine has closed the round."""
     proves_writers = True
 
     def sealed(self, name: str, head: Mapping[str, Any], body: bytes | memoryview = b"") -> bytes:
@@ -99,7 +99,7 @@ class KeySeal:
 
 
 def key_seal(bucket: Bucket, keys: Keys) -> KeySeal:
-    """How objects of this run are signed and encrypted; the first worker makes the key of the run.
+    """The seal of the objects of this run; the first worker makes the key of the run.
 
     Raises: ConfigError, PeerError for a store whose key this machine cannot open; OSError.
     """
@@ -108,7 +108,7 @@ def key_seal(bucket: Bucket, keys: Keys) -> KeySeal:
     if raw is None:
         made = _new_key_object(keys)
         raw = made if bucket.create(KEY_OBJECT, made) else bucket.get(KEY_OBJECT, MOST_HEAD_BYTES)
-    for _ in range(_LOOKS):  # another has created it, and it may not show yet
+    for _ in range(_LOOKS):  # another has created it, and it may not be visible yet
         if raw is not None:
             return opened_key(keys, raw)
         time.sleep(0.5)

@@ -3,18 +3,17 @@
 The behaviour of gloo (torch 2.13), by experiment, and our measures:
 
 * `Work.is_completed()` of an `isend` or `irecv` stays false until `wait()` is called, and there is no future. A `wait`
-  that times out closes the connections to all peers, healthy ones too. So the transfers with
-  each peer of a ticket have a thread in a `wait` without a timeout, sequentially: posted data has mostly been sent by
-  the time the answer arrives. This costs no processor time and does not block the interpreter; our deadline is on a
-  condition variable, notified once, when all have ended or one has failed.
+  that times out closes the connections to all peers, healthy ones too. So the transfers with each peer of a ticket have
+  a thread in a `wait` without a timeout, sequentially: posted data has mostly been sent by the time the answer arrives.
+  This costs no processor time and does not block the interpreter; our deadline is on a condition variable, notified
+  once, when all have ended or one has failed.
 * A message larger than the memory it is received into ends the receiving process. So the tag of a payload depends on its
   size. The tag of the header does not, so that a header can always be read and a mismatch reported.
 * To touch fresh memory costs as much as a transfer over loopback (64 MB: 71 instead of 42 ms). So receive buffers are
-reused once no view of them is left.
+  reused once no view of them is left.
 * When a peer is killed, transfers with it that have not begun fail within milliseconds, and those with other peers
-continue. But a transfer in the middle of its bytes waits forever. So there is a lifeline to each peer, a receive that
-is never answered: it
-  fails when the connection does, and then we end all transfers with that peer.
+  continue. But a transfer in the middle of its bytes waits forever. So there is a lifeline to each peer, a receive that
+  is never answered: it fails when the connection does, and then we end all transfers with that peer.
 * When a peer is stopped, there is no event until our deadline.
 * A thread that comes back from C++ while Python shuts down aborts the process ("terminate called without an active
   exception"). So before `main` returns, `hang_up` closes all connections, by a `wait` that times out, and joins the threads.
@@ -147,7 +146,7 @@ class GroupTransport:
         group: the process group; the default one when None. `hang_up` closes its connections.
 
     Cost: no copy of a message that is one contiguous frame, one copy of any other; with gloo and a device, one copy each
-    way between device and host. One reused thread per peer of a ticket, and one per peer.
+        way between device and host. One reused thread per peer of a ticket, and one per peer.
     """
 
     keeps_frames = False

@@ -1,6 +1,6 @@
-"""At which of its addresses the other processes of a run reach this machine, and the interface that has this address.
+"""The address at which the other processes of a run reach this machine, and the interface that has it.
 
-The name of a machine does not tell: Debian and Ubuntu map it to 127.0.1.1 on the machine itself. The kernel does. Needs no torch.
+A machine's name does not suffice: Debian and Ubuntu map it to 127.0.1.1 there. The routes of the kernel decide. Needs no torch.
 """
 
 import functools
@@ -16,7 +16,7 @@ from gossamer.errors import ConfigError
 from gossamer.transport.sockets.addresses import is_loopback, is_wildcard, own_address
 
 GLOO = "GLOO_SOCKET_IFNAME"
-"""The environment variable with the interface of gloo, which else takes the address of this machine's name."""
+"""The environment variable with the interface of gloo, which otherwise takes the address of this machine's name."""
 
 log = logging.getLogger("gossamer")
 
@@ -29,7 +29,7 @@ class Interface(NamedTuple):
 
 
 def address_towards(host: str) -> str:
-    """The numeric address of this machine at which those reach it whom it reaches at `host`, the machine of worker 0.
+    """The numeric address at which this machine is reached from `host`, the machine of worker 0, and by the others.
 
     Where `host` is a name that means loopback here, it is this machine's only address in a network, or the one towards far away.
 
@@ -59,7 +59,7 @@ def address_towards(host: str) -> str:
 
 
 def announced_address(host: str, towards: str = "localhost") -> str:
-    """The address at which other machines reach what listens at `host` here: `host` itself, unless it means all interfaces.
+    """The address at which other machines reach a listener at `host` here: `host` itself, unless it means all interfaces.
 
     Then it is the one from which this machine reaches `towards`, another machine of the run. Where none is known, it is this
     machine's only address in a network, or the one towards far away, and a warning says which others it has.
@@ -100,7 +100,7 @@ def announced_address(host: str, towards: str = "localhost") -> str:
 
 
 def leads_to_itself(host: str) -> str | None:
-    """The loopback address to which the name of a machine leads here; None where it leads elsewhere, or says that it means that.
+    """The loopback address to which a machine's name leads here; None where it leads elsewhere, or is meant as loopback.
 
     >>> leads_to_itself("127.0.0.1"), leads_to_itself("localhost"), leads_to_itself("192.0.2.7")
     (None, None, None)
@@ -109,13 +109,13 @@ def leads_to_itself(host: str) -> str | None:
         return None
     try:
         numeric = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError:  # a name that nobody knows yet
+    except OSError:  # a name that is not known yet
         return None
     return numeric if is_loopback(numeric) else None
 
 
 def advised(host: str) -> str:
-    """What to say of a name that should lead to another machine and leads to this one; empty where the name is not to blame."""
+    """Advice for a name that should lead to another machine and leads to this one; empty where the name is not to blame."""
     if (numeric := leads_to_itself(host)) is None:
         return ""
     return (
@@ -125,12 +125,12 @@ def advised(host: str) -> str:
 
 
 def use_interface_towards(host: str) -> None:
-    """Has gloo connect over the interface that leads to this machine, unless the user has chosen one."""
+    """Makes gloo connect over the interface that leads to this machine, unless the user has chosen one."""
     if GLOO in os.environ:
         return
     try:
         address = address_towards(host)
-    except OSError:  # gloo may know better, or says what is wrong
+    except OSError:  # gloo may know better, or reports the fault
         return
     name = next((one.name for one in interfaces() if one.address == address), None)
     if name is not None:
@@ -160,5 +160,5 @@ def _either(addresses: list[str], but: str = "") -> str:
 
 @functools.cache
 def _tell(sentence: str) -> None:
-    """Warns once, whoever asks how often."""
+    """Warns once, however often it is called."""
     log.warning("%s", sentence)

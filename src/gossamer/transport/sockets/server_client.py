@@ -32,7 +32,7 @@ class ServerClient:
     """A connection with the server.
 
     Args: `me` is the number of the worker; that of the server follows those of all workers.
-    A connection that breaks raises LostConnectionError.
+    Raises: LostConnectionError, in any call, when the connection breaks.
     """
 
     def __init__(self, channel: Channel, *, run: int, me: int, limits: Limits) -> None:
