@@ -20,6 +20,7 @@ import tomli_w
 import torch
 import yaml
 from test_sites import free_port
+from torch.distributed import TCPStore
 
 import generate
 import gossamer
@@ -277,16 +278,23 @@ def test_the_commands_on_the_page_about_data_work_as_written(tmp_path, monkeypat
     assert told and told[0] in said
 
 
+AGENTS: list[TCPStore] = []
+"""Stores of launchers, which live as long as this process."""
+
+
 def torchrun(processes, *words, **environment):
-    """The processes that `torchrun --nproc-per-node PROCESSES WORDS` starts; `test_resume` starts it itself."""
-    told = {
+    """The processes that `torchrun --nproc-per-node PROCESSES WORDS` starts, with a store of the launcher's as there."""
+    AGENTS.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    launched = {
         "WORLD_SIZE": processes,
         "LOCAL_WORLD_SIZE": processes,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_port(),
+        "MASTER_PORT": AGENTS[-1].port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "GLOO_SOCKET_IFNAME": loopback(),
     }
-    told = {key: str(value) for key, value in told.items()} | {"GLOO_SOCKET_IFNAME": loopback(), **environment}
-    return [Command(*words, work=program, RANK=str(k), LOCAL_RANK=str(k), **told) for k in range(processes)]
+    launched = {key: str(value) for key, value in launched.items()} | environment
+    return [Command(*words, work=program, RANK=str(k), LOCAL_RANK=str(k), **launched) for k in range(processes)]
 
 
 @pytest.mark.timeout(180)

@@ -795,7 +795,7 @@ def test_a_newcomer_gets_a_slot_of_its_own_key_and_no_other(files: dict[str, Pat
                 0,
                 give_slot=lambda place: members.give_slot(place.nonce, place.address, kept(allowed)),
                 entries=lambda: dict(members.entries),
-                boundary=lambda *_: Handover(0, lambda: b"state", bytes),
+                boundary=lambda *_: Handover(0, lambda: b"state"),
                 keys=keys[0],
             )
 

@@ -3,7 +3,17 @@
 import pytest
 
 from gossamer.errors import ConfigError
-from gossamer.run.play.actions import LOCAL_STEPS, METHODS, MOMENTA, WORKERS, Action, Conditions, acted, action_of, told
+from gossamer.run.play.actions import (
+    LOCAL_STEPS,
+    METHODS,
+    MOMENTA,
+    WORKERS,
+    Action,
+    Conditions,
+    acted,
+    action_of,
+    describe,
+)
 
 EACH = [
     *(Action(do, i) for do in ("kill", "revive", "slow", "mend") for i in range(WORKERS)),
@@ -18,7 +28,7 @@ EACH = [
 def test_every_action_is_made_again_from_its_list_and_has_a_sentence() -> None:
     for action in EACH:
         assert action_of(action.plain()) == action
-        assert told(action, Conditions()).endswith((".", "kept."))
+        assert describe(action, Conditions()).endswith((".", "kept."))
 
 
 @pytest.mark.parametrize("action", EACH, ids=str)

@@ -41,13 +41,13 @@ def train_but_stop_one(argv: Sequence[str]) -> int:
     """`gossamer train`, of which one process is asked to stop in round 3; the others look so often that none is far ahead."""
     stopping.LOOK_S = 0.02
 
-    def enter(self: Journal, worker: object, round: int, report: object, real=Journal.enter) -> None:
+    def log(self: Journal, worker: object, round: int, report: object, real=Journal.log) -> None:
         real(self, worker, round, report)
         if round == 3:
             os.kill(os.getpid(), signal.SIGTERM)
 
     if os.environ["RANK"] == "1":
-        Journal.enter = enter
+        Journal.log = log
     return main(argv)
 
 
@@ -215,14 +215,14 @@ def interrupt_often(argv: Sequence[str]) -> int:
 def interrupt_twice(argv: Sequence[str]) -> int:
     """`gossamer simulate`, which gets Ctrl-C in its fifth round, and once more 1.2 s later, before that is over."""
 
-    def enter(self: Journal, worker: object, round: int, report: object, real=Journal.enter) -> None:
+    def log(self: Journal, worker: object, round: int, report: object, real=Journal.log) -> None:
         real(self, worker, round, report)
         if round == 4:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(1.2)
             os.kill(os.getpid(), signal.SIGINT)
 
-    Journal.enter = enter
+    Journal.log = log
     return main(argv)
 
 

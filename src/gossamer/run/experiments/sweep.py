@@ -117,9 +117,9 @@ def sweep(
         raise ConfigError(f"grid is {grid!r:.80}; give lists of values by name, such as {{'inner.lr': [1e-3, 2e-3]}}")
     if not isinstance(seeds, Sequence) or not seeds or not all(type(seed) is int for seed in seeds):
         raise ConfigError(f"seeds is {seeds!r:.80}; give a list of whole numbers, such as [0, 1, 2]")
-    if "seed" in grid or "seed" in given:
+    if "seed" in (asked := {**grid, **given}):
         raise ConfigError(
-            "seed was given, and a sweep runs each combination with all of its seeds; give seeds=[0, 1, 2]"
+            f"seed is {asked['seed']!r:.60}, and a sweep runs each combination with all of its seeds; give seeds=[0, 1, 2]"
         )
     if twice := grid.keys() & {*given, *flat(dict(given.get("settings", {})))}:
         raise ConfigError(f"{min(twice)} is in the grid and was given for all runs too; leave one of them out")

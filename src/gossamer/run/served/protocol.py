@@ -54,7 +54,7 @@ def terms_of(numbers: Tensor, limits: Limits) -> Terms:
 def parse_address(text: str) -> tuple[str, int]:
     """Host and port of `HOST:PORT`.
 
-    >>> parse_address"127.0.0.1:29400"), address("[::1]:29400")
+    >>> parse_address("127.0.0.1:29400"), parse_address("[::1]:29400")
     (('127.0.0.1', 29400), ('::1', 29400))
     """
     try:
