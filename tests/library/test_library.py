@@ -1327,7 +1327,7 @@ def one_finishes_and_stays():
     with gossamer.Outer(net(), "diloco", local_steps=5, timeout_s=5) as loop:
         train(loop.model, loop, 5, seed=rank)
         loop.finish()  # all do, and go on, so that nobody has left
-        assert [loop._peers.told("left").get(rank)] == [[1, 0]]
+        assert [loop._peers.published("left").get(rank)] == [[1, 0]]
         train(loop.model, loop, 4 if rank else 2, seed=rank)
         if rank == 0:
             loop.finish()

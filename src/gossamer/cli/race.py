@@ -78,7 +78,7 @@ class Race(NamedTuple):
 
     @property
     def taken(self) -> str:
-        """The label of the plan's choice, or of the lowest for the planned model where the two are told apart."""
+        """The label of the plan's choice, or of the lowest for the planned model where the race separates the two."""
         found = self.planned_standing
         return self.choice if found is None or found.may_be_best(self.choice) else found.best
 

@@ -421,7 +421,7 @@ class Outer(Generic[M]):
         """
         self._must_be_open("step")
         if self._left:  # training continues after `finish`
-            self._peers.tell("left", None)
+            self._peers.publish("left", None)
             self._left = False
         is_back = self._site is not None and self._site.is_back
         self._check.step(may_be_resumed=bool(self._outer_state()) and not is_back)
@@ -651,11 +651,11 @@ class Outer(Generic[M]):
         averaged = [local(t) for t in buffers.values() if t.is_floating_point() and t.layout == torch.strided]
         saved = [(t, t.detach().clone()) for t in buffers.values()]
         self._means += 1
-        self._peers.tell("mean", self._means)
+        self._peers.publish("mean", self._means)
 
         def missing() -> list[int]:
-            told, mine = self._peers.told("mean"), self._means
-            return [worker for worker in range(self.n) if worker != self.worker and told.get(worker) != mine]
+            entered, mine = self._peers.published("mean"), self._means
+            return [worker for worker in range(self.n) if worker != self.worker and entered.get(worker) != mine]
 
         with in_own_words(), waiting_for(missing, self.worker, min(_PATIENCE_S, self._timeout_s / 4)):
             try:
@@ -858,7 +858,7 @@ class Outer(Generic[M]):
     def _leave(self) -> None:
         """Publishes where this worker ends, for workers that later wait for it in vain."""
         if not self._left:
-            self._peers.tell("left", [self.rounds, self.steps])
+            self._peers.publish("left", [self.rounds, self.steps])
             self._left = True
 
     def __enter__(self) -> "Outer[M]":
@@ -935,7 +935,7 @@ class Outer(Generic[M]):
             yield
         except PeerError as error:
             self._watch.quiet = True
-            raise explained(error, self._peers.told("left"), self._peers.told("mean"), self._means) from error
+            raise explained(error, self._peers.published("left"), self._peers.published("mean"), self._means) from error
 
     def _look(self) -> None:
         """Checks what must hold whenever the flat buffer is sent or overwritten."""

@@ -232,13 +232,13 @@ class Peers:
         except PeerError as error:
             raise PeerError(f"not all workers came to {call}() of Outer together: {error}") from error
 
-    def tell(self, topic: str, facts: object) -> None:
+    def publish(self, topic: str, facts: object) -> None:
         """Publishes facts without waiting for readers; does nothing where the store is gone, as at the end."""
         if self._member is not None and (entries := self._notices(topic)) is not None:
             with self._asking():
                 entries.set(str(self._member.worker), json.dumps(facts))
 
-    def told(self, topic: str) -> dict[int, Any]:
+    def published(self, topic: str) -> dict[int, Any]:
         """The latest facts of each worker, by worker; without those that are no JSON."""
         said = dict[int, Any]()
         if self._member is not None and (entries := self._notices(topic)) is not None:
@@ -253,7 +253,7 @@ class Peers:
         if self._member is None:
             return {0: mine}
         if math.isfinite(mine):
-            self.tell("loss", mine)
+            self.publish("loss", mine)
         said = dict[int, float]()
         if (entries := self._notices("loss")) is not None:
             with self._asking():

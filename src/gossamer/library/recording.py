@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from gossamer.record.logs.trace import Entry, Operation
 from gossamer.rounds.compatibility.combine import Method
 from gossamer.rounds.stopwatch import Stopwatch
 from gossamer.settings.over_time import Timetable
+from gossamer.settings.schema import toml_value
 from gossamer.transport.contract import Delivery, Wait
 
 _FILES = RecordConfig(tensorboard=False)
@@ -94,11 +95,10 @@ class Recording:
 
     def sent(self, round: int, operations: Sequence[Operation]) -> None:
         """Records the messages that are sent after the steps since the last such call."""
-        if operations and not self._is_over:
+        if operations:
             entry = round * self._traced_per_round + self._entries
             part = Entry(entry, self.worker, self._untraced_steps, self._untraced_s, tuple(operations))
-            with self._writing():
-                self._files.log_trace(part)
+            self._write(self._files.log_trace, part)
             self._entries, self._untraced_steps, self._untraced_s = self._entries + 1, 0, 0.0
 
     def reduced(self, seconds: float) -> None:
@@ -115,9 +115,7 @@ class Recording:
         known["loss"] = float(self._loss) / self._losses if self._losses else None
         seconds = self._stopwatch.round(round)
         self._log("train", round, step, **known)
-        if not self._is_over:
-            with self._writing():
-                self._files.log_seconds(seconds)
+        self._write(self._files.log_seconds, seconds)
         self.drop_round()
 
     def validated(self, round: int, step: int, loss: float) -> None:
@@ -125,16 +123,15 @@ class Recording:
         self._log("validation", round, step, loss=loss)
 
     def _log(self, kind: str, round: int, step: int, **figures: Any) -> None:
-        if not self._is_over:
-            with self._writing():
-                tokens = step * self._step_tokens
-                self._files.log(kind, round=round, worker=self.worker, step=step, tokens=tokens, **figures)
+        behind = {"worker": self.worker, "step": step, "tokens": step * self._step_tokens}
+        self._write(self._files.log, kind, round=round, **behind, **figures)
 
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        """A full disk ends the record, and not the training of all workers."""
+    def _write(self, write: Callable[..., None], *what: Any, **fields: Any) -> None:
+        """Writes a line. A disk that is full ends the record, and not the training of all workers."""
+        if self._is_over:
+            return
         try:
-            yield
+            write(*what, **fields)
         except DiskError as error:
             log.warning("worker %d trains on without a record: %s", self.worker, error)
             self._is_over = True
@@ -155,6 +152,10 @@ def _in_own_words() -> Iterator[None]:
         ) from None
 
 
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
 def run_toml(
     method: Method, timetable: Timetable, *, name: str, workers: int, steps: int, seed: int, model: str
 ) -> str:
@@ -173,7 +174,7 @@ def run_toml(
         "name": name,
         "workers": workers,
         "seed": seed,
-        **{table: {"name": part.name, **part.options} for table, part in parts.items()},
+        **{table: {"name": part.name, **_given(part.options)} for table, part in parts.items()},
         "schedule": schedule,
         "model": {"size": f"python:{model}"},
         "data": {"source": "python:loop"},
@@ -186,11 +187,4 @@ def run_toml(
             else stretches[0].local_steps,
         },
     }
-    return tomli_w.dumps(_plain(document))
-
-
-def _plain(value: Any) -> Any:
-    """A value as TOML: tables with string keys and without None."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(part) for key, part in value.items() if part is not None}
-    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
+    return tomli_w.dumps(toml_value(document))

@@ -89,7 +89,7 @@ class Siblings:
         Raises: PeerError when another has failed.
         Cost: one all-reduce of a few numbers inside the worker.
         """
-        # Each writes the bits of its own number, and the maximum for the others: the least of both is that number.
+        # Each writes the bits of its number, and the maximum for the others: the minimum of both is that number.
         numbers = [_MOST] * self._lane.shards
         (numbers[self._lane.shard],) = struct.unpack("<q", struct.pack("<d", mine))
         total = 0.0

@@ -521,7 +521,7 @@ class ElasticSite:
     def _look_for_board(self) -> None:
         """Announces the running run to a site 0 that comes back, and to processes that wait there."""
         known = self._inner.members.entries.get(0)
-        told = None if known is None else known.nonce  # its own board has it from the start
+        informed = None if known is None else known.nonce  # its own board has it from the start
         if self.lane.worker == 0:
             return
         while not self.transport.closed:
@@ -529,7 +529,7 @@ class ElasticSite:
             with self._inner.changed:
                 first = self._inner.members.entries.get(0)
             is_there = first is not None and first.status == MemberStatus.ALIVE
-            if self.transport.closed or (is_there and first is not None and first.nonce == told):
+            if self.transport.closed or (is_there and first is not None and first.nonce == informed):
                 continue
             try:
                 reached, behind = opened(self.lane, self._join, 1.0)
@@ -541,7 +541,7 @@ class ElasticSite:
             if behind is not None:
                 self.transport.behind.append(behind)
             if is_there and first is not None:
-                told = first.nonce
+                informed = first.nonce
 
 
 def elastic_site(

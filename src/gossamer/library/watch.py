@@ -33,7 +33,7 @@ class Watch:
 
     def __init__(self, worker: int, checksum: Callable[[], int], local_steps: int) -> None:
         self._worker, self._checksum, self.local_steps = worker, checksum, local_steps
-        self._start = checksum()
+        self._start = 0
         self.quiet = False
         """Whether no more warnings are due: one was given, or an error ends the loop."""
         self.exchanged = self.called = False
@@ -44,9 +44,9 @@ class Watch:
         self.saved = False
         """Whether the outer state was saved after the last step, so that a resumed loop continues the rest of a round."""
 
-    def begin(self) -> None:
-        """Takes the checksum again, after the parameters were loaded."""
-        self._start = self._checksum()
+    def begin(self, start: int | None = None) -> None:
+        """Training begins, or parameters were loaded. Args: `start` is their checksum, where it is known."""
+        self._start = self._checksum() if start is None else start
 
     def look_at_step(self, model: nn.Module, versions: object, start: int, taken: int | None) -> None:
         """Warns once when a step is counted after a backward pass and before an optimizer step.
@@ -130,12 +130,13 @@ class LoopCheck:
 
     def begin(self, steps: int = 0) -> None:
         """Training begins, or continues after so many steps of a round from a state that was loaded."""
-        self._start: int | None = None if steps else self._checksum()
+        now = self._checksum()
+        self._start: int | None = None if steps else now
         """The checksum of the parameters, until the first exchange has compared it."""
         self._versions = versions_of(self._model)
         self._began_at, self._looks = str(self._start), 0 if steps else 3
         """The common start, and how often to compare yet how the first local phases of all workers ended."""
-        self.watch.begin()
+        self.watch.begin(now)
 
     def forget_start(self) -> None:
         """The parameters were replaced by another worker's."""
@@ -158,11 +159,13 @@ class LoopCheck:
         self._uncounted = 0
         if self._looks and self._start is None:
             # Not at the first exchange itself: the others may not have come to its end yet.
-            self._looks = 0 if warn_of_phases(peers.told("phase"), self._workers, self._began_at) else self._looks - 1
+            self._looks = (
+                0 if warn_of_phases(peers.published("phase"), self._workers, self._began_at) else self._looks - 1
+            )
         if self._start is None:
             return
         now = self._checksum()
-        peers.tell("phase", [str(now), None if lr is None else lr()])
+        peers.publish("phase", [str(now), None if lr is None else lr()])
         if self._start == now and self.watch.called and not self.watch.came_early:
             log.warning(
                 "the parameters of worker %d did not change in the %d inner steps before its first exchange; call "

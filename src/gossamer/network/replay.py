@@ -11,7 +11,7 @@ import numpy as np
 from gossamer.network.fluid import FairRates, Fluid, LinkChange, StreamWay
 from gossamer.network.links import Floats, Links, MeanKind, Network
 from gossamer.network.timeline import Leg, Timeline, compute_seconds, legs_of, no_rounds, operations_of, overlap_of_each
-from gossamer.record.logs.trace import KINDS, Integers, Kind, Messages, Trace
+from gossamer.record.logs.trace import Integers, Kind, Messages, Trace
 
 
 class _Message(NamedTuple):
@@ -229,10 +229,7 @@ class Replay:
     def plan(self, r: int) -> Iterator[_Operation]:
         """The operations of a round."""
         messages = self.trace.messages.span(self.bounds[r], self.bounds[r + 1])
-        alike = len(set(messages.kind.tolist())) == 1 and not messages.overlap_steps.any()
-        for kind, overlap_steps, these in (
-            [(KINDS[messages.kind[0]], 0, messages)] if alike else operations_of(messages)
-        ):
+        for kind, overlap_steps, these in operations_of(messages):
             overlap = overlap_of_each(self.trace, r, overlap_steps) if overlap_steps else None
             yield _Operation(r, kind, these, self.paths.network.mean, overlap)
 

@@ -136,6 +136,10 @@ def compute_seconds(trace: Trace, network: Network, links: Links, r: int) -> Flo
 
 def operations_of(messages: Messages) -> Iterator[tuple[Kind, int, Messages]]:
     """The operations of a round: kind, overlapping steps and messages."""
+    kinds = messages.kind
+    if len(kinds) and (kinds == kinds[0]).all() and not messages.overlap_steps.any():
+        yield KINDS[kinds[0]], 0, messages  # the usual round, which needs no copies
+        return
     for code, kind in enumerate(KINDS):
         for overlap_steps in np.unique(messages.overlap_steps[messages.kind == code]).tolist():
             these = (messages.kind == code) & (messages.overlap_steps == overlap_steps)

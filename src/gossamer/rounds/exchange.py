@@ -188,20 +188,17 @@ def payload_of(setup: Setup, mixing: Mixing, ctx: Context) -> Tree:
 
 def payload_form(setup: Setup, mixing: Mixing, ctx: Context) -> Tree:
     """Shapes and dtypes of `payload_of`."""
-    form = message_template(setup.rule, setup.part.x, setup.part.s, with_mixing(ctx, mixing))
-    return encode(setup.codec, form, 0)
+    return encode(setup.codec, _form(setup, mixing, ctx), 0)
 
 
 def is_sound(setup: Setup, mixing: Mixing, ctx: Context, payload: Tree) -> bool:
     """Whether a payload of this form may count."""
-    form = message_template(setup.rule, setup.part.x, setup.part.s, with_mixing(ctx, mixing))
-    return _decoded(setup.codec, payload, _with_data(form, setup.part.x.device)) is not None
+    return _decoded(setup.codec, payload, _with_data(_form(setup, mixing, ctx), setup.part.x.device)) is not None
 
 
 def mean_of(setup: Setup, mixing: Mixing, ctx: Context, payloads: Mapping[int, Tree]) -> Tree:
     """The mean of what all that take part have posted, as each of them would take it."""
-    form = message_template(setup.rule, setup.part.x, setup.part.s, with_mixing(ctx, mixing))
-    form = _with_data(form, setup.part.x.device)
+    form = _with_data(_form(setup, mixing, ctx), setup.part.x.device)
     messages = {j: decode(setup.codec, payload, form) for j, payload in payloads.items()}
     first = min(messages)
     return setup.rule.combine(messages[first], messages, first, mixing.rows[first])
@@ -209,7 +206,12 @@ def mean_of(setup: Setup, mixing: Mixing, ctx: Context, payloads: Mapping[int, T
 
 def mean_form(setup: Setup, mixing: Mixing, ctx: Context) -> Tree:
     """Shapes and dtypes of `mean_of`."""
-    return map_leaves(widen, message_template(setup.rule, setup.part.x, setup.part.s, with_mixing(ctx, mixing)))
+    return map_leaves(widen, _form(setup, mixing, ctx))
+
+
+def _form(setup: Setup, mixing: Mixing, ctx: Context) -> Tree:
+    """A message of a round, without data."""
+    return message_template(setup.rule, setup.part.x, setup.part.s, with_mixing(ctx, mixing))
 
 
 def update_with_mean(setup: Setup, mixing: Mixing, ctx: Context, mean: Tree) -> None:

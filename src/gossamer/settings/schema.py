@@ -281,7 +281,7 @@ def toml_value(value: Any, *, defaults: bool = True, neutral: bool = True) -> An
             and (neutral or NEUTRAL not in get_args(hints[f.name]))
         }
     if isinstance(value, Mapping):
-        return {key: inner(part) for key, part in value.items()}
+        return {str(key): inner(part) for key, part in value.items()}
     return [inner(part) for part in value] if isinstance(value, tuple) else value
 
 

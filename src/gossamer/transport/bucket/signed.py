@@ -86,7 +86,7 @@ class KeySeal:
         return item._replace(writers=numbers)
 
     def _signed(self, name: str, writer: bytes, salt: bytes, cipher: bytes | memoryview) -> bytes:
-        return _digest(b"gossamer object", self._run, name.encode(), writer, salt, hashlib.sha256(cipher).digest())
+        return _framed(b"gossamer object", self._run, name.encode(), writer, salt, hashlib.sha256(cipher).digest())
 
     def _crypt(self, name: str, salt: bytes, content: bytes | memoryview) -> bytes:
         """Encrypts, and decrypts."""
@@ -128,7 +128,7 @@ def _new_key_object(keys: Keys) -> bytes:
         for one in keys.certificates
     }
     text = json.dumps({"ephemeral": ephemeral.hex(), "wrapped": wrapped}).encode()
-    signature = _private_key(keys).sign(_digest(b"gossamer key", text))
+    signature = _private_key(keys).sign(_framed(b"gossamer key", text))
     return b"".join((signature, hashlib.sha256(keys.certificate).digest(), text))
 
 
@@ -142,7 +142,7 @@ def opened_key(keys: Keys, raw: bytes) -> KeySeal:
     try:
         if certificate is None:
             raise ValueError("nobody in the run's [peers] has signed it")
-        _public_key(certificate).verify(signature, _digest(b"gossamer key", text))
+        _public_key(certificate).verify(signature, _framed(b"gossamer key", text))
         head, me = json_from_peer(text), hashlib.sha256(keys.certificate).hexdigest()
         ephemeral = bytes.fromhex(head["ephemeral"])
         if me not in head["wrapped"]:
@@ -161,7 +161,7 @@ def opened_key(keys: Keys, raw: bytes) -> KeySeal:
     return KeySeal(keys, hashlib.sha256(raw).digest(), content_key)
 
 
-def _digest(*parts: bytes) -> bytes:
+def _framed(*parts: bytes) -> bytes:
     """What is signed: parts that cannot run into each other."""
     return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
 
