@@ -544,7 +544,9 @@ def _counted(config: ResolvedRun, layout: Layout, rounds: int) -> Counted:
         kept("outer state", sent.state_copies),
         kept("messages", (_message_bytes(entries) + sent.flight_copies * size) / size),
     ]
-    messages = sum(len(operation.sends) for entry in entries for operation in entry.operations) * len(config.networks)
+    messages = sum(max(1, len(operation.sends)) for entry in entries for operation in entry.operations) * len(
+        config.networks
+    )
     networks = tuple(
         _priced(config, name, entries, m, layout)
         if len(few) == config.workers and messages <= _MOST_PRICED
@@ -573,9 +575,9 @@ def _message_bytes(entries: Sequence[Entry]) -> int:
     """The most bytes of its own payload and of received ones that a worker holds at one time."""
     held = [0]
     for entry in entries:
-        for kind, _, sends, receives, _ in entry.operations:
-            sent = [size for _, size in sends]  # one payload for all peers, or a part of it for each owner
-            held.append((sum(sent) if kind == "mean" else max(sent, default=0)) + sum(size for _, size in receives))
+        for operation in entry.operations:  # one payload for all peers, or a part of it for each owner
+            most = max((size for _, size in operation.sends), default=0)
+            held.append((operation.sent_bytes if operation.kind == "mean" else most) + operation.received_bytes)
     return max(held)
 
 
