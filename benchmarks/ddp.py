@@ -4,8 +4,8 @@
 
 Four processes, each in a network namespace behind `tc tbf` limiters as in `slow_links.py`, train a model of 24 layers that sleep
 in place of computing: a third of a step forward, two thirds backward, so that other work on the machine changes little. Buckets
-are a 21st of the gradient, as those of 25 MB are of 134 million parameters. The all-reduce is measured alone, without a step to hide behind, and
-priced as the ring that gloo makes.
+are a 21st of the gradient, as those of 25 MB are of 134 million parameters. The all-reduce is measured alone, without a step to
+hide behind, and priced as the ring that gloo makes.
 """
 
 import argparse
