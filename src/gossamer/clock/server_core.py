@@ -202,6 +202,18 @@ class ServerCore:
         spent = self._refused or self._budget.begun >= self._budget.steps
         return spent and not any(fragment.waiting for fragment in self._fragments)
 
+    def is_due(self, now_s: float) -> bool:
+        """Whether `tick` would act at this time."""
+        windows = [fragment for fragment in self._fragments if fragment.waiting]
+        if not windows or self._rule.window is None:
+            return False
+        if self._budget is not None and not self._expects_pushes(now_s):
+            return True
+        quorum = min(self._rule.window.quorum, self._count(lambda member: member.present, now_s))
+        return any(
+            now_s >= one.closes_s or (one.closes_s == math.inf and len(one.waiting) >= quorum) for one in windows
+        )
+
     @property
     def present(self) -> int:
         """The number of workers present."""
@@ -224,6 +236,10 @@ class ServerCore:
     def phases(self, worker: int) -> int:
         """Local phases of a worker whose push has arrived."""
         return self._members[worker].phases
+
+    def is_present(self, worker: int) -> bool:
+        """Whether a worker has joined, and has not left since."""
+        return self._members[worker].present
 
     def seen(self, worker: int) -> bool:
         """Whether a worker has joined since this core was made or restored."""
