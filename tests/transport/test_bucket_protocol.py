@@ -466,6 +466,10 @@ class Liar(Chain):
 
 @pytest.fixture
 def seals(tmp_path: Path) -> list[KeySeal]:
+    return new_seals(tmp_path)
+
+
+def new_seals(tmp_path: Path) -> list[KeySeal]:
     """Of three machines with a worker each, in the order of their numbers."""
     pytest.importorskip("cryptography")
     files = [new_key(name, tmp_path / f"{name}.pem") for name in ("berlin", "paris", "rome")]

@@ -101,6 +101,8 @@ class CoreState(NamedTuple):
     sent: list[tuple[int, int, int, int]]
     absorbed_steps: int
     refused: bool
+    begun: int = 0
+    """Inner steps of the budget that have begun, where it has one."""
 
 
 class ServerCore:
@@ -302,7 +304,8 @@ class ServerCore:
         ]
         members = [_MemberCopy(m.phases, m.joins, m.present, m.trains) for m in self._members]
         sent = [(*whom, *when) for whom, when in self._sent.items()]
-        return CoreState(fragments, members, sorted(self._seen), sent, self.absorbed_steps, self._refused)
+        begun = 0 if self._budget is None else self._budget.begun
+        return CoreState(fragments, members, sorted(self._seen), sent, self.absorbed_steps, self._refused, begun)
 
     def restore_whole(self, state: CoreState) -> None:
         """Continues from a complete state. Raises ValueError when it does not fit."""
@@ -316,6 +319,8 @@ class ServerCore:
             member.phases, member.joins, member.present, member.trains = saved
         self._seen, self.absorbed_steps, self._refused = set(state.seen), state.absorbed_steps, state.refused
         self._sent = {(worker, p): (updates, phases) for worker, p, updates, phases in state.sent}
+        if self._budget is not None:
+            self._budget.begun = state.begun
 
     # Decisions
 

@@ -14,6 +14,8 @@ from commands import Command, run
 from gossamer.record import checkpoint
 from gossamer.record.logs.arrivals import read_arrivals
 from gossamer.run.config.run_file import RunConfig, digest, dump
+from gossamer.transport.bucket.bucket import Folder, SecretSeal, opened_item
+from gossamer.transport.bucket.server_log import event_in
 
 
 def until(holds: Callable[[], bool], *commands: Command) -> None:
@@ -67,29 +69,31 @@ def test_no_kill_costs_an_acknowledged_push_and_the_replay_has_the_bits_of_all(
 ) -> None:
     """The first worker is killed at the moment of a push, then all."""
     kills = 20 if request.config.getoption("--full") else 1
-    config = in_store(run__steps=60 + 40 * kills, run__checkpoint_every=4, run__pace_s=0.05, codec__name="int8")
+    config = in_store(run__steps=60 + 60 * kills, run__checkpoint_every=4, run__pace_s=0.2, codec__name="int8")
     (tmp_path / "run.toml").write_text(dump(config))
     store = tmp_path / "store"
 
     def start(name: str, *more: object) -> Command:
         return Command("train", tmp_path / "run.toml", "--store", store, "--out", tmp_path / name, *more)
 
-    def events() -> list[dict[str, object]]:
+    def pushed() -> list[tuple[int, int, int]]:
+        """The pushes that have an event, in their order."""
         names = sorted(path.name for path in store.glob("r*-commit"))
-        return [head_of(store / name) for name in names]
+        found = [event_in(k, opened_item(b"", name, (store / name).read_bytes()), 2) for k, name in enumerate(names)]
+        return [(one.worker, one.life, one.phase) for one in found if one is not None and one.event == "push"]
 
     def length() -> int:
         return len([*store.glob("r*-commit")])
 
     alive = {"a": start("a"), "b": start("b")}
     until(lambda: length() > 8, *alive.values())
-    acknowledged = set[tuple[object, object, object]]()
+    acknowledged = set[tuple[int, int, int]]()
     for kill in range(kills):
         name = sorted(alive)[kill % 2]
         there = length()
         until(lambda there=there: length() > there, *alive.values())
         alive[name].kill()  # as soon as an event shows, its own or that of the other one
-        acknowledged |= {(one["worker"], one["life"], one["phase"]) for one in events() if one["event"] == "push"}
+        acknowledged |= {*pushed()}
         assert alive.pop(name).finish()[0] == -signal.SIGKILL
         there = length()
         until(lambda there=there: length() > there + 3, *alive.values())
@@ -98,7 +102,7 @@ def test_no_kill_costs_an_acknowledged_push_and_the_replay_has_the_bits_of_all(
         until(lambda again=again: (tmp_path / again / "slot.txt").exists(), *alive.values())
         there = length()
         until(lambda there=there: length() > there + 3, *alive.values())
-    acknowledged |= {(one["worker"], one["life"], one["phase"]) for one in events() if one["event"] == "push"}
+    acknowledged |= {*pushed()}
     for one in alive.values():
         one.kill()
     for one in alive.values():
@@ -110,7 +114,7 @@ def test_no_kill_costs_an_acknowledged_push_and_the_replay_has_the_bits_of_all(
     last = {f"last{k}": start(f"last{k}", "--set", "run.pace_s=0") for k in range(2)}
     ends = {name: one.finish() for name, one in last.items()}
     assert all(code == 0 for code, _ in ends.values()), ends
-    counted = [(one["worker"], one["life"], one["phase"]) for one in events() if one["event"] == "push"]
+    counted = pushed()
     assert acknowledged <= {*counted}
     assert pushes(tmp_path / "last0") == [(worker, phase) for worker, _, phase in counted], (
         "from the first on, and once"
@@ -127,7 +131,23 @@ def test_no_kill_costs_an_acknowledged_push_and_the_replay_has_the_bits_of_all(
     assert code == 0 and f"the run in the store has ended after {config.rounds} rounds" in said, said
 
 
-def head_of(path: Path) -> dict[str, object]:
-    """The head of an object without a secret."""
-    raw = path.read_bytes()[32:]
-    return json.loads(raw[4 : 4 + int.from_bytes(raw[:4], "little")])
+def test_who_pushes_what_is_no_update_is_gone_for_all_and_the_others_take_its_steps(tmp_path: Path) -> None:
+    config = in_store(run__steps=12, run__pace_s=0.1)
+    (tmp_path / "run.toml").write_text(dump(config))
+    folder, out = tmp_path / "store", tmp_path / "out"
+    honest = Command("train", tmp_path / "run.toml", "--store", folder, "--out", out)
+    until(lambda: (folder / "r00000000-commit").exists(), honest)
+    store, seal = Folder(str(folder)), SecretSeal()
+    first = {"event": "join", "at_s": 0.0, "phase": 0, "message": 0, "owned": [], "rounds": 0}
+    commit = {"parts": {"1": {"life": 0, "steps": 0, "begun": None}}, "steps": [0, 0], "mean": "", "time_s": 0.0}
+    number = 1
+    store.create("t00001-0000", seal.sealed("t00001-0000", {"nonce": ""}))
+    store.create("r00000000-from-00001-0000", seal.sealed("r00000000-from-00001-0000", {}, b"too short"))
+    for event in ("join", "push"):
+        head = {**first, **commit, "event": event, "at_s": 1000.0, "closer": [1, 0]}
+        while not store.create(name := f"r{number:08d}-commit", seal.sealed(name, head)):
+            number += 1
+    code, said = honest.finish()
+    assert code == 0 and "worker 1 is gone (9 bytes where 106880 are due)" in said, said
+    assert [(item.event, item.worker) for item in read_arrivals(out) if item.worker == 1] == [("join", 1), ("leave", 1)]
+    assert len(pushes(out)) == 12, "each of one step"

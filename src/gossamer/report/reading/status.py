@@ -22,7 +22,7 @@ from gossamer.record.logs.seconds import RoundSeconds, read_seconds
 from gossamer.record.whole_files import worker_suffix
 from gossamer.report.reading.lines import RunFile, run_file_of
 from gossamer.report.reading.paces import Paces
-from gossamer.transport.bucket.bucket import MOST_HEAD_BYTES, Item, SecretSeal, bucket_at
+from gossamer.transport.bucket.bucket import MOST_HEAD_BYTES, SecretSeal, bucket_at
 from gossamer.transport.bucket.protocol import Sightings, commit_in, commit_name
 from gossamer.transport.bucket.server_log import event_in
 from gossamer.transport.bucket.signed import KEY_OBJECT, opened_key
@@ -170,44 +170,26 @@ def store_status(url: str, *, peers: Path | None = None, now_s: float | None = N
         seen.look(bucket.names(f"r{max(0, max(seen.states, default=0) - 1):08d}"), 0.0)
         name = commit_name(seen.newest)
         raw = None if seen.newest < 0 else bucket.get(name, MOST_HEAD_BYTES)
-        last = None if raw is None else seal.opened(name, raw)
+        item = None if raw is None else seal.opened(name, raw)
+        last, event = (
+            (None, None) if item is None else (commit_in(seen.newest, item.head, n), event_in(seen.newest, item, n))
+        )
     except TransportError:
         raise
     except OSError as error:
         raise ConfigError(
             f"the store '{url}' cannot be read ({first_line(error)}); look at its address and rights"
         ) from None
-    served, last = "server" in head, _last_of(seen.newest, last, n, served="server" in head)
     workers: list[SlotStatus] = []
     for slot in range(n):
         life = seen.lives.get(slot)
         standing = "empty" if life is None else "left" if (slot, life) in seen.ended else "held"
-        workers.append(
-            SlotStatus(slot, standing, life + 1 if life is not None else 0, last.steps[slot], slot in last.of)
-        )
+        steps, counted = (0, False) if last is None else (last.steps[slot], slot in last.parts)
+        workers.append(SlotStatus(slot, standing, 0 if life is None else life + 1, steps, counted))
     now_s = time.time() if now_s is None else now_s
-    age_s = None if last.time_s is None else max(0.0, now_s - last.time_s)
-    return StoreStatus(url, rounds, last.round, last.by, age_s, sorted(seen.states), workers, served)
-
-
-class _Last(NamedTuple):
-    """The newest commit in a store."""
-
-    round: int
-    by: int | None
-    time_s: float | None
-    steps: tuple[int, ...]
-    of: Collection[int]
-    """The slots that it counts."""
-
-
-def _last_of(number: int, item: Item | None, n: int, *, served: bool) -> _Last:
-    """The content of the newest commit: the outcome of a round, or an event of the server."""
-    if served and item is not None and (event := event_in(item, n)) is not None:
-        return _Last(event.rounds, event.writer, event.wall_s, event.steps, [event.worker])
-    if item is not None and (commit := commit_in(number, item.head, n)) is not None:
-        return _Last(number + 1, commit.closer[0], commit.time_s, commit.steps, commit.parts)
-    return _Last(0 if served else number + 1, None, None, (0,) * n, ())
+    closer, age_s = (None, None) if last is None else (last.closer[0], max(0.0, now_s - last.time_s))
+    closed = seen.newest + 1 if "server" not in head else 0 if event is None else event.rounds
+    return StoreStatus(url, rounds, closed, closer, age_s, sorted(seen.states), workers, "server" in head)
 
 
 def standing_of(seen: Sighting) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from gossamer.clock.saved import as_dicts, rebuilt, within
-from gossamer.clock.server_core import CoreState
+from gossamer.clock.server_core import CoreState, ServerCore
 from gossamer.errors import CheckpointError, TransportError
 from gossamer.record.locks import holding
 from gossamer.record.logs.arrivals import arrivals_file
@@ -30,7 +30,7 @@ from gossamer.run.participant.agreement import use_recorded_threads
 from gossamer.run.participant.in_store import bind_folder, open_store, renewing
 from gossamer.run.served.served_worker import ServedWorker, take_part
 from gossamer.run.served.server import WorkerLetters
-from gossamer.run.served.session import Reply, ServerSession, WholeState, open_session
+from gossamer.run.served.session import Reply, ServerSession, open_session
 from gossamer.run.worker.task import Task
 from gossamer.stop_signals import Asked, leaving
 from gossamer.transport.bucket.bucket import Bucket
@@ -43,10 +43,6 @@ from gossamer.transport.sockets.header import LetterKind
 from gossamer.transport.sockets.letter import Letter, body_of
 
 log = logging.getLogger("gossamer")
-
-
-class _AskedToLeave(Exception):
-    """It was asked to leave while it waited for an answer."""
 
 
 def train_served_in_store(config: ResolvedRun, folder: Path, url: str) -> None:
@@ -97,7 +93,7 @@ class _StoreWorker:
                 self._do(self.attendance.release())
                 continue
             break
-        if self.is_finished():
+        if self._session.is_finished:
             self._session.close(self._session.records.now_s)
             say(f"the run in the store has ended after {self._config.rounds} rounds")
 
@@ -124,11 +120,8 @@ class _StoreWorker:
             say(f"worker {slot} takes part in the run of the store, as number {life + 1} in its slot")
             self._asked.sentence = f"worker {slot} is asked to leave after its local phase"
             self._asked.left_s = lambda: served.learner.phase_left_s
-            finished = False
-            with contextlib.suppress(_AskedToLeave):
-                take_part(self, served, self._config.with_server.codec, self._folder, self._asked.is_set)
-                finished = served.is_done
-            self._do(self.attendance.leave(finished=finished))
+            take_part(self, served, self._config.with_server.codec, self._folder, self._asked.is_set)
+            self._do(self.attendance.leave(finished=served.is_done))
 
     def _do(self, steps: Steps[T]) -> T:
         return perform(steps, self._bucket, wait=self._wait, most_bytes=lambda: self._most_bytes)
@@ -140,8 +133,8 @@ class _StoreWorker:
 
     def send(self, letter: Letter) -> None:
         """See `ServerLink`."""
-        if not self._do(self.attendance.push(letter.ticket.round, letter.content)):
-            raise _AskedToLeave
+        if letter.kind is LetterKind.PUSH:
+            self._do(self.attendance.push(letter.ticket.round, letter.content))
 
     def receive(self, kind: LetterKind, ticket: Ticket, size: int) -> Letter:
         """See `ServerLink`."""
@@ -162,6 +155,11 @@ class _StoreWorker:
     def say(self, sentence: str) -> None:
         """See `ServerWork`."""
         say(sentence)
+
+    @property
+    def core(self) -> ServerCore:
+        """See `ServerWork`."""
+        return self._session.core
 
     def take(self, number: int, event: ServerEvent, message: memoryview) -> None:
         """See `ServerWork`."""
@@ -193,31 +191,14 @@ class _StoreWorker:
         except TransportError as error:
             return session.leave(event.worker, str(error), event.time_s)
 
-    def is_present(self, worker: int) -> bool:
-        """See `ServerWork`."""
-        return self._session.core.is_present(worker)
-
-    def awaited(self, worker: int) -> int | None:
-        """See `ServerWork`."""
-        expected = self._session.core.may_push(worker)
-        return None if expected is None else expected[0]
-
-    def is_due(self, now_s: float) -> bool:
-        """See `ServerWork`."""
-        return self._session.core.is_due(now_s)
-
     def is_answered(self) -> bool:
         """See `ServerWork`."""
         return bool(self._replies)
 
-    def is_finished(self) -> bool:
+    def progress(self) -> tuple[int, list[int]]:
         """See `ServerWork`."""
-        return self._session.is_finished
-
-    def progress(self) -> tuple[int, tuple[int, ...]]:
-        """See `ServerWork`."""
-        config, core = self._config, self._session.core
-        steps = tuple(core.phases(i) * config.local_steps_of(i) for i in range(config.workers))
+        config, core = self._config, self.core
+        steps = [core.phases(i) * config.local_steps_of(i) for i in range(config.workers)]
         return config.rounds if core.is_finished else self._session.journal.round, steps
 
     def is_state_due(self) -> bool:
@@ -226,39 +207,38 @@ class _StoreWorker:
 
     def state(self) -> bytes:
         """See `ServerWork`."""
-        inputs = body_of(arrivals_file(self._folder).read_bytes())
-        whole: dict[str, Any] = as_dicts(self._session.whole_state())
-        return packed({**whole, "round": self._session.journal.round, "inputs": inputs})
+        session, inputs = self._session, body_of(arrivals_file(self._folder).read_bytes())
+        core: dict[str, Any] = as_dicts(session.core.whole_state())
+        return packed({"core": core, "time_s": session.records.now_s, "round": session.journal.round, "inputs": inputs})
 
     def load(self, body: memoryview) -> None:
         """See `ServerWork`."""
-        state, n = unpacked(bytes(body)), self._config.workers
+        state = unpacked(bytes(body))
         try:
-            whole = WholeState(rebuilt(CoreState, state["core"]), int(state["begun"]), float(state["time_s"]))
-            within(whole.core, worker=n, fragment=self._config.fragments[0])
-            round, inputs = int(state["round"]), state["inputs"].numpy().tobytes()
-            if not 0 < round < self._config.rounds:
+            core, time_s = rebuilt(CoreState, state["core"]), float(state["time_s"])
+            within(core, worker=self._config.workers, fragment=self._config.fragments[0])
+            if not 0 < (round := int(state["round"])) < self._config.rounds:
                 raise ValueError(f"round {round} of {self._config.rounds}")
+            self._files.close()
+            atomic_write(arrivals_file(self._folder), state["inputs"].numpy().tobytes())
+            self._open(round).restore_whole(core, time_s)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"a state of the server in the store is none of this run ({error!r:.200}); start all with the same run file and "
                 "gossamer, or start again with an empty store"
             ) from None
-        self._files.close()
-        atomic_write(arrivals_file(self._folder), inputs)
-        self._open(round, whole)
 
     @property
     def _session(self) -> ServerSession:
         """The server, at the start of the run where no state was loaded."""
-        return self._open(0, None) if self._opened is None else self._opened
+        return self._open(0) if self._opened is None else self._opened
 
-    def _open(self, start: int, whole: WholeState | None) -> ServerSession:
+    def _open(self, start: int) -> ServerSession:
         """Opens the record of the server from a round on."""
         self._replies.clear()
         self._state_due = False
         # Validations are not made aside: training in this process has settings of torch that are common to all threads.
-        opened = open_session(self._config, self._folder, self._probe, start, whole=whole, aside=False)
+        opened = open_session(self._config, self._folder, self._probe, start, takes_over=start > 0, aside=False)
         self._opened = self._files.enter_context(opened)
         note_inputs(self._config, self._task, self._folder, self._config.workers)
         return self._opened

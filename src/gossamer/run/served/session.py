@@ -14,7 +14,6 @@ from torch import Tensor
 from gossamer.clock import SERVER, Absence, Transfer, Update
 from gossamer.clock.phases import Budget
 from gossamer.clock.server_core import CoreState, Send, ServerAction, ServerCore
-from gossamer.errors import CheckpointError
 from gossamer.layout import arrange, layout_of
 from gossamer.record.machines import Threads
 from gossamer.run.bookkeeping.evaluate import Probe
@@ -46,15 +45,6 @@ class Pushed(NamedTuple):
     start_s: float
 
 
-class WholeState(NamedTuple):
-    """The state of a session in the middle of a run."""
-
-    core: CoreState
-    begun: int
-    """Inner steps of the budget that have begun."""
-    time_s: float
-
-
 class ServerSession:
     """The core of one server process with its records. Inputs come from one thread, with the seconds since the run began.
 
@@ -63,11 +53,8 @@ class ServerSession:
         resumed: completed rounds when the run was resumed; None if it was not.
     """
 
-    def __init__(
-        self, config: ResolvedRun, core: ServerCore, budget: Budget, records: ServerRecords, resumed: int | None
-    ) -> None:
+    def __init__(self, config: ResolvedRun, core: ServerCore, records: ServerRecords, resumed: int | None) -> None:
         self.config, self.core, self.records, self.journal = config, core, records, records.journal
-        self._budget = budget
         self._resumed = resumed
         self._joined: dict[int, Terms] = {}  # of workers that have joined without a starting point yet
         self._local_steps = [config.local_steps_of(i) for i in range(config.workers)]
@@ -114,9 +101,10 @@ class ServerSession:
             replies += self._perform(actions)
         return replies
 
-    def whole_state(self) -> WholeState:
-        """The state between two inputs."""
-        return WholeState(self.core.whole_state(), self._budget.begun, self.records.now_s)
+    def restore_whole(self, state: CoreState, time_s: float) -> None:
+        """Continues from the state of another process between two inputs. Raises ValueError when it does not fit."""
+        self.core.restore_whole(state)
+        self.records.now_s, self.journal.steps = time_s, self.core.absorbed_steps
 
     @property
     def is_finished(self) -> bool:
@@ -163,7 +151,7 @@ def open_session(
     start: int | None,
     *,
     replays: Threads | None = None,
-    whole: WholeState | None = None,
+    takes_over: bool = False,
     aside: bool = True,
 ) -> Iterator[ServerSession]:
     """The session of a server that serves all workers, with its files. Raises CheckpointError and ConfigError.
@@ -171,38 +159,29 @@ def open_session(
     Args:
         start: the number of completed rounds, whose checkpoint is restored; 0 for a restarted run, None for a new one.
         replays: as in `open_files`.
-        whole: the state to continue from, in place of that checkpoint, whose inputs the log has already.
+        takes_over: whether `restore_whole` follows, in place of that checkpoint; the log has the inputs up to there.
         aside: whether to validate and save in another thread.
     """
     n = config.workers
-    saved = restored(config, folder, start, loads=whole is None)  # before its files are truncated to that round
+    saved = restored(config, folder, start, loads=not takes_over)  # before its files are truncated to that round
     with open_files(config, folder, start, replays=replays, aside=aside) as files:
         begin_s = saved.get("time_s", 0.0)
         layout, spans = arrange(layout_of(probe.model), *config.fragments)
-        budget = Budget(n * config.run.steps)
         core = ServerCore(
             config.with_server.rule,
             probe.x.clone(),
             layout,
             spans,
             [config.local_steps_of(i) for i in range(n)],
-            budget=budget,
+            budget=Budget(n * config.run.steps),
             expected_until_s=begin_s + config.run.timeout_s,
         )
         if saved:
             core.restore(saved)
-        if whole is not None:
-            try:
-                core.restore_whole(whole.core)
-            except ValueError as error:
-                raise CheckpointError(
-                    f"the state of the server in the store does not fit this run ({error}); start all with the same run file"
-                ) from None
-            budget.begun, begin_s = whole.begun, whole.time_s
         snapshots = Snapshots(folder, probe, core.state)
         records = ServerRecords(config, files, snapshots, begin_s=begin_s, round=start or 0, steps=core.absorbed_steps)
-        if whole is None:
+        if not takes_over:
             records.write("serve", begin_s, workers=n, round=start or 0, digest=config.digest)
         if not start:
             records.begin()
-        yield ServerSession(config, core, budget, records, None if whole else start or None)
+        yield ServerSession(config, core, records, None if takes_over else start or None)

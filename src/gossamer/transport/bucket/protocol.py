@@ -225,6 +225,7 @@ class StoreWorker(StoreProcess, Protocol):
 
 
 def message_name(round: int, slot: int, life: int) -> str:
+    """The name of the message of a worker."""
     return f"r{round:08d}-from-{slot:05d}-{life:04d}"
 
 
@@ -238,10 +239,12 @@ def _mean(round: int, sha256: str) -> str:
 
 
 def state_name(after: int, slot: int = -1) -> str:
+    """The name of a state; a slot where they differ."""
     return f"s{after:08d}" + (f"-{slot:05d}" if slot >= 0 else "")
 
 
 def lease_name(kind: str, slot: int, life: int) -> str:
+    """The name of a claim (t), a sign of life (u, without its number) or an end (v) of a slot."""
     return f"{kind}{slot:05d}-{life:04d}"
 
 
@@ -444,6 +447,23 @@ class SlotHolder:
             if claimed and self._believed.get(name, True):
                 kept.append(name)
         return kept
+
+    def _put_state(self, head: Mapping[str, Any], body: bytes) -> Steps[None]:
+        """Creates the state of this round, and removes what is older than the last state but one."""
+        yield from self._create(state_name(self.round), head, body)
+        yield from self._look(None)
+        states = sorted(self.seen.states | {self.round})
+        if len(states) < 2:
+            return
+        # Commits stay: they are small, record the run, and keep a slow worker from closing an old round once more.
+        first, until = (states[0] if len(states) > 2 else 0), states[-2]
+        names: list[str] = yield from self._names(f"r{first:08d}")
+        for name in names:
+            if name < f"r{until:08d}" and ("-from-" in name or "-mean-" in name):
+                yield from self._remove(name)
+        for state in states[:-2]:  # last, so that one that dies here leaves what the next begins with
+            yield from self._remove(state_name(state))
+            self.seen.states.discard(state)
 
     def _pause(self, waited_s: float) -> Steps[float]:
         pause_s = min(self.terms.rest_s, max(self.terms.look_s, _LOOK_SHARE * waited_s))
@@ -829,22 +849,8 @@ class Attendance(SlotHolder):
     def _keep_state(self) -> Steps[None]:
         """Writes the state of this round where one is due, and removes objects that are no longer needed."""
         body = yield Do(partial(self._work.state, self.round))
-        if body is None:
-            return
-        yield from self._create(f"s{self.round:08d}", {"slot": self.slot}, body)
-        yield from self._look(None)
-        states = sorted(self.seen.states | {self.round})
-        if len(states) < 2:
-            return
-        # Commits stay: they are small, record the run, and keep a slow worker from closing an old round once more.
-        first, until = (states[0] if len(states) > 2 else 0), states[-2]
-        names: list[str] = yield from self._names(f"r{first:08d}")
-        for name in names:
-            if name < f"r{until:08d}" and ("-from-" in name or "-mean-" in name):
-                yield from self._remove(name)
-        for state in states[:-2]:  # last, so that one that dies here leaves what the next begins with
-            yield from self._remove(f"s{state:08d}")
-            self.seen.states.discard(state)
+        if body is not None:
+            yield from self._put_state({"slot": self.slot}, body)
 
     def _keep_own_state(self) -> Steps[None]:
         """In gossip: writes its state where one is due, and removes the older ones of this slot but the last two."""

@@ -1,7 +1,7 @@
 """How a run with a server lies in a store, without a process that is the server.
 
     r00000012-commit          the 13th event of the server: the first one created counts
-    r00000005-from-00003-0001 what the worker of slot 3, the second there, pushes after its local phase 5
+    r00000010-from-00003-0001 what the worker of slot 3, the second there, pushes; it was written when 10 events were there
     s00000012                 the state of the server after 12 events
 
 with the objects `run`, `key` and those of slots as in `gossamer.transport.bucket.protocol`. An event is one input of a server: a
@@ -14,11 +14,10 @@ The time of an event is that of the one that adds it, and never before the last 
 forward to the newest event that it has read. Clocks of machines are compared nowhere else.
 """
 
-import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from gossamer.errors import CheckpointError, PeerError, TransportError
 from gossamer.transport.bucket.bucket import Item
@@ -29,6 +28,7 @@ from gossamer.transport.bucket.protocol import (
     Steps,
     StoreProcess,
     StoreTerms,
+    commit_in,
     commit_name,
     lease_name,
     message_name,
@@ -36,61 +36,68 @@ from gossamer.transport.bucket.protocol import (
 )
 
 _MOST_S = 1e9
-_MOST = 1 << 62
 
 
 class ServerEvent(NamedTuple):
-    """An input of the server."""
+    """An input of the server. Its object is that of a commit, with the worker as the only part."""
 
     event: str
     """join, push, leave or tick"""
     time_s: float
     """Seconds since the run began."""
+    worker: int
+    life: int
+    """Which process of its slot the worker is."""
+    phase: int
+    """The local phase of a push."""
+    message: int
+    """The number in the name of its message."""
+    owned: tuple[int, ...]
+    """The rounds of which a worker that joins has checkpoints."""
+    rounds: int
+    """Completed rounds before it, for people only, as the steps in the commit."""
     writer: int
     """The slot of the worker that has added it."""
-    worker: int = 0
-    life: int = 0
-    """Which process of its slot the worker is."""
-    phase: int = 0
-    """The local phase of a push."""
-    owned: tuple[int, ...] = ()
-    """The rounds of which a worker that joins has checkpoints."""
-    rounds: int = 0
-    """Completed rounds before it; this and what follows is for people only."""
-    steps: tuple[int, ...] = ()
-    """Inner steps of each slot that the server had received before it."""
-    wall_s: float = 0.0
-    """When, in Unix time."""
 
 
-class ServerWork(StoreProcess, Protocol):
-    """The state of the server in one process. It changes by `take` and `load` only."""
+class Decisions(Protocol):
+    """What a server decides: that of `gossamer.clock.server_core.ServerCore` which events depend on."""
 
-    def take(self, number: int, event: ServerEvent, message: memoryview) -> None:
-        """Takes an event that counts, with the message of a push."""
-        ...
-
-    def is_present(self, worker: int) -> bool:
+    def is_present(self, worker: int, /) -> bool:
         """Whether a worker has joined and not left."""
         ...
 
-    def awaited(self, worker: int) -> int | None:
-        """The local phase whose push a worker may add; None where none is expected."""
+    def may_push(self, worker: int, /) -> tuple[int, int] | None:
+        """Phase and fragment of the push that the server expects from a worker."""
         ...
 
-    def is_due(self, now_s: float) -> bool:
-        """Whether the server would act at this time without another input."""
+    def is_due(self, now_s: float, /) -> bool:
+        """Whether it would act at this time without another input."""
+        ...
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run is over."""
+        ...
+
+
+class ServerWork(StoreProcess, Protocol):
+    """The state of the server in one process, which changes by `take` and `load` only."""
+
+    @property
+    def core(self) -> Decisions:
+        """The server."""
+        ...
+
+    def take(self, number: int, event: ServerEvent, message: memoryview) -> None:
+        """Takes an event that counts, with the message of a push."""
         ...
 
     def is_answered(self) -> bool:
         """Whether this worker has a starting point that it has not used."""
         ...
 
-    def is_finished(self) -> bool:
-        """Whether the run is over."""
-        ...
-
-    def progress(self) -> tuple[int, tuple[int, ...]]:
+    def progress(self) -> tuple[int, Sequence[int]]:
         """Completed rounds, and the inner steps of each slot that the server has received."""
         ...
 
@@ -123,10 +130,8 @@ class ServerAttendance(SlotHolder):
         self.lives: dict[int, int] = {}
         """The life of each slot that joined last."""
         self._last_s, self._early_s, self._last_rounds = 0.0, -clock(), 0
-        self._messages: list[tuple[int, str]] = []
-        """The names of messages that nobody has removed yet, as far as is known, each with the number of its event."""
-        self._states: list[int] = []
-        self._loaded = 0
+        self._loaded = self._newest_state = 0
+        """How many states it has loaded, and the number of events behind the last one that was due."""
 
     @property
     def has_joined(self) -> bool:
@@ -141,50 +146,47 @@ class ServerAttendance(SlotHolder):
         Raises: PeerError where all slots are taken, or it is another run.
         """
         yield from self._agree()
-        yield from self._look(None)
-        if max(self.seen.states, default=0) > self.round:
-            yield from self._load_newest()
+        yield from self._load_newest()
         yield from self._follow()
-        if not self._work.is_finished():
+        if not self._work.core.is_finished:
             yield from self._claim()
         return self.slot >= 0
 
     def join(self, owned: tuple[int, ...]) -> Steps[None]:
         """Joins in its slot, with checkpoints of these rounds. Raises: SlotLostError."""
         while not self.has_joined:
-            if (before := self.lives.get(self.slot)) is not None and self._work.is_present(self.slot):
-                yield from self._add("leave", worker=self.slot, life=before)
+            if (before := self.lives.get(self.slot)) is not None and self._work.core.is_present(self.slot):
+                yield from self._add("leave", self.slot, before)
             else:
-                yield from self._add("join", worker=self.slot, life=self.life, owned=owned)
+                yield from self._add("join", self.slot, self.life, owned=owned)
             if self.lives.get(self.slot, -1) > self.life:
                 raise SlotLostError(f"slot {self.slot} belongs to another process")
         if not self._work.is_answered():
             raise SlotLostError(f"the others went on from a newer state while this process joined in slot {self.slot}")
 
-    def push(self, phase: int, message: bytes) -> Steps[bool]:
-        """Adds a push, and waits for the answer; returns False if it was asked to leave before that. Raises: SlotLostError."""
-        yield from self._create(message_name(phase, self.slot, self.life), {}, message)
-        loaded = self._loaded
+    def push(self, phase: int, content: bytes) -> Steps[None]:
+        """Adds a push, and waits for the answer. Raises: SlotLostError."""
+        message, loaded = -1, self._loaded
         yield from self._follow()
-        while self._is_here() and self._work.awaited(self.slot) == phase:
+        while self._is_here() and self._awaits(self.slot, phase):
             loaded = self._loaded
-            if not (yield from self._tend()):
-                yield from self._add("push", worker=self.slot, life=self.life, phase=phase)
-        yield from self._wait(lambda: self._work.is_answered() or self._work.asked() or self._loaded > loaded)
-        if (
-            self._loaded > loaded and not self._work.is_answered()
-        ):  # it was among the events that the state has replaced
+            if message < self._newest_state:  # an older message may be removed before those read it that come later
+                message = self.round
+                yield from self._create(message_name(message, self.slot, self.life), {}, content)
+            elif not (yield from self._tend()):
+                yield from self._add("push", self.slot, self.life, phase=phase, message=message)
+        yield from self._wait(lambda: self._work.is_answered() or self._loaded > loaded)
+        if not self._work.is_answered():  # it was among the events that the state has replaced
             raise SlotLostError(f"slot {self.slot} was silent for so long that the others are far ahead")
-        return self._work.is_answered()
 
     def leave(self, *, finished: bool) -> Steps[None]:
         """Leaves; one with no phase left first waits until the others have pushed all."""
         if self._is_here():
-            yield from self._add("leave", worker=self.slot, life=self.life)
+            yield from self._add("leave", self.slot, self.life)
         if finished:
-            yield from self._wait(lambda: self._work.is_finished() or self._work.asked(), here=False)
+            yield from self._wait(lambda: self._work.core.is_finished or self._work.asked(), here=False)
             if self._work.progress()[0] > self._last_rounds:  # as a death has ended the run, nobody has noted the end
-                yield from self._add("tick")
+                yield from self._add("tick", self.slot, self.life)
         yield from self.release()
         self.over = True
 
@@ -196,8 +198,11 @@ class ServerAttendance(SlotHolder):
 
     # --- the log ------------------------------------------------------------------------------------------------------
 
+    def _awaits(self, worker: int, phase: int) -> bool:
+        return (self._work.core.may_push(worker) or (-1, 0))[0] == phase
+
     def _is_here(self) -> bool:
-        return self.has_joined and self._work.is_present(self.slot)
+        return self.has_joined and self._work.core.is_present(self.slot)
 
     def _wait(self, holds: Callable[[], bool], *, here: bool = True) -> Steps[None]:
         """Takes events until something holds, and adds what no other process can: that one is gone, that time has passed."""
@@ -220,11 +225,11 @@ class ServerAttendance(SlotHolder):
             gone = self.seen.lives.get(slot, -1) > life or (
                 slot in self.seen.lives and not self.seen.holds(slot, now, self.terms.timeout_s)
             )
-            if gone and slot != self.slot and self._work.is_present(slot):
-                yield from self._add("leave", worker=slot, life=life)
+            if gone and slot != self.slot and self._work.core.is_present(slot):
+                yield from self._add("leave", slot, life)
                 return True
-        if self._work.is_due(self._now_s()):
-            yield from self._add("tick")
+        if self._work.core.is_due(self._now_s()):
+            yield from self._add("tick", self.slot, self.life)
             return True
         return False
 
@@ -241,15 +246,25 @@ class ServerAttendance(SlotHolder):
         """Takes the next event; returns whether it could be read."""
         item = yield from self._read(commit_name(self.round))
         if item is not None:
-            yield from self._take(event_in(item, self.terms.workers))
+            yield from self._take(event_in(self.round, item, self.terms.workers))
         return item is not None
 
-    def _add(self, event: str, **fields: Any) -> Steps[None]:
+    def _add(
+        self, event: str, worker: int, life: int, *, phase: int = 0, message: int = 0, owned: tuple[int, ...] = ()
+    ) -> Steps[None]:
         """Makes this the next event, or takes the one that another process has made the next. Raises: PeerError."""
         (rounds, steps), now_s = self._work.progress(), self._now_s()
-        one = ServerEvent(event, now_s, self.slot, **fields, rounds=rounds, steps=steps, wall_s=round(self._wall(), 3))
-        if (yield from self._create(commit_name(self.round), one._asdict())):
-            yield from self._take(one)
+        fields = {"event": event, "at_s": now_s, "phase": phase, "message": message, "owned": owned, "rounds": rounds}
+        head = {
+            **fields,
+            "parts": {str(worker): {"life": life, "steps": steps[worker], "begun": None}},
+            "steps": steps,
+            "mean": "",
+            "closer": [self.slot, self.life],
+            "time_s": round(self._wall(), 3),
+        }
+        if (yield from self._create(commit_name(self.round), head)):
+            yield from self._take(ServerEvent(event, now_s, worker, life, phase, message, owned, rounds, self.slot))
             return
         waited_s = 0.0  # its own pauses: a process that was stopped looks again before it gives up
         while not (yield from self._next()):
@@ -268,42 +283,42 @@ class ServerAttendance(SlotHolder):
             return
         message = memoryview(b"")
         if event.event == "push":
-            name = message_name(event.phase, event.worker, event.life)
-            item = yield from self._message(name)
+            item = yield from self._message(message_name(event.message, event.worker, event.life))
             if item is None:
-                yield from self._load_newest()
                 return
             message = item.body
-            self._messages.append((number, name))
         self.round, self._last_s, self._last_rounds = number + 1, event.time_s, event.rounds
         self._early_s = max(self._early_s, event.time_s - self._clock())
         if event.event == "join":
             self.lives[event.worker] = event.life
         yield Do(partial(self._work.take, number, event, message))
         if self._work.is_state_due():
-            yield from self._keep_state(writes=event.writer == self.slot)
+            self._newest_state = self.round
+            if event.writer == self.slot:
+                lives = {str(slot): life for slot, life in self.lives.items()}
+                body = yield Do(self._work.state)
+                yield from self._put_state({"lives": lives, "time_s": self._last_s}, body)
 
     def _counts(self, event: ServerEvent) -> bool:
         """Whether an event follows from those before it."""
         if event.time_s < self._last_s:
             return False
-        life, present = self.lives.get(event.worker, -1), self._work.is_present(event.worker)
+        life, present = self.lives.get(event.worker, -1), self._work.core.is_present(event.worker)
         match event.event:
             case "join":
                 return not present and event.life > life
             case "push":
-                return event.life == life and self._work.awaited(event.worker) == event.phase
+                return event.life == life and self._awaits(event.worker, event.phase)
             case "leave":
                 return present and event.life == life
             case _:
                 return True
 
     def _message(self, name: str) -> Steps[Item | None]:
-        """The message of a push; None where a newer state is there, as it may be removed by then. Raises: PeerError."""
+        """The message of a push; None where a newer state was loaded, as it may be removed by then. Raises: PeerError."""
         waited_s = 0.0
         while (item := (yield from self._read(name))) is None:
-            yield from self._look(None)
-            if max(self.seen.states, default=0) > self.round:
+            if (yield from self._load_newest()):
                 return None
             if waited_s > 2 * self.terms.timeout_s:
                 raise PeerError(
@@ -313,99 +328,49 @@ class ServerAttendance(SlotHolder):
             waited_s += yield from self._pause(waited_s)
         return item
 
-    # --- states -------------------------------------------------------------------------------------------------------
-
-    def _keep_state(self, *, writes: bool) -> Steps[None]:
-        """Notes that a state is due after the last event; the writer of that event creates it, and removes what is old."""
-        self._states = [*self._states, self.round][-3:]
-        if writes:
-            body = yield Do(self._work.state)
-            head = {
-                "lives": {str(slot): life for slot, life in self.lives.items()},
-                "messages": self._messages,
-                "states": self._states,
-                "time_s": self._last_s,
-            }
-            yield from self._create(state_name(self.round), head, body)
-            if len(self._states) > 1:
-                for number, name in self._messages:
-                    if number < self._states[-2]:
-                        yield from self._remove(name)
-                yield from self._look(None)
-                for state in sorted(self.seen.states):
-                    if state < self._states[-2]:
-                        yield from self._remove(state_name(state))
-                        self.seen.states.discard(state)
-        # Each message is removed by the writers of two states, as one may die before it has.
-        self._messages = [one for one in self._messages if one[0] >= self._states[0]]
-
-    def _load_newest(self) -> Steps[None]:
-        """Continues from the newest state. Raises: CheckpointError, PeerError."""
-        waited_s = 0.0
-        while True:
-            yield from self._look(None)
-            for after in sorted(self.seen.states, reverse=True):
-                try:
-                    item = yield from self._read(state_name(after)) if after > self.round else _none()
-                except TransportError as error:
-                    if not self.terms.seal.proves_writers:
-                        raise
-                    self._believed[state_name(after)] = False  # of a stranger
-                    self.seen.states.discard(after)
-                    self._process.say(str(error))
-                    continue
-                if item is not None:
-                    head = _state_head(item.head, self.terms.workers)
-                    if head is None:
-                        raise CheckpointError(
-                            f"the state after event {after} in the store is none; start again with an empty store"
-                        )
-                    yield Do(partial(self._work.load, item.body))
-                    self.lives, self._messages, self._states, self._last_s = head
-                    self._early_s = max(self._early_s, self._last_s - self._clock())
-                    self.round, self._loaded = after, self._loaded + 1
-                    return
-            if waited_s > 2 * self.terms.timeout_s:
-                raise PeerError("no state of the server in the store can be read; look at the rights of this machine")
-            waited_s += yield from self._pause(waited_s)
+    def _load_newest(self) -> Steps[bool]:
+        """Continues from the newest state, if one after this event can be read; returns whether. Raises: CheckpointError."""
+        yield from self._look(None)
+        for after in sorted((one for one in self.seen.states if one > self.round), reverse=True):
+            try:
+                item = yield from self._read(state_name(after))
+            except TransportError as error:
+                if not self.terms.seal.proves_writers:
+                    raise
+                self._believed[state_name(after)] = False  # of a stranger
+                self._process.say(str(error))
+                item = None
+            self.seen.states.discard(after)  # until a listing shows it again
+            if item is None:
+                continue
+            try:
+                lives = {int(slot): int(life) for slot, life in item.head["lives"].items()}
+                self.lives, self._last_s = lives, min(max(0.0, float(item.head["time_s"])), _MOST_S)
+            except (AttributeError, KeyError, TypeError, ValueError):
+                raise CheckpointError(
+                    f"the state after event {after} in the store is none; start again with an empty store"
+                ) from None
+            yield Do(partial(self._work.load, item.body))
+            self._early_s = max(self._early_s, self._last_s - self._clock())
+            self.round, self._newest_state, self._loaded = after, after, self._loaded + 1
+            return True
+        return False
 
 
-def _none() -> Steps[None]:
-    return None
-    yield
-
-
-def event_in(item: Item, workers: int) -> ServerEvent | None:
+def event_in(number: int, item: Item, workers: int) -> ServerEvent | None:
     """The event in an object; None for what no worker of this run writes, and for one of a worker that its writer may not be."""
+    commit = commit_in(number, item.head, workers)
     match item.head:
         case {
             "event": "join" | "push" | "leave" | "tick" as event,
-            "time_s": int() | float() as time_s,
-            "writer": int(writer),
-            "worker": int(worker),
-            "life": int(life),
+            "at_s": int() | float() as at_s,
             "phase": int(phase),
+            "message": int(message),
             "owned": list(owned),
             "rounds": int(rounds),
-            "steps": list(steps),
-            "wall_s": int() | float() as wall_s,
-        } if 0 <= time_s < _MOST_S and math.isfinite(wall_s) and len(steps) == workers and len(owned) < 16:
-            numbers = (writer, worker, life, phase, rounds, *owned, *steps)
-            if all(type(one) is int and 0 <= one < _MOST for one in numbers) and max(writer, worker) < workers:
-                own = event not in ("join", "push") or item.is_of(worker)
-                fields = (writer, worker, life, phase, tuple(owned), rounds, tuple(steps), float(wall_s))
-                return ServerEvent(event, float(time_s), *fields) if own and item.is_of(writer) else None
+        } if commit is not None and len(commit.parts) == 1 and 0 <= at_s < _MOST_S and len(owned) < 16:
+            ((worker, part),), writer = commit.parts.items(), commit.closer[0]
+            sound = all(type(one) is int and 0 <= one < 1 << 31 for one in (*owned, phase, message, rounds))
+            if sound and item.is_of(writer) and (event in ("leave", "tick") or item.is_of(worker)):
+                return ServerEvent(event, float(at_s), worker, part.life, phase, message, tuple(owned), rounds, writer)
     return None
-
-
-def _state_head(head: Any, workers: int) -> tuple[dict[int, int], list[tuple[int, str]], list[int], float] | None:
-    """Lives, messages, states and time in the head of a state; None for anything else."""
-    try:
-        lives = {int(slot): int(life) for slot, life in head["lives"].items()}
-        messages = [(int(number), str(name)) for number, name in head["messages"]]
-        states, time_s = [int(one) for one in head["states"]], float(head["time_s"])
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return None
-    sound = all(0 <= slot < workers for slot in lives) and 0 <= time_s < _MOST_S and 0 < len(states) < 4
-    own = all(name.startswith("r") and "-from-" in name for _, name in messages)  # removed by whoever loads it
-    return (lives, messages, states, time_s) if sound and own else None
