@@ -476,6 +476,7 @@ def test_without_the_extras_a_run_is_trained_and_reported_and_one_sentence_names
         assert "gossamer[" not in sentence, "nobody has published that name"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_a_terminal_without_some_characters_shows_others_and_ends_no_command(encoding, tmp_path, monkeypatch):
     settings = document(model__layers=1, run__steps=2, data__batch_size=1)
