@@ -749,6 +749,7 @@ def test_the_figure_of_the_page_of_evidence_is_that_of_its_outcomes() -> None:
     assert paths[0] == paths[1], "run make results"
 
 
+@pytest.mark.full
 def test_the_prices_of_casts_are_what_the_code_computes() -> None:
     assert (sources.RESULTS / "casts.md").read_text(encoding="utf-8") == casts.casts_page(), "run make results"
 

@@ -71,6 +71,7 @@ COMPILED = (
 )  # weights of its own; roots and signs of a mean; copies of others
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", UPDATES)
 def test_plain_chunked_and_compiled_updates_are_equal_to_the_last_bit(name, request):
     """Without `--full` some are compiled: that others use no operation that compiled code rounds otherwise, a promise checks."""

@@ -121,6 +121,7 @@ def test_errors_of_a_codec_leave_the_tree_instead_of_adding_up():
         assert 0 < error < i * 2**-8 * largest
 
 
+@pytest.mark.sampled(1)
 @on_trees
 def test_a_steady_drift_moves_everyone_by_its_share_of_one_plus_the_mean_delay(name, options):
     topology, start = make_topology(name, 8, **options), torch.zeros(1, dtype=torch.float64)

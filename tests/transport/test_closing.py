@@ -157,6 +157,7 @@ class World:
                 self.workers[receiver].receive(letter, self.now)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("n", [3, 5])
 def test_all_workers_end_with_one_history_after_any_partitions(n):
     for seed in range(12):

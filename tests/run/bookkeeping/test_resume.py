@@ -288,6 +288,7 @@ def train_but_die_once(folder: str, *words: str) -> int:
     return code
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stages", [1, 2])
 def test_torchrun_restarts_a_run_of_which_a_process_was_killed_to_the_same_bits(
     stages: int, tmp_path: Path, forks: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -69,6 +69,7 @@ def truncate_tensors(folder: Path) -> None:
         path.write_bytes(path.read_bytes()[:100])
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", SIMULATED)
 @pytest.mark.parametrize("damage", ["tensors", "manifests of one", "all files of one"])
 def test_a_simulation_whose_checkpoints_are_damaged_does_not_begin_again_over_them(
@@ -98,6 +99,7 @@ def test_a_simulation_whose_checkpoints_are_damaged_does_not_begin_again_over_th
     assert contents(tmp_path) == before, "nothing was written over"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", REAL)
 def test_a_real_run_whose_checkpoints_are_damaged_does_not_begin_again_over_them(

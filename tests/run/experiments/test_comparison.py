@@ -105,6 +105,7 @@ def test_two_processes_train_one_run_after_the_other_with_the_losses_of_one_proc
     assert alone == together and len(alone) == 5 and not none and len(two) == 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("quiet", [True, False])
 def test_the_processes_of_a_quiet_comparison_are_quiet_too(tmp_path: Path, quiet: bool) -> None:
     (tmp_path / "text.txt").write_text("All of it is one document of a text. " * 400)

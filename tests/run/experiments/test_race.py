@@ -109,6 +109,7 @@ def test_one_machine_and_one_site_alone_are_in_every_race(planned: Any) -> None:
     assert len(first.entrants) + len(first.left) >= 4 and "minutes" in next(iter(first.left.values()))
 
 
+@pytest.mark.full
 def test_no_way_to_race_is_so_short_that_nothing_is_learnt(planned: Any) -> None:
     made, _, some = planned
     for way in race.courses(made, some):
@@ -129,6 +130,7 @@ def test_a_race_takes_bf16_only_where_the_processor_is_fast_in_it(
     }
 
 
+@pytest.mark.full
 def test_a_round_of_the_small_model_has_the_price_of_the_planned_one(planned: Any) -> None:
     made, _, some = planned
     everything = [*some, *(one for one in made.candidates if one.codec == "fp4" and one.full_steps == 15)]

@@ -54,6 +54,7 @@ def written(tmp_path, **overrides):
     return path
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("path", CONFIGS, ids=[str(path.relative_to(ROOT)) for path in CONFIGS])
 def test_every_file_that_comes_with_gossamer_can_start(path, capsys):
     """Of the runs of an experiment none has a fault; the table is made of the first."""

@@ -61,6 +61,7 @@ def must_end(settings: Mapping[str, Any]) -> None:
     assert all(examine_document(with_settings(document(model__layers=1), settings))[1]), settings
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("number", [LARGE, HUGE])
 @pytest.mark.parametrize("table", sorted({key.split(".")[0] for key in KEYS}))
 def test_check_ends_for_a_huge_number_under_any_key_of_a_table(table: str, number: int) -> None:

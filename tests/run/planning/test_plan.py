@@ -209,6 +209,7 @@ def test_gossamer_plan_prints_a_table_and_writes_a_run_file(tmp_path: Path, caps
         assert capsys.readouterr().err.startswith("gossamer: ")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", ["diloco", "gasloc", "data_parallel", "streaming_diloco", "heloco"])
 def test_the_run_file_of_a_plan_trains_on_its_tokens_or_for_its_hours(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str
@@ -263,6 +264,7 @@ def test_a_plan_takes_the_method_that_is_named_and_its_run_file_can_start(
     assert "GASLoC 2-Peer is not planned for 2 workers" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_streaming_diloco_is_priced_without_a_slow_worker_too_and_its_run_file_leaves_that_one_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

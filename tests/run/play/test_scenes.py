@@ -75,6 +75,7 @@ SCRIPT = [
 ]
 
 
+@pytest.mark.full
 def test_the_same_seed_and_actions_give_the_same_film_and_another_seed_another() -> None:
     actions = [[action_of(one) for one in some] for some in SCRIPT]
 
@@ -118,6 +119,7 @@ def test_any_actions_in_any_order_keep_a_film_going(studio: Studio) -> None:
             assert frame["disagreement"] == 0.0 and frame["mean"] == frame["there"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_what_is_played_without_a_hand_is_what_is_simulated(studio: Studio, method: str, tmp_path: Path) -> None:
     conditions = acted(acted(Conditions(), Action("method", method)), SHORT)
@@ -131,6 +133,7 @@ def test_what_is_played_without_a_hand_is_what_is_simulated(studio: Studio, meth
     assert frames[-1]["clock_s"] == pytest.approx(price(run.trace, still).total_s, rel=1e-4)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_dead_worker_takes_no_part_until_it_is_back_with_the_state_of_another(studio: Studio, method: str) -> None:
     before = begun(studio, method)
@@ -146,6 +149,7 @@ def test_a_dead_worker_takes_no_part_until_it_is_back_with_the_state_of_another(
         assert torch.equal(after.states[3]["x"], after.states[0]["x"])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ["gossip", "gasloc"])
 def test_a_cut_separates_pairs_and_both_sides_of_gossip_go_on(studio: Studio, method: str) -> None:
     _, frames = played(studio, begun(studio, method, 1), [Action("cut")], *[[]] * 3, [Action("heal")], *[[]] * 2)
@@ -170,6 +174,7 @@ def test_a_side_without_more_than_half_waits_for_its_mean_and_then_takes_the_sta
     assert frame["there"] == () and frame["loss"] is None and "more than half" in frame["says"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_slow_uplink_costs_priced_seconds_and_changes_no_number_of_the_training(studio: Studio, method: str) -> None:
     scene = begun(studio, method)

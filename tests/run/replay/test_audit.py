@@ -278,6 +278,7 @@ def lived_exchanges(slot, rounds, exchanges, *, killed_in=None, missed=frozenset
     return [*lines, Ended(rounds, "finished")]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("settings", "exchanges"), SEVERAL.values(), ids=SEVERAL.keys())
 def test_a_replay_of_several_exchanges_a_round_has_the_bits_of_a_calm_run_where_those_that_live_missed_nothing(
     settings, exchanges, tmp_path

@@ -337,6 +337,7 @@ def test_histories_are_columns_and_the_trace_has_a_price(tmp_path: Path):
     assert "diloco" in page.read_text()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "given",
     [
@@ -633,6 +634,7 @@ def test_keywords_fit_into_settings_that_lack_their_table():
     assert (run.config.run.steps, run.config.topology.name) == (2, "complete")
 
 
+@pytest.mark.full
 def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     notebook = json.loads((Path(__file__).parents[3] / "examples" / "simulate.ipynb").read_text(encoding="utf-8"))
     code = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]

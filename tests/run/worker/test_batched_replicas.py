@@ -54,6 +54,7 @@ def test_stacked_replicas_have_the_losses_and_gradients_of_each_alone(own):
             torch.testing.assert_close(gradient[r], p.grad, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("optimizer", ["adamw", "accum_adamw", "sgd", "spectral_muon"])
 @pytest.mark.parametrize("batched", [2, 8])
 def test_a_batched_run_is_equal_to_one_replica_after_the_other_but_for_rounding(tmp_path, batched, optimizer):
@@ -68,6 +69,7 @@ def test_a_batched_run_is_equal_to_one_replica_after_the_other_but_for_rounding(
     assert together.result().loss == pytest.approx(alone.result().loss, abs=1e-4)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("optimizer", ["adamw", "accum_adamw", "sgd", "spectral_muon"])
 def test_a_batched_run_resumes_to_the_same_bits(tmp_path, optimizer):
     config = tiny(run__batched=2, inner__optimizer=optimizer)
@@ -105,6 +107,7 @@ def test_what_cannot_train_as_one_computation_is_refused_by_its_key(key, value):
         tiny(run__batched=2, **{key.replace(".", "__"): value})
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "own",
     [
@@ -168,6 +171,7 @@ def embedded_loss(model, x):
     return torch.nn.functional.cross_entropy(model.head(model.table(x[:-1])), x[1:])
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_the_gradient_of_a_compiled_embedding_has_one_value_over_many_runs_with_two_threads():
     model, x = Embedded(), torch.randint(40, (4097,), generator=torch.Generator().manual_seed(1))
