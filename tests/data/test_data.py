@@ -423,7 +423,7 @@ def told(opened: StreamCorpus, worker: int, steps: int) -> set[bytes]:
     return set(bytes(tokens.tolist()).split(b"\0")[1:-1])
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{}, {"shuffle_buffer": 7}, {"prefetch": 3}, {"shuffle_buffer": 99, "prefetch": 1}])
 @pytest.mark.parametrize(("kind", "files"), [("jsonl", 2), ("parquet", 3), ("txt", 2)])
 def test_a_stream_resumes_with_the_batches_it_would_have_given(

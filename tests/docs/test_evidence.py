@@ -190,6 +190,7 @@ def test_rankings_are_alike_only_if_that_is_sure() -> None:
     assert verdicts.ranked_alike(some[:6], [1, 0, 2, 4, 3, 5]).verdict == "open"
 
 
+@pytest.mark.full
 def test_every_registered_claim_has_a_row_and_each_test_belongs_to_a_claim() -> None:
     rows = claims.claims_page().splitlines()[2:]
     listed = claims.registered()

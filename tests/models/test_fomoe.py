@@ -254,6 +254,7 @@ def test_the_union_is_validated_beside_each_worker_which_lacks_some_experts(run)
     assert (again.loss, again.worker_losses) == (last["loss"], tuple(last["worker_losses"]))
 
 
+@pytest.mark.full
 def test_transformers_opens_the_assembled_model_with_equal_logits(run):
     from transformers import AutoModelForCausalLM
 

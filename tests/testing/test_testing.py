@@ -322,7 +322,7 @@ def test_check_rule_names_the_first_promise_that_is_broken(name: str):
         check_rule(rule)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "rule",
     [gasloc(alpha="auto"), gasloc(alpha=1.9), diloco(2.0, 0.9, "heavy_ball"), data_parallel(), restarted(gasloc())],
@@ -414,6 +414,7 @@ APART = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", APART)
 def test_a_rule_that_computes_something_else_in_processes_is_told_where_and_why_and_nobody_is_left(name: str):
     rule, options, words = APART[name]

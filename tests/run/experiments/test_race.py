@@ -92,6 +92,7 @@ def test_a_candidate_whose_whole_rounds_leave_time_has_a_shorter_last_one_that_f
             assert there_s == pytest.approx(course.horizon_s, rel=0.03), one.label
 
 
+@pytest.mark.full
 def test_one_machine_and_one_site_alone_are_in_every_race(planned: Any) -> None:
     made, _, some = planned
     labels = [one.label for one in race.course_of(made, race.with_alone(made, some), race.SMALL, 20).entrants]

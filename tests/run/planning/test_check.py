@@ -337,6 +337,7 @@ BOUNDS = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("verb", ["check", "simulate"])
 @pytest.mark.parametrize("key", BOUNDS)
 def test_a_number_too_large_for_a_run_is_refused_before_anything_is_made_for_each(key, verb, tmp_path, capsys):

@@ -101,6 +101,7 @@ def test_data_parallelism_wins_where_its_price_says_so_and_local_steps_where_lin
     assert steps == sorted(steps)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("network", [SLOW, Network(uplink_bps=1e7, downlink_bps=1e7, step_s=0.5)])
 def test_no_pick_changes_with_the_seed(network: Network) -> None:
     picks = {
@@ -299,6 +300,7 @@ def test_only_workers_that_hold_the_others_up_by_far_may_be_dropped(
 FAST = {"uplink_bps": 1e9, "downlink_bps": 1e9, "latency_s": 0.001, "step_s": 1.0}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("slower", "faster"),
     [

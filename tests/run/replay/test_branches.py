@@ -122,7 +122,7 @@ SIMULATED = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize(("make", "settings"), SIMULATED.values(), ids=SIMULATED.keys())
 def test_simulating_the_run_file_of_a_run_whose_settings_changed_says_so_and_its_replay_follows_them(
     make, settings, tmp_path, capsys, caplog
@@ -147,6 +147,7 @@ def test_simulating_the_run_file_of_a_run_whose_settings_changed_says_so_and_its
     assert read_branches(tmp_path / "again") == read_branches(folder)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_an_elastic_run_that_went_on_with_other_settings_is_replayed_and_audited_with_those_of_each_round(tmp_path):
     config = hashed(run__elastic=True, run__checkpoint_every=2, run__timeout_s=60)

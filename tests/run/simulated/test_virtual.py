@@ -79,7 +79,7 @@ METHODS = {
 every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @every_method
 def test_a_run_is_a_function_of_its_file_and_trains_the_tokens_of_a_run_in_rounds_also_when_resumed_with_other_threads(
     method, tmp_path, monkeypatch
@@ -207,6 +207,7 @@ def test_evaluate_finds_what_the_run_scored(method, tmp_path):
     assert (tmp_path / "model" / "config.json").exists()
 
 
+@pytest.mark.full
 def test_a_run_is_scored_on_other_text_and_nothing_is_written(tmp_path, capsys):
     def text(words):
         (file := tmp_path / f"{words}.jsonl").write_text(

@@ -143,7 +143,7 @@ def simulate_but_stop(argv: Sequence[str]) -> int:
     return main(argv)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("kind", ["in rounds", "over virtual time"])
 def test_a_simulation_that_gets_sigterm_saves_after_its_round_and_goes_on_to_the_same_bits(

@@ -363,6 +363,7 @@ def test_a_stream_that_cannot_be_read_for_a_while_or_for_good_loses_nothing_of_t
         assert torch.equal(real, whole._engine.models()[w])
 
 
+@pytest.mark.full
 def test_a_simulation_whose_stream_cannot_be_read_saves_and_goes_on_to_the_same_bits(tmp_path, monkeypatch):
     config = streamed(tmp_path, run__batched=1)
     whole = simulate(config, tmp_path / "whole")

@@ -107,7 +107,7 @@ def test_what_cannot_train_as_one_computation_is_refused_by_its_key(key, value):
         tiny(run__batched=2, **{key.replace(".", "__"): value})
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "own",
     [
@@ -141,6 +141,7 @@ def test_rules_that_decide_on_local_steps_are_refused_with_batched_replicas(tmp_
         resolve(config)
 
 
+@pytest.mark.full
 def test_a_stack_computes_in_the_precision_of_the_run(tmp_path):
     settings = {"run__local_steps": 2, "inner__autocast": "bf16"}
     alone = trained(tiny(**settings), tmp_path / "alone")
@@ -149,6 +150,7 @@ def test_a_stack_computes_in_the_precision_of_the_run(tmp_path):
     assert (x_of(together) - x_of(alone)).abs().max() < (x_of(together) - x_of(exact)).abs().max() / 2
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)  # a busy machine compiles for minutes
 def test_a_compiled_stack_is_equal_to_another_but_for_rounding_and_resumes_to_the_same_bits(tmp_path):
     config, plain = (single(workers=2, run__batched=2, inner__compile=compiled) for compiled in (True, False))

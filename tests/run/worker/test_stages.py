@@ -437,6 +437,7 @@ def alike(one, other):
     return one == other
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", INNER)
 def test_a_state_that_is_cut_into_stages_and_joined_is_what_it_was(name, tmp_path):
     run = tiny(
