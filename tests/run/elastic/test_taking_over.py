@@ -164,6 +164,17 @@ def test_who_was_left_out_of_the_last_round_ends_with_the_state_of_who_was_not(r
     assert result.loss < 6.0 and torch.equal(saved[2], saved[0])
 
 
+def test_who_needs_longer_for_a_state_than_a_round_lasts_says_why_it_takes_part_in_none(caplog):
+    slow = SimpleNamespace(
+        slot=2, _closes=True, _taken_in_row=0, transport=SimpleNamespace(core=SimpleNamespace(limit_s=7.0))
+    )
+    for _ in range(9):
+        elastic.ElasticRounds._say_if_slow(slow, 40.0)
+    why = "the last one took 40.0 s, and they wait 7.0 s for it in every other round; give it a faster link, or set"
+    said = [f"worker 2 has taken a state {count} times, and each time" for count in (4, 8)]
+    assert [record.message[: len(said[0])] for record in caplog.records] == said and caplog.text.count(why) == 2
+
+
 def replay_with_a_newcomer(config, tmp_path, round=4):
     """A run in which worker 2 is killed after two rounds, and another takes its slot from a round on."""
     lives = {slot: [(Begun(0, 0, slot, 0, 0), 0, 6)] for slot in range(2)}
