@@ -24,7 +24,8 @@ from gossamer.transport.bucket.bucket import opened_item
 from gossamer.transport.bucket.protocol import Create, Do, SlotLostError, Steps
 from gossamer.transport.bucket.server_log import ServerAttendance, ServerEvent, event_in
 
-SCHEDULES, FULL, PARTS = range(20), range(1_000), 4
+SCHEDULES, FULL, PARTS = (*range(19), 21), range(1_000), 4
+"""In the last a worker would wait without end that takes an answer to the former process of its slot for its own."""
 P, STEPS = 4, 5
 LAYOUT = Layout((Leaf("w", (P,), 0, P),), P)
 
