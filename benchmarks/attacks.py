@@ -46,6 +46,8 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "DiLoCo, trimmed mean": ({"name": "diloco"}, ALL, TRIMMED),
 }
 """The rule, the topology, and the options that defend it."""
+SEEDS = 8
+"""By default."""
 HARM, COST = 0.03, 0.005
 """Aims in nats: the upper end of the 95 % interval of the harm of an attack, and the mean cost of the options without one."""
 T975 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -166,9 +168,10 @@ def page(lines: Sequence[Line]) -> str:
     defences = "\n".join(f"- {name}: `{json.dumps(defence)}`" for name, (_, _, defence) in METHODS.items())
     found = "\n".join(f"- {one}" for one in beyond) or "- nothing"
     bad = ", ".join(map(str, sorted(BAD)))
+    only = "" if len(seeds) == SEEDS else f" --seeds {','.join(map(str, seeds))}"
     return f"""# Bad peers
 
-    python benchmarks/attacks.py
+    python benchmarks/attacks.py{only}
 
 Eight simulated workers of 0.14M parameters train {ROUNDS} rounds of {LOCAL_STEPS} inner steps; workers {bad} falsify every
 message from round {FROM_ROUND} on. The harm of an attack is the validation loss of the mean of the five honest workers, in nats
@@ -196,7 +199,7 @@ def cases(seeds: Sequence[int]) -> list[Case]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seeds", default="0,1,2,3,4,5,6,7")
+    parser.add_argument("--seeds", default=",".join(map(str, range(SEEDS))))
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "attacks")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "results" / "attacks.md")
     options = parser.parse_args()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import gossamer.cli
 from gossamer.cli import main
+from gossamer.record.packed import Snapshot
 from gossamer.run.elastic.elastic_rounds import ElasticRounds
 from gossamer.run.participant.life import Participant
 from gossamer.transport.contract import Ticket
@@ -68,8 +69,8 @@ def bad_inner(argv: Sequence[str]) -> int:
 def _handing_over(argv: Sequence[str], spoilt: Callable[[Mapping[str, Any]], dict[str, Any]]) -> int:
     keep = Participant.keep
 
-    def kept(self: Participant[Any], after: int, state: Mapping[str, Any]) -> None:
-        keep(self, after, spoilt(state) if after >= FROM_ROUND else state)
+    def kept(self: Participant[Any], after: int, state: Mapping[str, Any]) -> Snapshot:
+        return keep(self, after, spoilt(state) if after >= FROM_ROUND else state)
 
     Participant.keep = kept
     return main(argv)

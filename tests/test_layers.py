@@ -77,6 +77,7 @@ LIGHT = [  # work without torch
     "transport.elastic.ask",
     "transport.bucket.bucket",
     "transport.bucket.protocol",
+    "transport.bucket.server_log",
     "network.inner_steps",
     "network.links",
     "network.estimates.goodput",
@@ -247,6 +248,34 @@ def test_one_module_prints_and_shows_control_characters_of_files_and_peers_as_es
         )
     }
     assert printing == {"gossamer.record.progress"}, "others use its echo"
+
+
+WALL_CLOCK = {
+    "gossamer.cli.doctor": "shows how far apart clocks are",
+    "gossamer.record.logs.outcomes": "when a line was written",
+    "gossamer.report.page.live": "how long ago a run was heard of",
+    "gossamer.report.reading.status": "how long ago a run was heard of",
+    "gossamer.report.terminal": "how long ago a run was heard of",
+    "gossamer.transport.bucket.protocol": "when an object was written",
+    "gossamer.transport.bucket.server_log": "when an object was written",
+    "gossamer.transport.keys": "from when a certificate holds",
+    "gossamer.transport.sockets.examination": "how far apart clocks are",
+    "gossamer.transport.sockets.tls": "the sentence about a certificate that does not hold now",
+}
+"""Who reads the wall clock, and for what: it may be set forward or back while a run goes on, whose waits must not change."""
+
+
+def test_no_wait_nor_deadline_of_a_run_follows_the_wall_clock() -> None:
+    reads = {f"time.{name}" for name in ("time", "time_ns", "ctime", "gmtime", "localtime", "clock_gettime")}
+    reads |= {f"{of}.{name}" for of in ("datetime", "datetime.datetime") for name in ("now", "today", "utcnow")}
+    found = {
+        name
+        for name, tree in modules().items()
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Attribute) and ast.unparse(node) in reads)
+        or (isinstance(node, ast.ImportFrom) and node.module == "time")
+    }
+    assert found == {*WALL_CLOCK}
 
 
 def test_modules_that_need_no_torch_do_not_import_it() -> None:

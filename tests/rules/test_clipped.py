@@ -65,6 +65,30 @@ def test_a_peer_that_multiplies_its_messages_is_declined_and_moves_nobody(rule, 
     assert all(torch.isfinite(leaf).all() for leaf in (x, s.ratios))
 
 
+@pytest.mark.parametrize("rule", [gossip(), gasloc()], ids=lambda rule: rule.name)
+def test_old_messages_are_declined_though_they_are_hardly_further_away_than_those_of_the_others(rule):
+    wrapped, apart = clipped(rule), iter(random_vectors(120, P, 3))
+    x = torch.zeros(P, dtype=torch.float64)
+    s, sent = wrapped.init(x, Context(0, N, 0, 1, 0.25, layout(P), 1, False, (1, 2, 3))), []
+    for t in range(40):
+        own = x + 1.0
+        near = [own + 8.0 * one / one.norm() for one in (next(apart) for _ in range(3))]
+        sent.append(near[1])
+        if t >= 10:
+            near[1] = sent[t - 10]
+        x, s = step(wrapped, own, s, wrapped.send(own, s, Context(0, N, t, 1, 0.25, layout(P), 1)), near, t)
+    assert s.counted[1].tolist() == [0, 0, 30, 0]
+
+
+def test_workers_that_no_longer_move_on_decline_nobody_though_each_distance_leads_back_to_where_they_were():
+    rule, apart = clipped(gossip()), (one / one.norm() for one in random_vectors(320, P, 5))
+    s = rule.init(torch.zeros(P, dtype=torch.float64), Context(0, N, 0, 1, 0.25, layout(P), 1, False, (1, 2, 3)))
+    for t in range(80):
+        own = next(apart)
+        _, s = step(rule, own, s, own, [next(apart) for _ in range(3)], t)
+    assert s.counted.sum() <= 1  # with the first three distances
+
+
 def test_a_message_that_is_somewhat_far_is_shortened_to_what_is_allowed():
     rule = clipped(gossip(), at=1.5, decline=100.0)
     x, s = rounds(rule, last=8)
@@ -122,4 +146,4 @@ def test_clipping_is_for_gossip_of_parameters_and_for_means_of_a_round():
     with pytest.raises(ConfigError, match=r"^decline is 1.2 and at is 2, .* set decline >= at"):
         clipped(gossip(), at=2.0, decline=1.2)
     assert make_rule("gasloc", clipped={"at": 2.0}).options["at"] == 2.0
-    assert make_rule("gossip", clipped={}).state_copies == 1 and make_rule("gasloc", clipped={}).state_copies == 2
+    assert make_rule("gossip", clipped={}).state_copies == 2 and make_rule("gasloc", clipped={}).state_copies == 3

@@ -138,7 +138,7 @@ def test_thousands_of_requests_and_offers_of_newcomers_are_answered_or_refused(
 ) -> None:
     draw = random.Random(4)
     entry = SlotEntry(2, 1, 5, MemberStatus.JOINING, 0, "127.0.0.1:4002")
-    place = {"nonce": 5, "address": "127.0.0.1:4002", "slot": None, "inner": True, "wants": None, "after": None}
+    place = {"nonce": 5, "address": "127.0.0.1:4002", "slot": None, "wants": None, "after": None, "compares": None}
     offer = {"slot": 2, "donor": 0, "after": 3, "bytes": 24, "sha256": "a" * 64, "entries": NEWS.decode()}
     state = newcomer.Handover(3, lambda: bytes(24))
     sent: list[Letter] = []
@@ -147,7 +147,9 @@ def test_thousands_of_requests_and_offers_of_newcomers_are_answered_or_refused(
     def says(*said: Letter) -> None:
         queue = iter(said)
 
-        def receive(sock: object, run: int, limits: Limits, accepts: Callable[[Letter, int], bool]) -> Letter:
+        def receive(
+            sock: object, run: int, limits: Limits, accepts: Callable[[Letter, int], bool], **options: Any
+        ) -> Letter:
             letter = next(queue, None)
             if letter is None:
                 raise ConnectionError("it was closed")

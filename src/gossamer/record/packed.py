@@ -1,7 +1,6 @@
 """The state of a worker as bytes, for sending: the content of a checkpoint, without the files."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 from safetensors import SafetensorError
@@ -23,7 +22,23 @@ def packed(state: Any) -> bytes:
     return _joined(*_described(state))
 
 
-def packable_snapshot(state: Any) -> Callable[[], bytes]:
+class Snapshot:
+    """A copy of a state; see `packable_snapshot`."""
+
+    def __init__(self, state: Any) -> None:
+        self._tree, tensors = _described(state)
+        self._copies = {name: tensor.clone() for name, tensor in tensors.items()}
+
+    def __call__(self) -> bytes:
+        """The packed state."""
+        return _joined(self._tree, self._copies)
+
+    def tensors(self, *keys: str) -> list[Tensor]:
+        """The tensors under these keys of the state, in its order."""
+        return [one for name, one in self._copies.items() if name.partition(" ")[2].split(".")[1] in keys]
+
+
+def packable_snapshot(state: Any) -> Snapshot:
     """A function that returns `packed(state)` as of now, even if the tensors change. Cost: one copy, a third of
     packing.
 
@@ -35,9 +50,7 @@ def packable_snapshot(state: Any) -> Callable[[], bytes]:
     >>> unpacked(then())
     {'x': tensor([1., 1.])}
     """
-    tree, tensors = _described(state)
-    copies = {name: tensor.clone() for name, tensor in tensors.items()}
-    return lambda: _joined(tree, copies)
+    return Snapshot(state)
 
 
 def _described(state: Any) -> tuple[bytes, dict[str, Tensor]]:

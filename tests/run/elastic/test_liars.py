@@ -139,4 +139,5 @@ def test_a_newcomer_does_not_take_a_state_that_does_not_fit_and_asks_another(
         assert code == 0 and "Traceback" not in said, said
     assert "worker 2 does not take the state that worker 0 gave: " in said, said
     assert "worker 2 takes the state of worker 1 after round" in said and "checkpoint" not in said.lower(), said
+    assert "word alone" not in said, said  # both have the same parameters and outer state
     assert torch.equal(some.x(some.folder, 1), some.x(some.folder, 2))

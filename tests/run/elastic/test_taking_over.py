@@ -137,6 +137,7 @@ def test_the_error_that_a_worker_has_not_sent_is_not_sent_by_who_takes_over_its_
     assert torch.equal(unsent(crew[2].loop.fragments[0].part.s), unsent(donor.part.s)), "as after its own checkpoint"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("settings", [FEEDBACK[0], FEEDBACK[2]], ids=["sparseloco", "dilocox"])
 def test_with_error_feedback_workers_stay_equal_when_one_dies_and_another_joins(settings, tmp_path):
     config = run_of(**settings)
@@ -161,6 +162,17 @@ def test_who_was_left_out_of_the_last_round_ends_with_the_state_of_who_was_not(r
     result = replay_with_a_newcomer(config, tmp_path, round=6)
     saved = [checkpoint.load(tmp_path / "again" / "checkpoints", 6, slot, digest(config))["x"] for slot in range(3)]
     assert result.loss < 6.0 and torch.equal(saved[2], saved[0])
+
+
+def test_who_needs_longer_for_a_state_than_a_round_lasts_says_why_it_takes_part_in_none(caplog):
+    slow = SimpleNamespace(
+        slot=2, _closes=True, _taken_in_row=0, transport=SimpleNamespace(core=SimpleNamespace(limit_s=7.0))
+    )
+    for _ in range(9):
+        elastic.ElasticRounds._say_if_slow(slow, 40.0)
+    why = "the last one took 40.0 s, and they wait 7.0 s for it in every other round; give it a faster link, or set"
+    said = [f"worker 2 has taken a state {count} times, and each time" for count in (4, 8)]
+    assert [record.message[: len(said[0])] for record in caplog.records] == said and caplog.text.count(why) == 2
 
 
 def replay_with_a_newcomer(config, tmp_path, round=4):

@@ -7,6 +7,7 @@ other's addresses, and any of them admits newcomers.
 
 import contextlib
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,9 +30,10 @@ from gossamer.record.packed import unpacked
 from gossamer.record.progress import say
 from gossamer.rounds.loop import Membership
 from gossamer.run.config.resolved import ResolvedRun
+from gossamer.run.elastic.store_rounds import is_equal_after_rounds
 from gossamer.run.participant.life import KEPT, Participant
 from gossamer.run.participant.seat import Seat
-from gossamer.run.participant.state_transfer import PAUSE_S
+from gossamer.run.participant.state_transfer import PAUSE_S, common_hash, must_be_common
 from gossamer.run.worker.task import Task
 from gossamer.run.worker.worker import RoundReport, Worker
 from gossamer.stop_signals import Asked
@@ -43,6 +45,8 @@ from gossamer.transport.elastic.newcomer import Handover, Offer
 from gossamer.transport.elastic.transport import ElasticTransport
 
 log = logging.getLogger("gossamer")
+_MANY_TAKEN = 4
+"""States taken without a round between them after which a worker says why."""
 
 
 @dataclass
@@ -71,8 +75,14 @@ class ElasticRounds(Participant[ElasticTransport]):
         self._method = m = config.in_rounds
         self._closes, self._once = m.rule.needs == "everyone", m.exchanges_once
         self._closings = sum(bool(stop.sends) for stop in m.schedule.stops(0, config.full_steps))
+        # Else workers differ after a round by what is under way, by their own errors or by their experts.
+        one = is_equal_after_rounds(m.rule) and m.exchanges_once and m.codec.back is None and not m.holders
+        self._compares = self._closes and one
+        """Whether all workers have the same parameters and outer state after a round."""
         self._donor: int | None = None
         """The donor of the last state taken, if no round has ended since."""
+        self._taken_in_row = 0
+        """The number of states taken since a round ended with this worker."""
         self._waste = 0
         """The number of consecutive states taken that were no newer than the previous one."""
         self._fresh = task.data.state()
@@ -203,7 +213,7 @@ class ElasticRounds(Participant[ElasticTransport]):
     def _end_round(self, report: RoundReport, alive: frozenset[int]) -> None:
         """Records the outcome of a round, keeps its state, and validates and saves if due."""
         round, replica = self.round, self.replica
-        self._finished, self._donor, self._waste = round + 1, None, 0
+        self._finished, self._donor, self._waste, self._taken_in_row = round + 1, None, 0, 0
         self._note(round)
         missed = frozenset(peer for one in self._ended for peer in one.missed)
         unsure = frozenset(peer for one in self._ended for peer in one.unsure)
@@ -224,8 +234,9 @@ class ElasticRounds(Participant[ElasticTransport]):
         self._plans.clear()
         self._begins = True
         own = Begun(round, self._finished, self.slot, 0, self.transport.members.own.incarnation)
-        again = self._donor is not None
+        again, began_s = self._donor is not None, time.monotonic()
         begun = self._fetched(own, source)
+        self._say_if_slow(time.monotonic() - began_s)
         self._waste = self._waste + 1 if again and begun.after <= self._finished else 0
         if self._waste:
             # Each state taken is a line in the log: limits useless ones.
@@ -234,6 +245,20 @@ class ElasticRounds(Participant[ElasticTransport]):
         self._keep(begun.after)
         self._log.write(self._begun)
         self.round, self._finished = begun.round, begun.after
+
+    def _say_if_slow(self, took_s: float) -> None:
+        """Says why a worker takes part in no round, once for every power of two of states that it has taken in vain."""
+        self._taken_in_row = count = self._taken_in_row + 1
+        if self._closes and count >= _MANY_TAKEN and count.bit_count() == 1:
+            log.warning(
+                "worker %d has taken a state %d times, and each time the others closed another round without it: the last one "
+                "took %.1f s, and they wait %.1f s for it in every other round; give it a faster link, or set "
+                "run.round_deadline_s above the first number",
+                self.slot,
+                count,
+                took_s,
+                self.transport.core.limit_s,
+            )
 
     # --- what `OuterLoop` asks ----------------------------------------------------------------------------------------
 
@@ -346,7 +371,10 @@ class ElasticRounds(Participant[ElasticTransport]):
     def _keep(self, after: int) -> None:
         # Exchanges in flight are private; the line identifies the closed rounds of the state for a newcomer.
         with self.saving:
-            self.keep(after, {**self._worker.state(), "under_way": [], "line": self.transport.line})
+            line = self.transport.line
+            copy = self.keep(after, {**self._worker.state(), "under_way": [], "line": line})
+            if self._compares:
+                self.hashes.add(after, lambda: common_hash(line, copy.tensors("x", "outer")))
             self._kept_whose = self._whose()
 
     def kept_for_checkpoint(self, kept: Handover) -> dict[str, Any]:
@@ -361,9 +389,13 @@ class ElasticRounds(Participant[ElasticTransport]):
         steps = max(members.own.steps, self.replica.steps_taken)
 
         def accept(offer: Offer, state: Any) -> int:
-            self._worker.take_over(self._accepted(offer, state, steps=steps))
-            return state["line"]
+            mine, line = self._accepted(offer, state, steps=steps), state["line"]
+            if self._compares:
+                must_be_common(common_hash(line, [mine["x"], *mine["outer"]]), offer, members, self.seat.endpoint)
+            self._worker.take_over(mine)
+            return line
 
+        self.hashes.abstains = True  # until it keeps that state
         offer, line = self.fetch(accept, first=first, behind=begun.after, before=self._donor)
         self._donor, round = offer.donor, max(begun.round, offer.after)
         if self._closes:

@@ -22,7 +22,7 @@ from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder
 from gossamer.record.locks import holding
 from gossamer.record.logs.seconds import recorded_s
-from gossamer.record.packed import packable_snapshot, unpacked
+from gossamer.record.packed import Snapshot, packable_snapshot, unpacked
 from gossamer.record.progress import say
 from gossamer.rounds.stopwatch import Stopwatch
 from gossamer.run.bookkeeping.evaluate import Probe
@@ -32,7 +32,7 @@ from gossamer.run.bookkeeping.resume import Resume
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.agreement import prepare, use_recorded_threads
 from gossamer.run.participant.seat import Brought, Seat, addresses_in, join_run, started
-from gossamer.run.participant.state_transfer import fetch_state
+from gossamer.run.participant.state_transfer import CommonHashes, fetch_state
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.task import Task
 from gossamer.stop_signals import Asked, leaving
@@ -148,6 +148,8 @@ class Participant(ABC, Generic[Connections]):
         self._probe = Probe(config, task, self.device)
         self._known = dict(seat.members.entries)
         self.kept, self._ready = Handover(0, bytes), threading.Event()
+        self.hashes = CommonHashes()
+        """Hashes of its states, where all workers have the same; else empty."""
         self.saving = threading.Lock()
         """The lock for saving: by this thread, or the one that saves the kept state."""
         self.saved_after = -1
@@ -288,17 +290,18 @@ class Participant(ABC, Generic[Connections]):
             stop=self.asked.is_set,
         )
 
-    def keep(self, after: int, state: Mapping[str, Any]) -> None:
+    def keep(self, after: int, state: Mapping[str, Any]) -> Snapshot:
         """Keeps a state after `after` rounds for newcomers. Cost: a copy; it is packed on request."""
         # One assignment: a thread that is sending the previous copy continues with it.
-        self.kept = Handover(after, packable_snapshot(state))
+        self.kept = Handover(after, copy := packable_snapshot(state))
         self._ready.set()
+        return copy
 
     def host(self, channel: Channel) -> None:
         """Gives a newcomer a slot and the kept state. Called by the serving thread, from `connect` on."""
         # Before `begin` there is no state to give: newcomers may ask another worker.
         if self._ready.wait(self.seat.endpoint.timeout_s):
-            self.transport.serve(channel, lambda _: self.kept)
+            self.transport.serve(channel, lambda _: self.kept, self.hashes.after)
 
     def open_folder(
         self,

@@ -5,12 +5,16 @@
     newcomer -> worker   ASK    whether it wants the state now, or only the slot
     worker -> newcomer   CHUNK  the state, in parts that each have a checksum
 
+    newcomer -> worker   ASK    the round of a state that another worker has given it
+    worker -> newcomer   OFFER  the hash of its own state after that round, as far as all workers have it in common
+
 The state is that of the worker at the end of its last round. A copy of it is kept, so that sending it never stops training; it
 is packed and hashed only on request.
 """
 
 import hashlib
 import json
+import time
 from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple
@@ -35,6 +39,8 @@ from gossamer.transport.sockets.letter import Letter, body_of, receive_letter, s
 CHUNK_BYTES = 1 << 20
 LIMIT_BYTES = 1 << 38
 """Most bytes of a state."""
+_REACH_S = 10.0
+"""How long a worker that is asked for a hash may take."""
 
 
 class Handover:
@@ -74,6 +80,8 @@ class Applicant(NamedTuple):
     """The slot that it requests; None for any."""
     after: int | None = None
     """The round of the requested state; None for the newest."""
+    compares: int | None = None
+    """The round of a state that it has, whose hash it compares with the worker's; None to request a slot or a state."""
 
 
 class Offer(NamedTuple):
@@ -99,10 +107,12 @@ def host(
     give_slot: Callable[[Applicant], SlotEntry | None],
     entries: Callable[[], dict[int, SlotEntry]],
     boundary: Callable[[int | None], Handover],
+    hash_after: Callable[[int], str | None] = lambda after: None,
     keys: Keys | None = None,
 ) -> None:
     """Serves one newcomer, with what `boundary` gives for its `Applicant.after`.
 
+    Args: `hash_after` gives the hash of this worker's state after a round, as far as all have it in common; None if unknown.
     Raises: OSError, PeerError, TransportError when it is lost or violates the protocol.
     """
     place = _place(receive_letter(channel, run, limits, _small), limits)
@@ -112,6 +122,10 @@ def host(
         )
     if keys is not None and place.slot is not None:
         keys.must_have(channel.certificate, place.slot)
+    if place.compares is not None:
+        answer = {"donor": me, "common": hash_after(place.compares)}
+        send_letter(channel, Letter(LetterKind.OFFER, me, body=body_of(json.dumps(answer).encode())), run)
+        return
     own = give_slot(place) if place.slot is None else entries().get(place.slot)
     kept = boundary(place.after)
     state = kept.whole
@@ -171,8 +185,10 @@ def ask(
             return offer
         raw = bytearray()
         while len(raw) < size:
-            part = receive_letter(channel, run, limits, _small)
-            if part.kind != LetterKind.CHUNK or part.steps != len(raw) or not 0 < part.body.numel() <= size - len(raw):
+            # Whole parts in time: a donor that sends a byte now and then would hold a newcomer for ever.
+            part = receive_letter(channel, run, limits, _small, deadline=time.monotonic() + timeout_s)
+            expected = min(CHUNK_BYTES, size - len(raw))
+            if part.kind != LetterKind.CHUNK or part.steps != len(raw) or part.body.numel() != expected:
                 raise PeerError(f"worker {offer.donor} sent a part of its state that does not follow the last one")
             raw += part.content
     if hashlib.sha256(raw).hexdigest() != offer.sha256:
@@ -200,6 +216,31 @@ def ask_for_state(entry: SlotEntry, members: Members, endpoint: Endpoint, *, aft
     )
 
 
+def ask_for_hash(entry: SlotEntry, members: Members, endpoint: Endpoint, after: int) -> str | None:
+    """The hash of a worker's state after a round, as far as all have it in common; None if it does not know it.
+
+    Raises: OSError, GossamerError when it cannot be reached, or answers with something else.
+    """
+    own, limit_s = members.own, min(_REACH_S, endpoint.timeout_s)
+    with dial(
+        entry.address,
+        endpoint.secret,
+        run=endpoint.run,
+        me=NEWCOMER,
+        timeout_s=limit_s,
+        keys=endpoint.keys,
+        whom=entry.slot,
+    ) as channel:
+        place = Applicant(own.nonce, own.address, own.slot, compares=after)
+        send_letter(
+            channel, Letter(LetterKind.ASK, NEWCOMER, body=body_of(json.dumps(place._asdict()).encode())), endpoint.run
+        )
+        match json_from_peer(receive_letter(channel, endpoint.run, members.limits, _small).content):
+            case {"donor": int(donor), "common": None | str() as common} if donor == entry.slot:
+                return common
+    raise PeerError(f"worker {entry.slot} did not say which state it has after round {after}; ask another")
+
+
 def _small(letter: Letter, size: int) -> bool:
     return size <= (CHUNK_BYTES if letter.kind == LetterKind.CHUNK else SMALL_BYTES)
 
@@ -212,13 +253,16 @@ def _place(letter: Letter, limits: Limits) -> Applicant | None:
             "slot": None | int() as slot,
             "wants": None | int() as wants,
             "after": None | int() as after,
+            "compares": None | int() as compares,
         } if (
             letter.kind == LetterKind.ASK
             and _is_at_most(slot, limits.workers - 1)
             and _is_at_most(wants, limits.workers - 1)
             and _is_at_most(after, limits.rounds)
+            and _is_at_most(compares, limits.rounds)
+            and (compares is None or slot is not None)
         ):
-            return Applicant(nonce, address, slot, wants, after) if is_process(address, nonce) else None
+            return Applicant(nonce, address, slot, wants, after, compares) if is_process(address, nonce) else None
     return None
 
 

@@ -435,10 +435,17 @@ class ElasticTransport:
             self._flush()
         return entry
 
-    def serve(self, channel: Channel, boundary: Callable[[int | None], Handover]) -> None:
+    def serve(
+        self,
+        channel: Channel,
+        boundary: Callable[[int | None], Handover],
+        hash_after: Callable[[int], str | None] = lambda after: None,
+    ) -> None:
         """Gives a newcomer a slot that its key may have, and the result of `boundary`; logs a newcomer that is lost.
 
-        Args: `boundary` returns the state of the round that the newcomer requests, None for the newest.
+        Args:
+            boundary: returns the state of the round that the newcomer requests, None for the newest.
+            hash_after: see `gossamer.transport.elastic.newcomer.host`.
         """
         endpoint = self._endpoint
         owned = None if endpoint.keys is None else endpoint.keys.numbers(channel.certificate)
@@ -455,6 +462,7 @@ class ElasticTransport:
                 self.members.limits,
                 self.worker,
                 boundary=boundary,
+                hash_after=hash_after,
                 give_slot=given,
                 entries=lambda: dict(self.members.entries),
                 keys=endpoint.keys,
