@@ -10,6 +10,7 @@ hide behind, and priced as the ring that gloo makes.
 
 import argparse
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -134,6 +135,7 @@ def main() -> None:
         return
     if not can_limit():
         return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that namespaces are removed
     print(f"{WORKERS} workers, {MODEL_BYTES / 1e6:.2f} MB of gradients, an inner step of {STEP_S:g} s\n")
     print(
         "| link | all-reduce, priced | alone | step | DDP | by the model, priced | off | by the model, measured | off |"
