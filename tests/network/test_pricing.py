@@ -15,7 +15,16 @@ from gossamer.network.fluid import ends_at_once, max_min_rates, rates_of_few
 from gossamer.network.links import Change, Network, Route, Site, jitter_factors, tcp_bps
 from gossamer.network.pricing import price, price_everyone, price_together
 from gossamer.network.timeline import Timeline, legs_of
-from gossamer.record.logs.trace import KINDS, Entry, Kind, Operation, Trace, from_entries, from_targets
+from gossamer.record.logs.trace import (
+    KINDS,
+    Entry,
+    Kind,
+    Operation,
+    Trace,
+    from_entries,
+    from_targets,
+    share_in_mean,
+)
 
 N, PAYLOAD, STEP_S = 8, 1_000_000, 1.0
 FULL_BPS = 8 * PAYLOAD / (5 / 3)
@@ -898,3 +907,103 @@ def test_a_lossy_route_bounds_each_message_over_it_and_not_those_within_a_site()
     for targets, expected_s in ((within, 1.01 + 8e-3), (across, 1.05 + 8e6 / reached_bps)):
         ends_s = price(from_targets(targets, payload_bytes=10**6, steps=1), network).end_s
         assert ends_s.ravel().tolist() == pytest.approx([expected_s] * 4)
+
+
+def shares_of_means(draw: st.DrawFn, n: int, rounds: int, steps: st.SearchStrategy[int], seconds: float = 0.0) -> Trace:
+    """Means among all or some workers, whose chunks are of two sizes."""
+    members = sorted(draw(st.sets(st.integers(0, n - 1), min_size=2))) if draw(st.booleans()) else range(n)
+    there, back = ([draw(st.sampled_from([900, 1000])) for _ in members] for _ in range(2))
+    return from_entries(
+        Entry(
+            r,
+            i,
+            draw(steps),
+            seconds * i,
+            (Operation("mean", 0, (), (), 0, share_in_mean(members, i, there, back)),) if i in members else (),
+        )
+        for r in range(rounds)
+        for i in range(n)
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_mean_as_one_row_costs_what_its_messages_cost(data: st.DataObject) -> None:
+    n = data.draw(st.integers(2, 8))
+    trace = shares_of_means(data.draw, n, 3, st.integers(0, 40), data.draw(st.sampled_from([0.0, 1.5])))
+    network = data.draw(networks(n))
+    listed = price(trace.listed(), network)
+    np.testing.assert_array_equal(price(trace, network).end_s, listed.end_s)  # few messages are priced one by one
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pricing, "_MOST_REPLAYED", 0)
+        if not network.shares:
+            listed = price(trace.listed(), network)
+            np.testing.assert_allclose(price(trace, network).end_s, listed.end_s, rtol=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_on_shared_links_workers_that_are_alike_stand_for_each_other(data: st.DataObject) -> None:
+    groups, draw = data.draw(st.integers(1, 3)), data.draw
+    sizes = [draw(st.integers(1, 4)) for _ in range(groups)]
+    site = np.repeat(np.arange(groups), sizes)
+    n = len(site)
+    if n < 2:
+        return
+    rate = st.sampled_from([1e5, 3e5, 1e6])
+
+    def by_site(values: st.SearchStrategy[float]) -> tuple[float, ...]:
+        return tuple(np.array([draw(values) for _ in range(groups)])[site].tolist())
+
+    names = [f"s{k}" for k in range(groups)]
+    network = Network(
+        uplink_bps=by_site(rate),
+        downlink_bps=by_site(rate),
+        latency_s=by_site(st.sampled_from([0.0, 0.1])),
+        loss=by_site(st.sampled_from([0.0, 0.01])),
+        step_s=by_site(st.sampled_from([1.0, 1.01])),
+        duplex=draw(st.sampled_from(["full", "half"])),
+        sites={
+            name: Site(
+                workers=tuple(np.flatnonzero(site == k).tolist()), uplink_bps=draw(rate), downlink_bps=draw(rate)
+            )
+            for k, name in enumerate(names)
+        },
+        routes=tuple(
+            Route(between=(a, b), latency_s=0.2, bandwidth_bps=draw(rate))
+            for k, a in enumerate(names)
+            for b in names[k + 1 :]
+        ),
+        changes=(Change(at_s=1001.0, factor=0.3, worker=n - 1), Change(at_s=1000.5, factor=0.5, site="s0")),
+    )
+    steps = [1000 * draw(st.integers(1, 2)) for _ in range(groups)]
+    there = [draw(st.sampled_from([20_000, 30_000])) for _ in range(groups)]
+    own = np.array(there)[site].tolist()
+    trace = from_entries(
+        Entry(r, i, steps[site[i]], 0.0, (Operation("mean", 0, (), (), 0, share_in_mean(range(n), i, own, own)),))
+        for r in range(2)
+        for i in range(n)
+    )
+    listed = price(trace.listed(), network)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pricing, "_MOST_REPLAYED", 0)
+        found = price(trace, network)
+        np.testing.assert_allclose(found.end_s, listed.end_s, rtol=1e-9)
+        patch.setattr(pricing, "_MOST_KINDS", 1)  # then as many messages as there are
+        np.testing.assert_allclose(price(trace, network).end_s, listed.end_s, rtol=1e-9)
+
+
+def test_a_mean_of_a_thousand_workers_is_priced_where_links_are_shared_and_steps_vary() -> None:
+    n, size = 1024, 500
+    share = [(Operation("mean", 0, (), (), 0, share_in_mean(range(n), i, [size] * n, [size] * n)),) for i in range(n)]
+    trace = from_entries(Entry(r, i, 30, 0.0, share[i]) for r in range(2) for i in range(n))
+    sites = {
+        name: Site(workers=tuple(range(a, a + 512)), uplink_bps=1e8, downlink_bps=1e8)
+        for name, a in (("here", 0), ("there", 512))
+    }
+    network = Network(uplink_bps=1e9, downlink_bps=1e9, step_s=0.5, sites=sites)
+    across_s = 2 * 8 * 512 * 512 * size / 1e8  # each way, all of a site's messages share its link
+    np.testing.assert_allclose(price(trace, network).end_s[0], 15 + across_s, rtol=1e-9)
+    uneven = price(trace, replace(network, jitter=0.1))
+    slowest = uneven.compute_s[0].max()
+    assert slowest < uneven.end_s[0].max() < slowest + across_s

@@ -13,6 +13,7 @@ from gossamer.record.jsonl import json_lines
 from gossamer.record.logs.trace import (
     KINDS,
     Entry,
+    MeanShare,
     Operation,
     Trace,
     entry_of,
@@ -20,10 +21,17 @@ from gossamer.record.logs.trace import (
     from_targets,
     line_of,
     read_trace,
+    share_in_mean,
 )
 
 PAIRS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 10**12)), max_size=3).map(tuple)
-OPERATIONS = st.builds(Operation, st.sampled_from(KINDS), st.integers(0, 4), PAIRS, PAIRS, st.integers(0, 9))
+LISTED = st.builds(
+    Operation, st.sampled_from(KINDS), st.integers(0, 4), PAIRS, PAIRS, st.integers(0, 9), share=st.none()
+)
+SHARES = st.builds(MeanShare, st.just(((0, 3), (7, 2))), *[st.integers(0, 2**49)] * 4)
+OPERATIONS = LISTED | st.builds(
+    Operation, st.just("mean"), st.integers(0, 4), st.just(()), st.just(()), st.integers(0, 9), SHARES
+)
 ENTRIES = st.builds(
     Entry,
     st.integers(0, 1000),
@@ -39,6 +47,10 @@ GOOD = {
     "compute_s": 1.2,
     "ops": [{"kind": "exchange", "fragment": 0, "sends": [[5, 34]], "receives": [[5, 34]]}],
 }
+
+SHARE = {"members": [[0, 8]], "there": 10, "back": 20, "sent": 210, "received": 210}
+SPOILT = ({"kind": "exchange"}, {"sends": []}, {"share": {**SHARE, "back": -1}}, {"share": {"there": 1}})
+NO_MEMBERS = ([[0, 2]], [], [[0, 4], [3, 2]], [[4, 2], [0, 4]], [[0, 4], [4, 0]], [[0, 2**40]])
 
 
 def swap(round: int, pairs: list[tuple[int, int]], size: int = 100, steps: int = 30) -> list[Entry]:
@@ -81,6 +93,9 @@ def test_an_entry_comes_back_from_its_line(entry: Entry) -> None:
         {"ops": [{"kind": "mean", "fragment": 0, "sends": [[3, 10]], "receives": []}]},
         {"ops": [{"kind": "mean", "fragment": 0, "sends": [], "receives": [], "overlap_steps": -1}]},
         {"extra": 1},
+        {"ops": [{"kind": "mean", "fragment": 0, "sends": []}]},
+        *({"ops": [{"kind": "mean", "fragment": 0, "share": SHARE, **change}]} for change in SPOILT),
+        *({"ops": [{"kind": "mean", "fragment": 0, "share": {**SHARE, "members": some}}]} for some in NO_MEMBERS),
     ],
 )
 def test_a_foreign_line_is_refused_with_its_place(tmp_path: Path, change: dict[str, object]) -> None:
@@ -194,3 +209,60 @@ def test_a_line_with_a_huge_round_or_worker_does_not_claim_memory() -> None:
 def test_a_folder_without_a_trace_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"holds no trace"):
         read_trace(tmp_path)
+
+
+def mean_of(members: list[int], there: list[int], back: list[int], *, as_shares: bool) -> list[Entry]:
+    """A round of a mean among some of nine workers, in two fragments; as shares or message by message."""
+
+    def operations(i: int) -> tuple[Operation, ...]:
+        if i not in members:
+            return ()
+        if as_shares:
+            return tuple(Operation("mean", f, (), (), 2, share_in_mean(members, i, there, back)) for f in (0, 1))
+        bytes_of = dict(zip(members, zip(there, back, strict=True), strict=True))
+        sends, receives = (
+            tuple((j, bytes_of[a(i, j)][0] + bytes_of[b(i, j)][1]) for j in members if j != i)
+            for a, b in ((lambda i, j: j, lambda i, j: i), (lambda i, j: i, lambda i, j: j))
+        )
+        return tuple(Operation("mean", f, sends, receives, 2) for f in (0, 1))
+
+    return [Entry(0, i, 5, 0.5, operations(i)) for i in range(9)]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_shares_of_a_mean_stand_for_the_messages_that_old_traces_list(data: st.DataObject) -> None:
+    members = sorted(data.draw(st.sets(st.integers(0, 8), min_size=2)))
+    there, back = (data.draw(st.lists(st.integers(0, 9), min_size=(n := len(members)), max_size=n)) for _ in range(2))
+    old, entries = (from_entries(mean_of(members, there, back, as_shares=new)) for new in (False, True))
+    lines = mean_of(members, there, back, as_shares=True)
+    read = from_entries(entry_of(line_of(entry), "here") for entry in lines)
+    assert not len(read.messages.round) and len(read.means) == 2, "a row for each fragment"
+    assert same(read.listed(), old) and same(entries.listed(), old)
+    assert read.sent_bytes.tolist() == old.sent_bytes.tolist() and read.round_bytes.tolist() == old.round_bytes.tolist()
+    assert sum(operation.sent_bytes for entry in lines for operation in entry.operations) == old.sent_bytes.sum()
+    received = [operation.received_bytes for operation in lines[members[0]].operations]
+    assert received == [int(read.means[0].received_bytes[0])] * 2
+    dead = data.draw(st.sampled_from(members))
+    lines[dead] = lines[dead]._replace(operations=())
+    assert same(from_entries(lines).listed(), old), "a worker that died before it wrote its line"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"members": ((0, 9),)},
+        {"members": ((0, 2), (3, 3))},
+        {"members": ((0, 2**30),)},
+        {"there": 11},
+        {"back": 4},
+        {"sent": 400},
+        {"received": 1},
+    ],
+)
+def test_shares_that_contradict_each_other_are_refused(change: dict[str, object]) -> None:
+    entries = mean_of([0, 1, 4, 5], [10, 10, 10, 12], [7, 7, 7, 9], as_shares=True)
+    first, second = entries[1].operations
+    entries[1] = entries[1]._replace(operations=(first._replace(share=first.share._replace(**change)), second))  # pyright: ignore
+    with pytest.raises(DataError, match=r"differ about the members or the bytes of a mean|worker 9 has no entry"):
+        from_entries(entries)

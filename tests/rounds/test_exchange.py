@@ -12,6 +12,7 @@ import gossamer
 from drifted_rounds import drive, play, serially
 from gossamer.codecs import CODECS, Codec, bf16, both_ways, exact, fp4, int8, make_codec, randomk, topk
 from gossamer.errors import ConfigError, PairingError
+from gossamer.record.logs.trace import Entry, from_entries
 from gossamer.rounds.compatibility import incompatibilities
 from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.combine import Method
@@ -229,9 +230,12 @@ def test_what_the_trace_says_was_sent_is_what_the_transport_carried(name, codec)
         transports.append(count(i, network.transport(i)))
         exchanges.append(begin(Setup(rule, codec, transports[i], part, seed=0), mixing, ctx))
     operations = drive(exchanges, serially)
-    told = {(i, peer): size for i, operation in enumerate(operations) for peer, size in operation.sends}
-    assert told == carried
-    assert {(j, i): size for i, operation in enumerate(operations) for j, size in operation.receives} == carried
+    trace = from_entries(Entry(0, i, 1, 0.0, (operation,)) for i, operation in enumerate(operations))
+    _, _, source, target, _, size, _ = trace.listed().messages
+    assert dict(zip(zip(source.tolist(), target.tolist(), strict=True), size.tolist(), strict=True)) == carried
+    assert [operation.received_bytes for operation in operations] == [
+        sum(size for (_, peer), size in carried.items() if peer == i) for i in range(n)
+    ]
     if rule.averages and codec.exact:  # 2 (n-1)/n messages, to within the rounding of chunks to whole elements
         sent = sum(size for (i, _), size in carried.items() if i == 0)
         assert sent == pytest.approx(2 * (n - 1) / n * 4 * numel, rel=0.03)

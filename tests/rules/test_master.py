@@ -69,7 +69,7 @@ def test_messages_have_the_bytes_of_half_precision_and_the_state_those_of_fp32(d
             loop.announce(0, stop)
         (operation,) = loops[0].post(0, stop)
         loops[1].post(0, stop)
-        return operation.sends[0][1], nbytes(loops[0].state)
+        return operation.sent_bytes, nbytes(loops[0].state)
 
     assert sent(ROWS["gossip"], "ring") == (2 * P, 4 * P)
     assert sent(ROWS["gasloc"], "ring") == (2 * P, 2 * 4 * P), "what keeps the start of the round needs no other master"

@@ -196,6 +196,11 @@ def _settings(options: PlanOptions, step: dict[str, int], parameters: int) -> "P
     """The settings of a plan. Raises ConfigError for goals and options that do not fit each other."""
     from gossamer.run.planning.plan import PlanSettings, bits_per_parameter
 
+    if "{" in options.local_steps:
+        raise ConfigError(
+            f"--local-steps got '{options.local_steps}', and a plan tries local steps that stay the same, as no measurement says "
+            "what a change does to the loss; give whole numbers, and price a run file that has the table by gossamer check"
+        )
     tokens, law = _tokens(options, parameters, step["vocab_size"])
     return PlanSettings(
         **step,

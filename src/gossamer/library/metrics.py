@@ -62,9 +62,9 @@ class Meter:
     def count(self, operations: Iterable[Operation]) -> None:
         """Counts the messages and payload bytes of operations."""
         for operation in operations:
-            self.bytes_sent += sum(size for _, size in operation.sends)
-            self.bytes_received += sum(size for _, size in operation.receives)
-            self.messages += len(operation.sends) * (2 if operation.kind == "mean" else 1)
+            self.bytes_sent += operation.sent_bytes
+            self.bytes_received += operation.received_bytes
+            self.messages += operation.peers * (2 if operation.kind == "mean" else 1)
 
     def compare(self, own: Tree, received: Sequence[Tree]) -> None:
         """Adds up `(received - own)²`, as `Setup.compare` asks for; without a wait for the device."""

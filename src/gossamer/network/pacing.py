@@ -101,9 +101,7 @@ def first_leg_bytes(operations: Iterable[Operation], there: Callable[[int], floa
     """
     sent = 0.0
     for operation in operations:
-        sent += sum(size for _, size in operation.sends) * (
-            there(operation.fragment) if operation.kind == "mean" else 1
-        )
+        sent += operation.sent_bytes * (there(operation.fragment) if operation.kind == "mean" else 1)
     return sent
 
 

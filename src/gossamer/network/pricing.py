@@ -25,7 +25,8 @@ bandwidth is never slower. Where messages share, more bandwidth for one may slow
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations
 from typing import NamedTuple
 
@@ -47,10 +48,12 @@ from gossamer.network.timeline import (
     overlap_of_each,
     streams_of,
 )
-from gossamer.record.logs.trace import KINDS, Integers, Kind, Messages, Trace
+from gossamer.record.logs.trace import KINDS, Integers, Kind, Mean, Messages, Trace
 
 _MOST_REPLAYED = 1000
 """Most messages of a single round that is replayed; with more, each event may change the rates of all others."""
+_MOST_KINDS = 16
+"""Most groups of equal workers in the replay of a large mean."""
 
 
 def price(trace: Trace, network: Network, computing: PerWorker = 1.0) -> Timeline:
@@ -62,7 +65,10 @@ def price(trace: Trace, network: Network, computing: PerWorker = 1.0) -> Timelin
     Cost: O(messages), vectorised over a round: 10 to 20 s for 100,000 workers and 1,000 rounds of single exchanges. A replay
         costs 0.03 to 1 ms per message. Rounds of more than 1,000 messages are not replayed. They are priced as if these shared
         their links evenly all the time, which is never too fast and at most some per cent too slow; so are those of which all
-        messages overlap, one operation after the other, which is right within a tenth.
+        messages overlap, one operation after the other, which is right within a tenth. A mean that is one row of the trace
+        costs O(members), with more than 1,000 messages as well: some 10 ms of a thousand workers. Where links are shared,
+        workers that are alike and ready together are replayed as one; otherwise up to eight groups are, which is up to a
+        hundredth too slow, in some 20 ms.
 
     >>> from gossamer.record.logs.trace import from_targets
     >>> swap = from_targets(np.array([[1, 0]]), payload_bytes=1000, steps=30)
@@ -78,9 +84,12 @@ def price(trace: Trace, network: Network, computing: PerWorker = 1.0) -> Timelin
 def _price(trace: Trace, paths: Paths, computing: PerWorker) -> Timeline:
     network, links = paths.network, paths.links
     share = np.broadcast_to(np.asarray(computing, float), trace.workers)
-    overlaps = trace.messages.overlap_steps > 0
-    if network.shares or (overlaps.any() and not (overlaps.all() and _most_of_a_round(trace) > _MOST_REPLAYED)):
-        timeline = Replay(trace, paths).run()
+    trace = trace.listed(lambda mean: mean.pairs <= _MOST_REPLAYED)  # few messages are priced one by one
+    overlaps = np.append(trace.messages.overlap_steps, [mean.overlap_steps for mean in trace.means]) > 0
+    large = bool(trace.means) or _most_of_a_round(trace) > _MOST_REPLAYED
+    of_means = bool(trace.means) and not len(trace.messages.round) and not overlaps.any() and network.mean == "owners"
+    if (network.shares and not of_means) or (overlaps.any() and not (overlaps.all() and large)):
+        timeline = Replay(trace.listed(), paths).run()
     else:
         timeline = (_overlapping if overlaps.any() else _rounds)(trace, network, links)
     return timeline._replace(computing=share)
@@ -101,6 +110,7 @@ def price_together(traces: Sequence[Trace], network: Network, computing: PerWork
         paths = Paths(network, links)
         return [_price(trace, paths, computing) for trace in traces]
     # One run on as many copies of the network, without messages between them. Seconds are passed in, as jitter is by worker.
+    traces = [trace.listed() for trace in traces]  # few messages each
     each = ("uplink_bps", "downlink_bps", "latency_s", "loss", "site")
     seconds = [[compute_seconds(trace, network, links, r) for r in range(trace.rounds)] for trace in traces]
     moved = [
@@ -126,7 +136,9 @@ def price_together(traces: Sequence[Trace], network: Network, computing: PerWork
 def _is_small_gossip(trace: Trace) -> bool:
     """Whether a round is some exchanges, without overlap."""
     messages = trace.messages
-    return not messages.kind.any() and not messages.overlap_steps.any() and _most_of_a_round(trace) <= _MOST_REPLAYED
+    return (
+        not messages.kind.any() and not trace.means and not trace.overlaps and _most_of_a_round(trace) <= _MOST_REPLAYED
+    )
 
 
 def _most_of_a_round(trace: Trace) -> int:
@@ -140,6 +152,7 @@ def _most_of_a_round(trace: Trace) -> int:
 def _rounds(trace: Trace, network: Network, links: Links, runs: int = 1) -> Timeline:
     """Rounds without overlap, one after the other, of one run or of several side by side."""
     bounds, timeline, end = trace.bounds, no_rounds(trace), np.zeros(trace.workers)
+    means = _means_by_round(trace)
     for r in range(trace.rounds):
         start, seconds = end, compute_seconds(trace, network, links, r)
         ready = start + seconds
@@ -149,12 +162,20 @@ def _rounds(trace: Trace, network: Network, links: Links, runs: int = 1) -> Time
         if not sure and exact and not messages.kind.any():
             end, waits_on = _exchange_by_events(start, ready, messages, links, network)
         elif not sure and exact:
-            alone = Trace(trace.steps[r, None], seconds[None], messages._replace(round=np.zeros_like(messages.round)))
-            replayed = Replay(alone, Paths(network, links._replace(step_s=None)), start).run()
-            end, waits_on = replayed.end_s[0], replayed.waits_on[0]
+            end, waits_on = _replayed(start, seconds, messages, Paths(network, links._replace(step_s=None)))
+        for mean in means.get(r, ()):
+            end, waits_on = _large_mean(start, end, waits_on, mean, links, network)
         timeline.compute_s[r], timeline.communication_s[r] = seconds, end - ready
         timeline.waits_on[r], timeline.end_s[r] = waits_on, end
     return timeline
+
+
+def _replayed(start: Floats, seconds: Floats, messages: Messages, paths: Paths) -> tuple[Floats, Integers]:
+    """When each worker ends a round that is replayed alone, and which worker it waits for."""
+    steps = np.ones((1, len(start)), np.int64)
+    alone = Trace(steps, seconds[None], messages._replace(round=np.zeros_like(messages.round)))
+    replayed = Replay(alone, paths, start).run()
+    return replayed.end_s[0], replayed.waits_on[0]
 
 
 def _round(
@@ -313,8 +334,9 @@ def _overlapping(trace: Trace, network: Network, links: Links) -> Timeline:
     The messages of an operation leave once all earlier messages of their two workers are through, so that they share
     links with each other alone.
     """
-    bounds, n, timeline, finished = trace.bounds, trace.workers, no_rounds(trace), trace.steps.cumsum(axis=0)
+    n, timeline, finished = trace.workers, no_rounds(trace), trace.steps.cumsum(axis=0)
     at_once = links._replace(latency_s=np.zeros(n), route_latency_s=np.zeros_like(links.route_latency_s))
+    operations = _operations(trace, network)
     everybody, end, free, under_way = np.arange(n), np.zeros(n), np.zeros(n), list[_UnderWay]()
     for r in range(trace.rounds):
         start, seconds = end, compute_seconds(trace, network, links, r)
@@ -328,11 +350,10 @@ def _overlapping(trace: Trace, network: Network, links: Links) -> Timeline:
             end[due[late]], waits_on[due[late]] = came_s[late], one.waits_on[due[late]]
             one.after[due] = _NEVER
         ready = end
-        for kind, overlap_steps, messages in operations_of(trace.messages.span(*bounds[r : r + 2])):
+        for overlap_steps, members, carry in operations(r):
             entered = np.maximum(start, free), np.maximum(ready, free)
-            done_s, blamed, _ = _CARRY[kind](*entered, everybody, messages, links, network, False)
-            through_s, _, _ = _CARRY[kind](*entered, everybody, messages, at_once, network, False)
-            members = np.union1d(messages.source, messages.target)
+            done_s, blamed = carry(*entered, everybody, links)
+            through_s, _ = carry(*entered, everybody, at_once)
             after = np.full(n, _NEVER)
             after[members] = (finished[r] + overlap_of_each(trace, r, overlap_steps))[members]
             free[members] = through_s[members]
@@ -348,6 +369,34 @@ def _overlapping(trace: Trace, network: Network, links: Links) -> Timeline:
         timeline.compute_s[r], timeline.communication_s[r] = seconds, np.maximum(0.0, end - start - seconds)
         timeline.waits_on[r], timeline.end_s[r] = waits_on, end
     return timeline
+
+
+_CarryOne = Callable[[Floats, Floats, Integers, Links], tuple[Floats, Integers]]
+
+
+def _operations(trace: Trace, network: Network) -> Callable[[int], Iterator[tuple[int, Integers, _CarryOne]]]:
+    """The operations of each round: overlapping steps, members, and what carries it."""
+    bounds, means = trace.bounds, _means_by_round(trace)
+
+    def of_round(r: int) -> Iterator[tuple[int, Integers, _CarryOne]]:
+        for kind, steps, these in operations_of(trace.messages.span(*bounds[r : r + 2])):
+
+            def listed(
+                start: Floats, ready: Floats, waits_on: Integers, links: Links, kind: Kind = kind, all: Messages = these
+            ) -> tuple[Floats, Integers]:
+                return _CARRY[kind](start, ready, waits_on, all, links, network, False)[:2]
+
+            yield steps, np.union1d(these.source, these.target), listed
+        for mean in means.get(r, ()):
+
+            def whole(
+                start: Floats, ready: Floats, waits_on: Integers, links: Links, mean: Mean = mean
+            ) -> tuple[Floats, Integers]:
+                return _large_mean(start, ready, waits_on, mean, links, network)
+
+            yield mean.overlap_steps, mean.members, whole
+
+    return of_round
 
 
 # --- among everyone -------------------------------------------------------------------------------------------------
@@ -376,7 +425,7 @@ def price_everyone(
             "change or lose packets; give price a trace of it"
         )
     rounds, n = steps.shape
-    links, everybody = links_of(network, n), np.arange(n)
+    links, everybody, sizes = links_of(network, n), np.arange(n), np.full(n, message_bytes)
     none = Messages(*(np.empty(0, np.int64) for _ in Messages._fields))
     trace = Trace(steps, np.zeros(steps.shape), none)
     timeline = no_rounds(trace)._replace(computing=np.broadcast_to(np.asarray(computing, float), n))
@@ -385,44 +434,142 @@ def price_everyone(
         start, seconds = end, compute_seconds(trace, network, links, r)
         end, waits_on = ready, _ = start + seconds, everybody
         if n > 1 and kind == "exchange":
-            end, waits_on = _exchange_of_everyone(start, ready, message_bytes, links, network)
-        elif n > 1 and network.mean == "owners":
-            there, waits_there = _exchange_of_everyone(start, ready, message_bytes / 2, links, network)
-            end, waits_back = _exchange_of_everyone(start, there, message_bytes / 2, links, network)
-            waits_on = np.where(end - there > there - ready, waits_back, waits_there)
-        elif n > 1 and network.mean != "owners":  # named again for the type checker
-            legs = legs_among(network.mean, everybody, message_bytes * n / 2)
-            end, waits_on, _ = _legs(ready, waits_on, everybody, legs, links, network, ask=False)
+            end, waits_on = _exchange_of_everyone(start, ready, sizes, 0 * sizes, links, network)
+        elif n > 1:
+            mean = Mean(r, 0, 0, everybody, sizes, 0 * sizes)
+            end, waits_on = _large_mean(start, ready, everybody, mean, links, network)
         timeline.compute_s[r], timeline.communication_s[r] = seconds, end - ready
         timeline.waits_on[r], timeline.end_s[r] = waits_on, end
     return timeline
 
 
-def _exchange_of_everyone(
-    start: Floats, ready: Floats, size: float, links: Links, network: Network
+def _means_by_round(trace: Trace) -> dict[int, list[Mean]]:
+    """The means of each round; fragments that are awaited together count as one."""
+    means: dict[int, list[Mean]] = {}
+    for mean in trace.means:
+        of_round = means.setdefault(mean.round, [])
+        for place, other in enumerate(of_round):
+            if other.overlap_steps == mean.overlap_steps and np.array_equal(other.members, mean.members):
+                of_round[place] = other._replace(there=other.there + mean.there, back=other.back + mean.back)
+                break
+        else:
+            of_round.append(mean)
+    return means
+
+
+def _large_mean(
+    start: Floats, ready: Floats, waits_on: Integers, mean: Mean, links: Links, network: Network
 ) -> tuple[Floats, Integers]:
-    """An exchange among everyone, computed from the messages that may be the last of some worker."""
+    """A mean without a list of its messages, whose number is the square of the members'."""
+    members, sizes = mean.members, (mean.there / 2, mean.back / 2)
+    if network.mean != "owners":
+        legs = legs_among(network.mean, members, (mean.there.sum() + mean.back.sum()) / 2)
+        return _legs(ready, waits_on, members, legs, links, network, ask=False)[:2]
+    if network.shares:
+        return _mean_of_kinds(start, ready, waits_on, mean, links, network)
+    if network.loses or math.prod(len(np.unique(some)) for some in sizes) > _MOST_KINDS:
+        return _mean(start, ready, waits_on, mean.listed(), links, network, ask=False)[:2]
+    own, begun, entered = _only(links, members), start[members], ready[members]
+    there, waits_there = _exchange_of_everyone(begun, entered, *sizes, own, network)
+    back, waits_back = _exchange_of_everyone(begun, there, *sizes, own, network)
+    end, waits_on = ready.copy(), waits_on.copy()
+    end[members], waits_on[members] = back, members[np.where(back - there > there - entered, waits_back, waits_there)]
+    return end, waits_on
+
+
+def _only(links: Links, workers: Integers) -> Links:
+    """The links of these workers."""
+    each = ("uplink_bps", "downlink_bps", "latency_s", "loss", "site")
+    return links._replace(step_s=None, **{name: getattr(links, name)[workers] for name in each})
+
+
+def _mean_of_kinds(
+    start: Floats, ready: Floats, waits_on: Integers, mean: Mean, links: Links, network: Network
+) -> tuple[Floats, Integers]:
+    """A mean where links are shared or change: a replay with one worker for all that are in one place, have equal links and
+    are ready together, as whatever happens to one of them happens to all.
+
+    Where they are ready at many times, those of some consecutive ones count as ready with the last of them.
+    """
+    members = mean.members
+    own, begun, entered = _only(links, members), start[members], ready[members]
+    of_workers = [change.worker for change in network.changes if change.worker is not None]
+    changing = np.where(np.isin(members, of_workers), members, -1)
+    columns = own.site, own.uplink_bps, own.downlink_bps, own.latency_s, own.loss, changing, mean.there, mean.back
+    kinds = _groups(*columns)
+    count = int(kinds.max()) + 1
+    if count > _MOST_KINDS:
+        whole = Paths(network, links._replace(step_s=None))
+        return _replayed(start, ready - start, mean.listed(), whole)
+    group = _groups(kinds, begun, entered)
+    if group.max() >= _MOST_KINDS:
+        order, sizes = np.lexsort((entered, kinds)), np.bincount(kinds)
+        rank = np.empty(len(members), np.int64)
+        rank[order] = np.arange(len(members)) - np.repeat(sizes.cumsum() - sizes, sizes)
+        group = _groups(kinds, rank * max(1, _MOST_KINDS // 2 // count) // sizes[kinds])
+    one_of, last_start = np.zeros((2, group.max() + 1))
+    one_of = one_of.astype(np.int64)
+    order = np.argsort(entered, kind="stable")
+    one_of[group[order]] = order  # the last write wins: the last to be ready
+    np.maximum.at(last_start, group, begun)
+    changes = tuple(
+        change if change.worker is None else replace(change, worker=int(group[members == change.worker][0]))
+        for change in network.changes
+        if change.worker is None or change.worker in members
+    )
+    counts = np.bincount(group)
+    source, target = np.nonzero(~np.diag(counts == 1))
+    sizes = mean.there[one_of][target] + mean.back[one_of][source]
+    code, none = np.full(len(source), KINDS.index("mean"), np.int8), np.zeros(len(source), np.int32)
+    messages = Messages(none, code, source, target, none, sizes, none)
+    paths = Paths(replace(network, changes=changes), _only(own, one_of), counts)
+    last, late = _replayed(last_start, entered[one_of] - last_start, messages, paths)
+    end, waits_on = ready.copy(), waits_on.copy()
+    end[members] = np.maximum(entered, last[group])
+    waits_on[members] = np.where(last[group] > entered, members[one_of[late[group]]], members)
+    return end, waits_on
+
+
+def _groups(*columns: Integers | Floats) -> Integers:
+    """The number of the group of each place, where those that are alike in all columns are one."""
+    rows = np.stack([column.astype(float) for column in columns])
+    return np.unique(rows, axis=1, return_inverse=True)[1].reshape(-1)
+
+
+def _exchange_of_everyone(
+    start: Floats, ready: Floats, there: Floats | Integers, back: Floats | Integers, links: Links, network: Network
+) -> tuple[Floats, Integers]:
+    """An exchange among everyone, computed from the messages that may be the last of some worker.
+
+    Worker i sends worker j `there[j] + back[i]` bytes; few of them differ.
+    """
     n = len(ready)
     up_s, down_s = (n - 1) / links.uplink_bps, (n - 1) / links.downlink_bps
     if network.duplex == "half":
         up_s = down_s = up_s + down_s
-    senders = _extremes(links, ready, links.latency_s, 8 * size * up_s)
-    receivers = _extremes(links, start, links.latency_s, 8 * size * down_s)
+    alike_there, alike_back = _groups(links.site, there), _groups(links.site, back)
+    senders, receivers = (
+        np.unique(np.concatenate(some))
+        for some in (
+            [_extremes(alike_back, ready, links.latency_s, 8 * (size + back) * up_s) for size in np.unique(there)],
+            [_extremes(alike_there, start, links.latency_s, 8 * (there + size) * down_s) for size in np.unique(back)],
+        )
+    )
     everybody = np.arange(n)
     source = np.concatenate([np.repeat(senders, n), np.tile(everybody, len(receivers))])
     target = np.concatenate([np.tile(everybody, len(senders)), np.repeat(receivers, n)])
     source, target = source[source != target], target[source != target]
     ways = _Ways(source, n + target, up_s[source], down_s[target], n == 2)
-    sizes = np.full(len(source), float(size))
+    sizes = there[target] + back[source]
     end, waits_on, _ = _ended(start, ready, everybody, source, target, sizes, ways, links, ask=False)
     return end, waits_on
 
 
-def _extremes(links: Links, *terms: Floats) -> Integers:
-    """The workers of each site with the largest sum of each choice of terms, and the next largest for that worker itself."""
+def _extremes(groups: Integers, *terms: Floats) -> Integers:
+    """The workers of each group with the largest sum of each choice of terms, and the next largest for that worker itself."""
     found = set[int]()
-    for site in np.unique(links.site):
-        members = np.flatnonzero(links.site == site)
+    for group in np.unique(groups):
+        members = np.flatnonzero(groups == group)
         for count in range(1, len(terms) + 1):
             for some in combinations(terms, count):
                 total = sum(some[1:], some[0])[members]

@@ -34,10 +34,14 @@ class _Path(NamedTuple):
 
 
 class Paths:
-    """The paths between workers of a network, made when they are first asked for, for any number of replays."""
+    """The paths between workers of a network, made when they are first asked for, for any number of replays.
 
-    def __init__(self, network: Network, links: Links):
+    Args: `counts` is how many equal workers each of them stands for; a message then stands for one from each to each.
+    """
+
+    def __init__(self, network: Network, links: Links, counts: Integers | None = None):
         self.network, self.links, self.loses = network, links, links.loses
+        self.counts = np.ones(len(links.uplink_bps), np.int64) if counts is None else counts
         n, sites = len(links.uplink_bps), len(links.site_uplink_bps)
         places = {name: 2 * n + place for place, name in enumerate(network.sites)}
         self.changes = [
@@ -62,15 +66,20 @@ class Paths:
     def _path(self, source: int, target: int) -> _Path:
         links, n, sites = self.links, len(self.links.uplink_bps), len(self.links.site_uplink_bps)
         a, b = int(links.site[source]), int(links.site[target])
+        same, half = source == target, self.network.duplex == "half"
+        senders, receivers = self.counts[source] - same, self.counts[target] - same
         uses = [
-            (source, links.uplink_bps[source]),
-            (target if self.network.duplex == "half" else n + target, links.downlink_bps[target]),
+            (source, links.uplink_bps[source] / receivers),
+            (target if half else n + target, links.downlink_bps[target] / senders),
         ]
+        if same and half:
+            uses = [(source, 1 / (1 / uses[0][1] + 1 / uses[1][1]))]
         if a != b:
+            every = senders * receivers
             uses += [
-                (2 * n + a, links.site_uplink_bps[a]),
-                (2 * n + sites + b, links.site_downlink_bps[b]),
-                (2 * n + 2 * sites + a * sites + b, links.route_bps[a, b]),
+                (2 * n + a, links.site_uplink_bps[a] / every),
+                (2 * n + sites + b, links.site_downlink_bps[b] / every),
+                (2 * n + 2 * sites + a * sites + b, links.route_bps[a, b] / every),
             ]
         ends = np.array([source]), np.array([target])
         most_bps = float(links.stream_bps(*ends)[0]) if self.loses else math.inf

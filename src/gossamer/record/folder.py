@@ -190,7 +190,7 @@ class RunFolder:
     def log_trace(self, entry: Entry) -> None:
         """Appends what one worker did in one round."""
         self._trace.write(line_of(entry))
-        sent = sum(size for operation in entry.operations for _, size in operation.sends)
+        sent = sum(operation.sent_bytes for operation in entry.operations)
         if self._prometheus is not None:
             self._prometheus.sent(sent)
         self._dashboards.sent(entry.round, entry.worker, sent)

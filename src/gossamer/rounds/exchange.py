@@ -31,7 +31,7 @@ from gossamer.codecs.cast import EXACT
 from gossamer.codecs.message import decode, decode_received, encode
 from gossamer.errors import TrainingError, TransportError
 from gossamer.finite import GO_ON, must_be_finite
-from gossamer.record.logs.trace import Operation
+from gossamer.record.logs.trace import Operation, share_in_mean
 from gossamer.rounds.kernel import Decoded, cut, update_spans
 from gossamer.rounds.merging import merging
 from gossamer.rounds.setup import AllOf, Sent, Setup, StageSide, Waits
@@ -268,11 +268,7 @@ def _on_side(job: _Job, side: StageSide) -> _Job:
 
 def _summed(operations: Sequence[Operation]) -> Operation:
     """The traffic of all sides, summed as one exchange."""
-    sends, receives = (
-        tuple((same[0][0], sum(size for _, size in same)) for same in zip(*ways, strict=True))
-        for ways in ([one.sends for one in operations], [one.receives for one in operations])
-    )
-    return operations[0]._replace(sends=sends, receives=receives)
+    return operations[0].resized(map(sum, zip(*(one.sizes for one in operations), strict=True)))
 
 
 def _with_peers(job: _Job) -> _Legs:
@@ -434,11 +430,13 @@ def _post_chunks(job: _Job, owners: _Owners, payloads: Sequence[Tree]) -> Operat
     setup, place = job.setup, owners.place
     for j in owners.others:
         setup.transport.post(job.ticket(), j, leaves(payloads[place[j]]))
-    share_bytes, sum_bytes = nbytes(owners.share), [nbytes(chunk) for chunk in owners.sums]
-    own_bytes = sum_bytes[place[job.ctx.worker]]
-    sends = tuple((j, nbytes(payloads[place[j]]) + own_bytes) for j in owners.others)
-    receives = tuple((j, share_bytes + sum_bytes[place[j]]) for j in owners.others)
-    return Operation("mean", setup.part.fragment, sends, receives, setup.overlap_steps)
+    return _mean_of(job, [*place], list(map(nbytes, payloads)), list(map(nbytes, owners.sums)))
+
+
+def _mean_of(job: _Job, members: Sequence[int], there: Sequence[int], back: Sequence[int]) -> Operation:
+    """This worker's part in a mean, given the bytes of the chunks of all members and of their sums."""
+    share = share_in_mean(members, job.ctx.worker, there, back)
+    return Operation("mean", job.setup.part.fragment, (), (), job.setup.overlap_steps, share)
 
 
 def _sum_of_chunk(job: _Job, owners: _Owners, own: Sequence[Tree], message: Sequence[Tree]) -> Tree:
@@ -475,10 +473,8 @@ def _in_one_process(job: _Job, together: Together) -> _Legs:
 
     sent = _sent(job)
     there, back = together.put(job.ticket(), i, sent.message, lambda: sizes_of(sent.message, n, setup.codec))
-    others = job.mixing.receives_from(i)
-    sends = tuple((j, there[j] + back[i]) for j in others)
-    receives = tuple((j, there[i] + back[j]) for j in others)
-    yield _Posted(sent, Operation("mean", setup.part.fragment, sends, receives, setup.overlap_steps))
+    members = range(n) if job.mixing.everyone else [j for j, _ in job.mixing.rows[i]]
+    yield _Posted(sent, _mean_of(job, members, [there[j] for j in members], [back[j] for j in members]))
     yield job.ticket()
 
     def mean(messages: Mapping[int, Tree]) -> Tree:
@@ -497,8 +493,7 @@ def _reduced(job: _Job, reduce: Reduce) -> _Legs:
     yield None
     sent = _sent(job)
     sizes = sizes_of(sent.message, ctx.n, setup.codec).there
-    moved = tuple((j, size + sizes[ctx.worker]) for j, size in enumerate(sizes) if j != ctx.worker)
-    yield _Posted(sent, Operation("mean", setup.part.fragment, moved, moved, setup.overlap_steps))
+    yield _Posted(sent, _mean_of(job, range(ctx.n), sizes, sizes))
     yield _Complete()
     total = [ctx.weight * leaf for leaf in leaves(sent.message)]
     reduce(total, job.ticket())

@@ -32,6 +32,7 @@ from gossamer.run.config.layouts import layout_for
 from gossamer.run.config.resolve import resolve, run_faults, settings_of
 from gossamer.run.config.run_file import parse
 from gossamer.run.config.run_file import parse_faults as faults_of_keys
+from gossamer.run.planning import check
 from gossamer.run.planning.check import examine_document, examine_run, inner_copies
 from gossamer.run.simulated.simulate import simulate
 from gossamer.run.worker.replica import Replica
@@ -467,3 +468,21 @@ def test_a_run_that_changes_on_its_way_has_the_mean_price_of_its_rounds_and_the_
     assert started.networks[0].round_s == pytest.approx(mean_s) and "after 3 synchronous steps" in started.method
     least = examined(rule__momentum={"0": 0.2, "4": 0.6, "8": 0.4})
     assert least.disagreement == examined(rule__momentum=0.6).disagreement > examined(rule__momentum=0.4).disagreement
+
+
+def test_of_a_run_with_many_parts_each_that_is_priced_stands_for_its_neighbours(monkeypatch: pytest.MonkeyPatch):
+    """Early rounds of `qsr` are many and short, late ones few and long."""
+    network = {"wan": {"uplink_bps": 1e6, "downlink_bps": 1e6, "latency_s": 0.01, "step_s": 0.5}}
+
+    def round_s() -> float:
+        grows = {"shape": "qsr", "base": 2, "alpha": 0.005}
+        inner = {"inner__lr": 2e-3, "inner__warmup_steps": 50}
+        (found,), wrong = examine_document(
+            {**document(run__local_steps=grows, run__steps=1500, **inner), "network": network}
+        )
+        assert not wrong and found.networks[0].round_s is not None
+        return found.networks[0].round_s
+
+    some = round_s()
+    monkeypatch.setattr(check, "_MOST_PARTS", 10**6)
+    assert some == pytest.approx(round_s(), rel=0.03)

@@ -205,7 +205,12 @@ def test_gossamer_plan_prints_a_table_and_writes_a_run_file(tmp_path: Path, caps
     assert followed.adapt is True and followed.weigh_steps
     assert main([*words, "--out", str(tmp_path / "run.toml")]) == 2
     assert "already exists" in capsys.readouterr().err
-    for wrong in (["--codec", "int9"], ["--local-steps", "a"], ["--model", "900b"]):
+    for wrong in (
+        ["--codec", "int9"],
+        ["--local-steps", "a"],
+        ["--local-steps", "{ 0 = 1, 2000 = 30 }"],
+        ["--model", "900b"],
+    ):
         assert main([*words, *wrong]) == 2
         assert capsys.readouterr().err.startswith("gossamer: ")
 

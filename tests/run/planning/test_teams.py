@@ -232,3 +232,45 @@ def test_the_run_file_of_sites_as_workers_has_their_batches_and_links_and_its_ch
     assert examined.tokens == pytest.approx(1e8, rel=0.01), "of all processes together"
     mixed = replace(FAST_INSIDE, sites={"a": Site(workers=(0, 1, 2)), "b": Site(workers=(3, 4, 5, 6, 7))}, routes=())
     assert all(one.site == 1 for one in made(mixed, "0.2m", local_steps=(30,)).candidates), "a batch is one number"
+
+
+def test_fast_groups_of_a_probed_network_are_planned_as_named_sites_are() -> None:
+    """A probe writes each worker as a site, and each pair as a route."""
+    near = (0, 2, 4, 6)
+    probed = Network(
+        uplink_bps=1e9,
+        downlink_bps=1e9,
+        latency_s=0.0,
+        step_s=0.5,
+        sites={f"worker-{i}": Site(workers=(i,)) for i in range(8)},
+        routes=tuple(
+            Route(
+                between=(f"worker-{i}", f"worker-{j}"),
+                latency_s=0.0005 if (i in near) == (j in near) else 0.03,
+                bandwidth_bps=math.inf if (i in near) == (j in near) else 2e7,
+            )
+            for i in range(8)
+            for j in range(i + 1, 8)
+        ),
+    )
+    options = {"codecs": {"exact": 32.0, "bf16": 16.0}, "local_steps": (30, 120), "rounds": 4}
+    found = made(probed, "1m", **options)
+    assert {one.left_out for one in named(found, SITE_ALONE)} == {near, (1, 3, 5, 7)}
+    ours = [one for one in found.candidates if one.site == 4]
+    assert {one.name for one in ours} == {"DiLoCo of sites", "GASLoC 1-Peer of sites"}
+    written = replace(
+        probed,
+        sites={"worker-0": Site(workers=near), "worker-1": Site(workers=(1, 3, 5, 7))},
+        routes=(Route(between=("worker-0", "worker-1"), latency_s=0.03, bandwidth_bps=4 * 2e7),),
+        latency_s=0.0005,
+    )
+    by_hand = {
+        (one.name, one.codec, one.full_steps): one for one in made(written, "1m", **options).candidates if one.site == 4
+    }
+    for one in ours:
+        assert one.round_s == pytest.approx(by_hand[one.name, one.codec, one.full_steps].round_s, rel=0.01)
+    document = tomllib.loads(run_toml(found, ours[0]))
+    assert document["workers"] == 2 and set(document["network"]["planned"]["sites"]) == {"worker-0", "worker-1"}
+    assert run_faults(parse(document)) == []
+    slower = replace(probed, routes=tuple(replace(one, bandwidth_bps=2e8) for one in probed.routes))
+    assert not [one for one in made(slower, "1m", **options).candidates if one.site > 1], "all pairs are alike"

@@ -1,5 +1,7 @@
 """The trace of a run, independent of its network: local steps, compute seconds and every message with its bytes.
 
+A mean through chunk owners has as many messages as the square of its members, so each records its share of it instead.
+
 Both drivers write the same lines, so a run is trained once and priced on any number of networks (`gossamer.network.links`).
 A simulated run leaves one `trace.jsonl` in its folder, a real one a `trace-003.jsonl` for each worker.
 """
@@ -7,8 +9,9 @@ A simulated run leaves one `trace.jsonl` in its folder, a real one a `trace-003.
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterable
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, NotRequired, get_args
 
@@ -40,8 +43,27 @@ _MAX_CELLS = 2**28
 """The most rounds times workers of a trace: an untrusted line with round 2^30 must not allocate all memory."""
 
 
+class MeanShare(NamedTuple):
+    """One worker's part in a mean through chunk owners: each other member sends it `there` bytes and gets `back` of it."""
+
+    members: tuple[tuple[int, int], ...]
+    """All workers of the mean, this one included, as ascending ranges: the first and how many."""
+    there: int
+    """Bytes of this worker's chunk, as each other member sends it here."""
+    back: int
+    """Bytes of the sum of that chunk, as it is sent to each other member."""
+    sent: int
+    """Bytes that this worker sends in all."""
+    received: int
+
+    @property
+    def peers(self) -> int:
+        """The number of other members."""
+        return sum(count for _, count in self.members) - 1
+
+
 class Operation(NamedTuple):
-    """One communication of one worker, as its messages: `(peer, bytes)` each way."""
+    """One communication of one worker, as its messages: `(peer, bytes)` each way; of a mean as its share of it."""
 
     kind: Kind
     fragment: int
@@ -51,6 +73,54 @@ class Operation(NamedTuple):
     """Inner steps between sending and waiting for the result, for the worker with the most steps in this round; others
     wait after a proportional number, rounded down. 0 waits at once; sender and receiver record the same number.
     """
+    share: MeanShare | None = None
+    """Stands for the messages of a mean, which would be as many as the square of its members."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that the worker sends."""
+        return sum(size for _, size in self.sends) if self.share is None else self.share.sent
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes that the worker receives."""
+        return sum(size for _, size in self.receives) if self.share is None else self.share.received
+
+    @property
+    def peers(self) -> int:
+        """Workers that it sends to."""
+        return len(self.sends) if self.share is None else self.share.peers
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """All numbers of bytes in it, in the order in which `resized` takes them."""
+        return tuple(size for _, size in (*self.sends, *self.receives)) if self.share is None else self.share[1:]
+
+    def resized(self, sizes: Iterable[int]) -> "Operation":
+        """The same operation with other numbers of bytes."""
+        of = iter(sizes)
+        if self.share is not None:
+            return self._replace(share=MeanShare(self.share.members, *islice(of, 4)))
+        sends, receives = (tuple((peer, next(of)) for peer, _ in some) for some in (self.sends, self.receives))
+        return self._replace(sends=sends, receives=receives)
+
+
+def share_in_mean(members: Sequence[int], worker: int, there: Sequence[int], back: Sequence[int]) -> MeanShare:
+    """A worker's share of a mean, given the bytes of all chunks and of their sums, in the order of the members.
+
+    >>> share_in_mean([0, 1, 2, 5], 2, there=[10, 10, 11, 11], back=[20, 20, 22, 22])
+    MeanShare(members=((0, 3), (5, 1)), there=11, back=22, sent=97, received=95)
+    """
+    ranges = [(members.start, len(members))] if isinstance(members, range) else []
+    for j in () if ranges else members:
+        if ranges and j == sum(ranges[-1]):
+            ranges[-1] = ranges[-1][0], ranges[-1][1] + 1
+        else:
+            ranges.append((j, 1))
+    place, others = members.index(worker), len(members) - 1
+    own_there, own_back = there[place], back[place]
+    sent, received = sum(there) - own_there + others * own_back, sum(back) - own_back + others * own_there
+    return MeanShare(tuple(ranges), own_there, own_back, sent, received)
 
 
 class Entry(NamedTuple):
@@ -69,19 +139,37 @@ class Entry(NamedTuple):
 
 _Index = Annotated[int, Field(ge=0, lt=2**31)]
 _Size = Annotated[int, Field(ge=0, lt=2**50)]
+_Total = Annotated[int, Field(ge=0, lt=2**62)]
 _Compute = Annotated[float, Field(ge=0, le=1e9)]
 _Messages = tuple[tuple[_Index, _Size], ...]
 
 
 @with_config(RECORD)
-class _Part(TypedDict):
-    """An operation in a line of a trace file."""
+class _MeanShare(TypedDict):
+    """A worker's share of a mean, in a line of a trace file."""
+
+    members: tuple[tuple[_Index, _Index], ...]
+    there: _Size
+    back: _Size
+    sent: _Total
+    received: _Total
+
+
+@with_config(RECORD)
+class TracePart(TypedDict):
+    """An operation in a line of a trace file, by its messages or by this worker's share of a mean."""
 
     kind: Kind
     fragment: _Index
-    sends: _Messages
-    receives: _Messages
+    sends: NotRequired[_Messages]
+    receives: NotRequired[_Messages]
+    share: NotRequired[_MeanShare]
     overlap_steps: NotRequired[_Index]
+
+
+def sent_bytes_of(part: TracePart) -> int:
+    """Bytes that a worker sends in an operation of a line."""
+    return part["share"]["sent"] if "share" in part else sum(size for _, size in part.get("sends", ()))
 
 
 @with_config({**RECORD, "extra": "ignore"})
@@ -98,7 +186,7 @@ class _Phase(TypedDict):
 class _Line(_Phase):
     """A line of a trace file."""
 
-    ops: tuple[_Part, ...]
+    ops: tuple[TracePart, ...]
 
 
 _PHASES = Records[_Phase](_Phase)
@@ -121,6 +209,46 @@ class Messages(NamedTuple):
         return Messages(*(column[start:stop] for column in self))
 
 
+class Mean(NamedTuple):
+    """A mean through chunk owners, as one row: member i sends member j `there[j] + back[i]` bytes."""
+
+    round: int
+    fragment: int
+    overlap_steps: int
+    members: Integers
+    there: Integers
+    back: Integers
+
+    @property
+    def sent_bytes(self) -> Integers:
+        """Bytes that each member sends, `[members]`."""
+        return self.there.sum() - self.there + (len(self.members) - 1) * self.back
+
+    @property
+    def received_bytes(self) -> Integers:
+        """Bytes that each member receives, `[members]`."""
+        return self.back.sum() - self.back + (len(self.members) - 1) * self.there
+
+    @property
+    def pairs(self) -> int:
+        """The number of messages that it stands for."""
+        return len(self.members) * (len(self.members) - 1)
+
+    def listed(self) -> "Messages":
+        """The messages that it stands for."""
+        return self._between(*np.nonzero(~np.eye(len(self.members), dtype=bool)))
+
+    def ring(self) -> "Messages":
+        """Of those, the ones of each member for the next, where only matters who takes part."""
+        everyone = np.arange(len(self.members))
+        return self._between(everyone, np.roll(everyone, -1))
+
+    def _between(self, i: Integers, j: Integers) -> "Messages":
+        ends = self.members[i], self.members[j], self.fragment, self.there[j] + self.back[i], self.overlap_steps
+        columns = (self.round, KINDS.index("mean"), *ends)
+        return Messages(*(np.full(len(i), one, dtype) for one, dtype in zip(columns, _TYPES, strict=True)))
+
+
 class Trace(NamedTuple):
     """A run as arrays; a worker absent in a round has 0 steps and 0 seconds."""
 
@@ -129,6 +257,8 @@ class Trace(NamedTuple):
     compute_s: NDArray[np.float64]
     """Measured seconds of the local phases, `[rounds, workers]`."""
     messages: Messages
+    means: tuple[Mean, ...] = ()
+    """Means whose messages are not listed, by round."""
 
     @property
     def rounds(self) -> int:
@@ -150,7 +280,34 @@ class Trace(NamedTuple):
         """Bytes each worker sent in the whole run, `[workers]`."""
         sent = np.zeros(self.workers, np.int64)
         np.add.at(sent, self.messages.source, self.messages.bytes)
+        for mean in self.means:
+            sent[mean.members] += mean.sent_bytes
         return sent
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether any operation overlaps with later steps."""
+        return bool(self.messages.overlap_steps.any()) or any(mean.overlap_steps for mean in self.means)
+
+    @property
+    def round_bytes(self) -> NDArray[np.float64]:
+        """Bytes that all workers sent in each round, `[rounds]`."""
+        sent = np.bincount(self.messages.round, self.messages.bytes, minlength=self.rounds).astype(float)
+        for mean in self.means:
+            sent[mean.round] += mean.sent_bytes.sum()
+        return sent
+
+    def listed(self, which: Callable[[Mean], bool] = lambda mean: True) -> "Trace":
+        """The trace with the messages of these means listed, of all by default."""
+        means = [mean for mean in self.means if which(mean)]
+        if not means:
+            return self
+        every = Messages(*map(np.concatenate, zip(self.messages, *(mean.listed() for mean in means), strict=True)))
+        order = np.lexsort(
+            (every.overlap_steps, every.bytes, every.fragment, every.target, every.source, every.kind, every.round)
+        )
+        left = tuple(mean for mean in self.means if not which(mean))
+        return self._replace(messages=Messages(*(column[order] for column in every)), means=left)
 
 
 def line_of(entry: Entry) -> str:
@@ -175,6 +332,11 @@ def _entry(line: _Line, where: str) -> Entry:
     worker = line["worker"]
     operations = []
     for part in line["ops"]:
+        if "share" in part:
+            operations.append(_part_of_mean(part, part["share"], worker, where))
+            continue
+        if "sends" not in part or "receives" not in part:
+            raise DataError(f"{where} has an operation without sends and receives; repair or remove the line")
         sends, receives = part["sends"], part["receives"]
         if worker in [peer for peer, _ in sends] or worker in [peer for peer, _ in receives]:
             raise DataError(
@@ -182,6 +344,29 @@ def _entry(line: _Line, where: str) -> Entry:
             )
         operations.append(Operation(part["kind"], part["fragment"], sends, receives, part.get("overlap_steps", 0)))
     return Entry(line["round"], worker, line["steps"], line["compute_s"], tuple(operations))
+
+
+def _part_of_mean(part: TracePart, share: _MeanShare, worker: int, where: str) -> Operation:
+    """A mean in a line. Raises: DataError where it lists messages too, or its members are not ascending or not of it."""
+    members = share["members"]
+    if (
+        part["kind"] != "mean"
+        or "sends" in part
+        or "receives" in part
+        or not _are_ascending(members)
+        or not any(first <= worker < first + count for first, count in members)
+    ):
+        raise DataError(
+            f"{where} has a share that is of no mean, or of one without worker {worker}, or whose members are not ascending "
+            "ranges; repair or remove the line"
+        )
+    return Operation("mean", part["fragment"], (), (), part.get("overlap_steps", 0), MeanShare(**share))
+
+
+@lru_cache(maxsize=64)
+def _are_ascending(ranges: tuple[tuple[int, int], ...]) -> bool:
+    apart = all(first + count <= after for (first, count), (after, _) in pairwise(ranges))
+    return apart and all(count for _, count in ranges)
 
 
 def has_trace(run_folder: Path) -> bool:
@@ -216,12 +401,15 @@ def from_entries(entries: Iterable[Entry]) -> Trace:
         message.
     """
     cells, seconds = array("q"), array("d")
-    as_sent, as_received = _Ends(), _Ends()
+    as_sent, as_received, shares = _Ends(), _Ends(), _Shares()
     for entry in entries:
         cells.extend((entry.round, entry.worker, entry.local_steps))
         seconds.append(entry.compute_s)
         at, me = entry.round, entry.worker
-        for kind, fragment, sends, receives, overlap in entry.operations:  # a mean among many workers is many messages
+        for kind, fragment, sends, receives, overlap, share in entry.operations:
+            if share is not None:
+                shares.add(at, fragment, overlap, me, share)
+                continue
             of = at, KINDS.index(kind), me, fragment, overlap
             as_sent.add(of, sends)
             as_received.add(of, receives)
@@ -230,6 +418,7 @@ def from_entries(entries: Iterable[Entry]) -> Trace:
     messages = _agreed(as_sent.messages(sent=True), as_received.messages(sent=False))
     rounds = 1 + int(at_round.max(initial=-1))
     workers = 1 + int(max(column.max(initial=-1) for column in (at_worker, messages.source, messages.target)))
+    workers = max(workers, shares.workers)
     present = np.unique(at_worker)
     if len(present) < workers:
         silent = next((place for place, worker in enumerate(present) if place != worker), len(present))
@@ -249,7 +438,7 @@ def from_entries(entries: Iterable[Entry]) -> Trace:
             f"the trace has {times.max()} entries for round {where // workers} of worker {where % workers} "
             "but 1 is allowed; two runs were written into one folder, keep them apart"
         )
-    trace = Trace(np.zeros((rounds, workers), np.int64), np.zeros((rounds, workers)), messages)
+    trace = Trace(np.zeros((rounds, workers), np.int64), np.zeros((rounds, workers)), messages, tuple(shares.means()))
     trace.steps[at_round, at_worker] = steps
     trace.compute_s[at_round, at_worker] = seconds
     return trace
@@ -299,6 +488,62 @@ def from_targets(
         np.broadcast_to(np.asarray(compute_s, float), shape),
         messages,
     )
+
+
+class _Shares:
+    """Shares of means, during reading."""
+
+    def __init__(self) -> None:
+        self._members: dict[tuple[tuple[int, int], ...], int] = {}
+        self._rows = array("q")
+
+    def add(self, round: int, fragment: int, overlap: int, worker: int, share: MeanShare) -> None:
+        """Adds a worker's share."""
+        members = self._members.setdefault(share.members, len(self._members))
+        self._rows.extend((round, overlap, fragment, members, worker, *share[1:]))
+
+    @property
+    def workers(self) -> int:
+        """One more than the largest number of a member."""
+        return max((sum(members[-1]) for members in self._members), default=0)
+
+    def means(self) -> Iterator[Mean]:
+        """The means, by round; to be called once each member is known to have entries, as it lists them all.
+
+        The chunks of a member that died before it wrote its line are what the others' totals leave.
+        Raises: DataError for members that contradict each other.
+        """
+        rows = _rows(self._rows, 9)
+        rows = rows[np.lexsort(rows.T[4::-1])]
+        edges = np.flatnonzero((np.diff(rows[:, :4], axis=0, prepend=-1) != 0).any(axis=1))
+        members = [np.concatenate([np.arange(a, a + count) for a, count in ranges]) for ranges in self._members]
+        taken: dict[tuple[int, ...], set[int]] = {}
+        for some in np.split(rows, edges[1:]) if len(rows) else ():
+            (round, overlap, fragment), all_of_it = some[0, :3].tolist(), members[some[0, 3]]
+            worker, there, back, sent, received = some[:, 4:].T
+            others, place = len(all_of_it) - 1, np.searchsorted(all_of_it, worker)
+            chunks = np.zeros((2, len(all_of_it)), np.int64)
+            chunks[:, place] = there, back
+            totals = np.stack([sent - others * back + there, received - others * there + back])
+            missing, left = len(all_of_it) - len(some), totals[:, 0] - chunks.sum(axis=1)
+            others_of_round = taken.setdefault((round, overlap, fragment), set())
+            if (
+                (totals != totals[:, :1]).any()
+                or (np.diff(worker) == 0).any()
+                or (left < 0).any()
+                or (not missing and left.any())
+                or (len(self._members) > 1 and not others_of_round.isdisjoint(all_of_it.tolist()))
+            ):
+                raise DataError(
+                    f"the trace of round {round} has workers that differ about the members or the bytes of a mean, but all must "
+                    "record the same; gather the trace files of one run only"
+                )
+            if len(self._members) > 1:
+                others_of_round.update(all_of_it.tolist())
+            if missing:
+                absent = np.delete(np.arange(len(all_of_it)), place)
+                chunks[:, absent] = left[:, None] // missing + (np.arange(missing) < left[:, None] % missing)
+            yield Mean(round, fragment, overlap, all_of_it, *chunks)
 
 
 class _Ends:
@@ -380,12 +625,10 @@ def _alike(as_sent: Messages, as_received: Messages) -> Messages | None:
 
 
 def _text_of(operation: Operation) -> str:
-    """An operation in a line. In a mean among many, a worker's sends and receives are long and equal, so they are
-    encoded once.
-    """
-    sends = json_text(operation.sends)
-    receives = sends if operation.receives == operation.sends else json_text(operation.receives)
+    """An operation in a line."""
+    sends, receives = json_text(operation.sends), json_text(operation.receives)
+    messages = f'"sends":{sends},"receives":{receives}'
+    if (share := operation.share) is not None:
+        messages = f'"share":{json_text(share._asdict())}'
     overlap = f',"overlap_steps":{operation.overlap_steps}' if operation.overlap_steps else ""
-    return (
-        f'{{"kind":"{operation.kind}","fragment":{operation.fragment},"sends":{sends},"receives":{receives}{overlap}}}'
-    )
+    return f'{{"kind":"{operation.kind}","fragment":{operation.fragment},{messages}{overlap}}}'

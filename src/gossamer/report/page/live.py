@@ -141,8 +141,8 @@ def _prices(run: FollowedRun) -> dict[str, NDArray[np.float64]]:
         return {}
     try:
         trace = read_trace(run.folder)
-        count = len(trace.messages.round)
-        overlaps = bool(trace.messages.overlap_steps.any())
+        count = len(trace.messages.round) + sum(mean.pairs for mean in trace.means)
+        overlaps = trace.overlaps
         few = {
             name: network
             for name, network in run.file.networks.items()

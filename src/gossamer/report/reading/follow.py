@@ -21,6 +21,7 @@ import numpy as np
 from gossamer.errors import DataError
 from gossamer.record.folder import is_of_its_branch, recoveries
 from gossamer.record.lineage import Branch, read_branches
+from gossamer.record.logs.trace import sent_bytes_of
 from gossamer.report.metrics import MEANS
 from gossamer.report.reading.lines import KINDS_OF_FILES, RunFile, kind_of, line_of_kind, run_file_of
 from gossamer.report.reading.paces import Paces
@@ -288,7 +289,7 @@ class FollowedRun:
 
     def _enter_trace(self, line: dict[str, Any]) -> None:
         self.traced_lines += 1
-        self.sent.put(line["round"], line["worker"], sum(size for part in line["ops"] for _, size in part["sends"]))
+        self.sent.put(line["round"], line["worker"], sum(map(sent_bytes_of, line["ops"])))
 
     def _enter_seconds(self, line: dict[str, Any]) -> None:
         network, worker = line["network"], line["worker"]

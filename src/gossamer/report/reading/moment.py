@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gossamer.errors import DataError
+from gossamer.record.logs.trace import sent_bytes_of
 from gossamer.report.reading.follow import FollowedRun
 from gossamer.report.reading.lines import kind_of, line_of_kind
 from gossamer.report.reading.tail import Marks, open_record
@@ -33,11 +34,12 @@ def moment_of(run: FollowedRun, round: int) -> dict[str, Any]:
     parts = run.parts
     for line in _lines(run, "trace", round * parts, (round + 1) * parts - 1):
         for operation in line["ops"]:
-            for peer, size in operation["sends"]:
-                if operation["kind"] == "mean":
-                    sent_in_means[line["worker"]] = sent_in_means.get(line["worker"], 0) + size
-                else:
-                    pairs[line["worker"], peer] = pairs.get((line["worker"], peer), 0) + size
+            if operation["kind"] == "mean":
+                sent = sent_bytes_of(operation)
+                sent_in_means[line["worker"]] = sent_in_means.get(line["worker"], 0) + sent
+                continue
+            for peer, size in operation.get("sends", ()):
+                pairs[line["worker"], peer] = pairs.get((line["worker"], peer), 0) + size
     for line in _lines(run, "events", round, round):
         if line["event"] in ("push", "fetch", "meet") and "source" in line and "target" in line:
             key = line["source"], line["target"]

@@ -117,8 +117,7 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network] | None) 
         timelines = {events.network: _as_it_went(events)} if len(events.end_s) else {}
     elif has_trace(folder) and (trace := read_trace(folder, seen=followed.take)).rounds:  # empty if it has just begun
         sent_bytes = float(trace.sent_bytes.mean())
-        by_round = np.bincount(trace.messages.round, trace.messages.bytes, minlength=trace.rounds)
-        sent_until = tuple((by_round.cumsum() / trace.workers).tolist())
+        sent_until = tuple((trace.round_bytes.cumsum() / trace.workers).tolist())
         per_round = max(1, round(trace.rounds / (1 + max(trained, default=trace.rounds - 1))))
         if trace.workers > 1:  # a single worker does not send
             timelines = prices_of(folder, config or "", trace, networks)

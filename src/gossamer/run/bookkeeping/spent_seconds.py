@@ -10,7 +10,7 @@ from gossamer.network.links import Floats, Network, PerWorker, links_of
 from gossamer.network.pricing import price
 from gossamer.network.timeline import Timeline
 from gossamer.record.logs.seconds import RoundSeconds
-from gossamer.record.logs.trace import KINDS, Integers, Trace
+from gossamer.record.logs.trace import KINDS, Integers, Messages, Trace
 from gossamer.rounds.stopwatch import Tally
 
 # --- priced -----------------------------------------------------------------------------------------------------------
@@ -36,7 +36,7 @@ def priced(
     waiting_s = np.clip(late_s, 0.0, timeline.communication_s)
     transfer_s = timeline.communication_s - waiting_s
     longer_s = np.zeros_like(transfer_s)
-    if network is not None and len(trace.messages.round):
+    if network is not None and (len(trace.messages.round) or trace.means):
         # What the link of the one that held a worker up took longer than its own would have is waiting for that one.
         own_s = _own_links_s(trace, network)
         longer_s = np.clip(np.minimum(transfer_s, np.take_along_axis(own_s, timeline.waits_on, 1)) - own_s, 0.0, None)
@@ -64,6 +64,8 @@ def _own_links_s(trace: Trace, network: Network) -> Floats:
     for end, bps in ((source, links.uplink_bps), (target, links.downlink_bps)):
         sums = np.zeros((trace.rounds, trace.workers))
         np.add.at(sums, (at, end), size)
+        for mean in trace.means:
+            sums[mean.round, mean.members] += mean.sent_bytes if end is source else mean.received_bytes
         taken.append(8 * sums / np.asarray(bps))
     return np.maximum(*taken)
 
@@ -76,11 +78,12 @@ def _lateness(trace: Trace, timeline: Timeline) -> tuple[Floats, Integers]:
     have.
     """
     late_s, peer = np.full(timeline.end_s.shape, -np.inf), np.zeros(timeline.end_s.shape, np.int32)
-    if not len(trace.messages.round):
+    messages = Messages(*map(np.concatenate, zip(trace.messages, *(mean.ring() for mean in trace.means), strict=True)))
+    if not len(messages.round):
         return late_s, peer
     start_s = np.vstack([np.zeros(trace.workers), timeline.end_s[:-1]])
     ready_s = start_s + timeline.compute_s
-    at, kind, source, target, _, _, overlap = trace.messages
+    at, kind, source, target, _, _, overlap = messages
     left_s, behind = np.maximum(ready_s[at, source], start_s[at, target]), source
     means = kind == KINDS.index("mean")
     if means.any():

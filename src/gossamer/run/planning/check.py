@@ -489,9 +489,10 @@ def counted(config: ResolvedRun, layout: Layout, rounds: int = _ROUNDS) -> Count
     parts = config.parts_of_run()
     if parts == [config]:
         return _counted(config, layout, rounds)
-    some = parts if len(parts) <= _MOST_PARTS else [parts[k * len(parts) // _MOST_PARTS] for k in range(_MOST_PARTS)]
+    whole = sum(part.rounds for part in parts)
+    weighed = [(part, part.rounds) for part in parts] if len(parts) <= _MOST_PARTS else _typical(parts)
+    some, shares = [part for part, _ in weighed], [count / whole for _, count in weighed]
     each = [_counted(part, layout, rounds) for part in some]
-    shares = [part.rounds / sum(one.rounds for one in some) for part in some]
 
     def mean(of: Callable[[Counted], float]) -> float:
         return math.fsum(share * of(one) for one, share in zip(each, shares, strict=True))
@@ -513,6 +514,23 @@ def counted(config: ResolvedRun, layout: Layout, rounds: int = _ROUNDS) -> Count
         tuple(networks),
         each[-1].warnings,
     )
+
+
+def _typical(parts: Sequence[ResolvedRun]) -> list[tuple[ResolvedRun, float]]:
+    """A few parts and the number of rounds that each counts for.
+
+    They are the first, which may be a synchronous start, and of each group of consecutive ones those with the fewest and the
+    most local steps. A price is nearly linear in these, so the two are weighed to have the mean local steps of their group.
+    """
+    edges = [1 + k * (len(parts) - 1) // (_MOST_PARTS // 2) for k in range(_MOST_PARTS // 2 + 1)]
+    found = [(parts[0], float(parts[0].rounds))]
+    for group in (parts[a:b] for a, b in pairwise(edges)):
+        few, many = (how(group, key=lambda part: part.full_steps) for how in (min, max))
+        count = sum(part.rounds for part in group)
+        beyond = sum(part.rounds * (part.full_steps - few.full_steps) for part in group)
+        high = beyond / max(1, many.full_steps - few.full_steps)
+        found += [(few, count - high), (many, high)]
+    return found
 
 
 def _counted(config: ResolvedRun, layout: Layout, rounds: int) -> Counted:
@@ -544,7 +562,9 @@ def _counted(config: ResolvedRun, layout: Layout, rounds: int) -> Counted:
         kept("outer state", sent.state_copies),
         kept("messages", (_message_bytes(entries) + sent.flight_copies * size) / size),
     ]
-    messages = sum(len(operation.sends) for entry in entries for operation in entry.operations) * len(config.networks)
+    messages = sum(max(1, len(operation.sends)) for entry in entries for operation in entry.operations) * len(
+        config.networks
+    )
     networks = tuple(
         _priced(config, name, entries, m, layout)
         if len(few) == config.workers and messages <= _MOST_PRICED
@@ -573,9 +593,9 @@ def _message_bytes(entries: Sequence[Entry]) -> int:
     """The most bytes of its own payload and of received ones that a worker holds at one time."""
     held = [0]
     for entry in entries:
-        for kind, _, sends, receives, _ in entry.operations:
-            sent = [size for _, size in sends]  # one payload for all peers, or a part of it for each owner
-            held.append((sum(sent) if kind == "mean" else max(sent, default=0)) + sum(size for _, size in receives))
+        for operation in entry.operations:  # one payload for all peers, or a part of it for each owner
+            most = max((size for _, size in operation.sends), default=0)
+            held.append((operation.sent_bytes if operation.kind == "mean" else most) + operation.received_bytes)
     return max(held)
 
 

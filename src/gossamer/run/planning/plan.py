@@ -34,6 +34,7 @@ from gossamer.run.planning.teams import (
     MOST_COUNTED,
     machines,
     network_without,
+    places_of,
     site_teams,
     sites_as_workers,
     slow_teams,
@@ -309,21 +310,21 @@ def _of_sites(
     coarse = _with_sites_as_workers(network, candidates)
     if coarse is None or network.stages:
         return
-    site = len(next(iter(network.sites.values())).workers)
+    site = len(next(iter(places_of(network).values())))
     whole = replace(options, batch_size=site * options.batch_size, workers=None)
-    sketches = [one for one in _sketches(len(network.sites), whole) if one.method != "data parallel"]
+    sketches = [one for one in _sketches(len(coarse.sites), whole) if one.method != "data parallel"]
     for one in _all_priced(sketches, coarse, parameters, whole, 1.0):
         yield one._replace(site=site)
 
 
 def _with_sites_as_workers(network: Network, candidates: Iterable[Candidate]) -> Network | None:
     """The network whose workers are the sites, with their seconds of a step in data parallelism; None where they cannot be."""
-    step_s = dict[str, float]()
+    step_s, places = dict[str, float](), places_of(network)
     for one in candidates:
         if one.method == SITE_ALONE:
-            (name,) = [name for name, site in network.sites.items() if not {*site.workers} & {*one.left_out}]
+            (name,) = [name for name, workers in places.items() if not {*workers} & {*one.left_out}]
             step_s[name] = min(one.round_s, step_s.get(name, math.inf))
-    return sites_as_workers(network, step_s) if step_s.keys() == network.sites.keys() else None
+    return sites_as_workers(network, step_s) if step_s.keys() == places.keys() else None
 
 
 def network_of(plan: RunPlan, one: Candidate) -> Network:

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 
-from gossamer.network.links import Change, Floats, Links, Network, links_of
+from gossamer.network.links import Change, Floats, Links, Network, Route, Site, links_of
 from gossamer.network.pacing import uplinks_bps
 
 MOST_COUNTED = 64
@@ -16,6 +17,8 @@ _FEW_SHARING = 8
 _STEPS = (1, 30, 480)
 """Inner steps of the rounds by which slow workers are identified."""
 _INSTANT_S = 1e-12
+FASTER = 8
+"""How many times as fast pairs of workers in a fast group are as those of two groups, at least."""
 
 
 def slow_teams(network: Network, n: int, parameters: int) -> list[tuple[int, ...]]:
@@ -73,27 +76,75 @@ def _fastest_bps(links: Links, site: int) -> float:
 
 def site_teams(network: Network, n: int) -> list[tuple[int, ...]]:
     """For each site with several workers, all others, to be left out; none where there is but one site."""
-    some = [one.workers for one in network.sites.values() if 1 < len(one.workers) < n]
+    some = [workers for workers in places_of(network).values() if 1 < len(workers) < n]
     return [tuple(i for i in range(n) if i not in {*workers}) for workers in some]
+
+
+def places_of(network: Network) -> Mapping[str, tuple[int, ...]]:
+    """The workers of each site. Where each site is one worker, as `gossamer probe` writes them, those of each fast group.
+
+    The slowest pair of a group is `FASTER` times as fast as the fastest pair of two groups, both ways; a group has the name of
+    its first site. Without routes nothing says who is near whom.
+
+    >>> from gossamer.network.links import Route, Site
+    >>> sites = {name: Site(workers=(i,)) for i, name in enumerate("abc")}
+    >>> thin = [Route(between=("c", near), bandwidth_bps=1e7) for near in "ab"]
+    >>> places_of(Network(1e9, 1e9, sites=sites, routes=(Route(between=("a", "b")), *thin)))
+    {'a': (0, 1), 'c': (2,)}
+    """
+    places = {name: site.workers for name, site in network.sites.items()}
+    n = len(places)
+    if not network.routes or any(len(workers) > 1 for workers in places.values()) or n > MOST_COUNTED:
+        return places
+    links = links_of(network, n)
+    order = [int(links.site[i]) for i in range(n)]
+    sends = np.minimum(links.uplink_bps, links.site_uplink_bps[order])
+    receives = np.minimum(links.downlink_bps, links.site_downlink_bps[order])
+    rates = np.minimum(np.minimum.outer(sends, receives), links.route_bps[np.ix_(order, order)])
+    rates = np.minimum(rates, rates.T)
+    group, apart = np.arange(n), ~np.eye(n, dtype=bool)
+    for i, j in sorted(zip(*np.nonzero(np.triu(apart)), strict=True), key=lambda pair: -rates[pair]):
+        if group[i] == group[j]:
+            continue
+        group[group == group[j]] = group[i]
+        inside = group[:, None] == group
+        if inside.all():
+            break
+        if rates[inside & apart].min() >= FASTER * rates[~inside].max():
+            named = {w: name for name, (w,) in places.items()}
+            members = [tuple(np.flatnonzero(group == one).tolist()) for one in dict.fromkeys(group.tolist())]
+            return {named[workers[0]]: workers for workers in members}
+    return places
 
 
 def sites_as_workers(network: Network, step_s: Mapping[str, float]) -> Network | None:
     """The network on which each site is one worker, of these seconds a step; None where sites differ in size, or have one worker.
 
-    Its processes send a shard each, so a site sends and receives as fast as all its workers together.
+    Its processes send a shard each, so a site sends and receives as fast as all its workers together. Fast groups of single
+    workers count as sites (`places_of`); between two of them the slowest route counts, once for each shard.
     """
-    sizes = {len(site.workers) for site in network.sites.values()}
+    places = places_of(network)
+    sizes, named = {len(workers) for workers in places.values()}, places.keys() == network.sites.keys()
     if (
-        len(network.sites) < 2
+        len(places) < 2
         or len(sizes) > 1
         or sizes == {1}
-        or any(one.worker is not None for one in network.changes)
+        or any(one.worker is not None or not named for one in network.changes)
     ):
         return None
-    links = links_of(network, sum(len(site.workers) for site in network.sites.values()))
+    links = links_of(network, sum(map(len, places.values())))
 
     def each(values: Floats, how: Callable[[Floats], Any]) -> tuple[float, ...]:
-        return tuple(float(how(values[list(site.workers)])) for site in network.sites.values())
+        return tuple(float(how(values[list(workers)])) for workers in places.values())
+
+    sites, routes = {name: replace(network.sites[name], workers=(k,)) for k, name in enumerate(places)}, network.routes
+    if not named:
+        links = links._replace(
+            uplink_bps=np.minimum(links.uplink_bps, links.site_uplink_bps[links.site]),
+            downlink_bps=np.minimum(links.downlink_bps, links.site_downlink_bps[links.site]),
+        )
+        sites = {name: Site(workers=(k,)) for k, name in enumerate(places)}
+        routes = tuple(_route(links, a, b, places) for a, b in combinations(places, 2))
 
     return replace(
         network,
@@ -101,8 +152,20 @@ def sites_as_workers(network: Network, step_s: Mapping[str, float]) -> Network |
         downlink_bps=each(links.downlink_bps, np.sum),
         latency_s=each(links.latency_s, np.max),
         loss=each(links.loss, np.max),
-        step_s=tuple(step_s[name] for name in network.sites),
-        sites={name: replace(site, workers=(k,)) for k, (name, site) in enumerate(network.sites.items())},
+        step_s=tuple(step_s[name] for name in places),
+        sites=sites,
+        routes=routes,
+    )
+
+
+def _route(links: Links, a: str, b: str, places: Mapping[str, tuple[int, ...]]) -> Route:
+    """The route between two groups, by the routes of their workers."""
+    pairs = np.ix_(links.site[list(places[a])], links.site[list(places[b])])
+    return Route(
+        between=(a, b),
+        latency_s=float(links.route_latency_s[pairs].max()),
+        bandwidth_bps=float(len(places[a]) * links.route_bps[pairs].min()),
+        loss=float(links.route_loss[pairs].max()),
     )
 
 

@@ -122,13 +122,13 @@ def _played(
                 loop.pop_due(t, stop)  # and never finished: what is received changes no byte
             in_flight = [sum(nbytes(tuple(one["sent"])) for one in loop.state_in_flight()) for loop in loops]
             flight = max(flight, *in_flight)
-    totals = [sum(b for operation in mine for _, b in operation.sends) / rounds for mine in sent]
+    totals = [sum(operation.sent_bytes for operation in mine) / rounds for mine in sent]
     every = [operation for mine in sent for operation in mine]
     counted = Traffic(
         sum(totals) / n,
         max(totals),
-        sum(len(op.sends) * (2 if op.kind == "mean" else 1) for op in every) / n / rounds,
-        sum(len(op.sends) for op in every) / max(1, len(every)),
+        sum(op.peers * (2 if op.kind == "mean" else 1) for op in every) / n / rounds,
+        sum(op.peers for op in every) / max(1, len(every)),
         tuple(dict.fromkeys(op.kind for op in every)),
         max(sum(nbytes(leaf) for leaf in leaves(tuple(setup.part.s for setup in loop.fragments))) for loop in loops)
         / nbytes(x),

@@ -324,12 +324,10 @@ def _frame(
     pairs, mean = set[tuple[int, int]](), set[int]()
     for i, operations in bill.operations.items():
         for operation in operations:
-            for j, _ in operation.sends:
-                if operation.kind == "mean":
-                    mean |= {i, j}
-                else:
-                    pairs.add((min(i, j), max(i, j)))
-    sent = sum(size for some in bill.operations.values() for one in some for _, size in one.sends)
+            pairs |= {(min(i, j), max(i, j)) for j, _ in operation.sends}
+            if operation.share is not None:
+                mean.add(i)
+    sent = sum(one.sent_bytes for some in bill.operations.values() for one in some)
     losses = dict(zip(there, found.worker_losses, strict=True)) if found else {}
     return {
         "round": round,

@@ -331,7 +331,7 @@ def _end_in_stages(
     stages: LocalStages, log_of_stages: StageLog, report: RoundReport, round: int, worker: int
 ) -> RoundReport:
     """The round's report with the payloads of all stages, after logging this process's."""
-    sent = sum(size for some in report.operations for one in some for _, size in one.sends)
+    sent = sum(one.sent_bytes for some in report.operations for one in some)
     report = report._replace(operations=stages.end_round(report.operations))
     log_of_stages.log(stages.seconds(round, worker, sent))
     return report

@@ -111,15 +111,9 @@ class Shards:
 
     def end_round(self, operations: Sequence[Sequence[Operation]]) -> list[list[Operation]]:
         """The operations of a round with the bytes of all shards."""
-        sizes = [size for some in operations for one in some for _, size in (*one.sends, *one.receives)]
+        sizes = [size for some in operations for one in some for size in one.sizes]
         total = iter(torch.stack(self._pipe.gather(torch.tensor(sizes or [0]))).sum(0).tolist())
-
-        def added(messages: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-            return tuple((peer, next(total)) for peer, _ in messages)
-
-        return [
-            [one._replace(sends=added(one.sends), receives=added(one.receives)) for one in some] for some in operations
-        ]
+        return [[one.resized(total) for one in some] for some in operations]
 
     def whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The state of the whole worker; all processes call it, and the first one gets it."""

@@ -220,19 +220,13 @@ class LocalStages:
         """
         for b, ends in self.boundaries.items():
             self._sent[b] = torch.tensor([end.take_sent() for end in ends])
-        flat = [size for some in operations for one in some for _, size in (*one.sends, *one.receives)]
+        flat = [size for some in operations for one in some for size in one.sizes]
         total = torch.stack(
             self._pipe.gather(torch.cat((self._sent.flatten(), torch.tensor(flat, dtype=torch.int64))))
         ).sum(0)
         self._sent_by_all = total[: self._sent.numel()].view_as(self._sent)
         sizes = iter(total[self._sent.numel() :].tolist())
-
-        def added(messages: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-            return tuple((peer, next(sizes)) for peer, _ in messages)
-
-        return [
-            [one._replace(sends=added(one.sends), receives=added(one.receives)) for one in some] for some in operations
-        ]
+        return [[one.resized(sizes) for one in some] for some in operations]
 
     def seconds(self, round: int, worker: int, outer_bytes: int) -> StageSeconds:
         """This process's seconds and traffic since the last call."""
