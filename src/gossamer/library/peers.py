@@ -19,6 +19,7 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 from gossamer.codecs import Codec
 from gossamer.errors import PeerError, first_line
 from gossamer.layout import Layout
+from gossamer.library.flat import Flat
 from gossamer.library.guard import Rest, broadcast, fingerprints, must_be_alike
 from gossamer.library.lane import Lane
 from gossamer.record.jsonl import json_from_peer
@@ -55,26 +56,14 @@ class Common(NamedTuple):
     seed: str
 
 
-def common_of(
-    m: Method,
-    layout: Layout,
-    dtype: torch.dtype,
-    *,
-    reduction: str,
-    rest: Rest,
-    local_steps: str,
-    seed: int,
-    shard: str = "",
-) -> Common:
+def common_of(m: Method, flat: Flat, *, reduction: str, rest: Rest, local_steps: str, seed: int) -> Common:
     """The settings that a worker of this configuration must have in common with the others.
 
     Numbers of local steps may differ, except where messages in flight are counted in steps.
-
-    Args: `shard` describes the sharding of the parameters, where a worker has several processes.
     """
     same_steps = m.schedule.overlap_steps or m.rule.delay_rounds
     return Common(
-        model_in_words(layout, dtype, shard),
+        model_in_words(flat.layout, flat.x.dtype, flat.words),
         choice_in_words(m.rule.name, m.rule.options),
         choice_in_words(m.topology.name, m.topology.options),
         f"{_codec(m.codec)}{f' and back {_codec(m.codec.back)}' if m.codec.back else ''}",
