@@ -6,7 +6,7 @@ PROCESSES ?= 6  # two cores have idle time for twice as many: tests wait for dis
 
 export PYTHONDONTWRITEBYTECODE :=  # tests start many processes, each of which would compile the package anew
 
-.PHONY: help demo test types tests parity bench chaos survival injuries fuzz methods results pictures docs release titan gpu
+.PHONY: help demo test types tests parity full bench chaos survival injuries fuzz methods results pictures docs release titan gpu
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' Makefile | expand -t 10
@@ -25,10 +25,13 @@ types: .venv/.installed
 tests: .venv/.installed
 	$(BIN)/pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder --hypothesis-profile=repeatable --randomly-seed=27
 
-WITH_FULL := run/synchronous/test_parity transport/test_faults transport/test_elastic_fuzz rounds/test_exchange rules/test_rules rounds/test_lossy_codecs docs/test_experiments run/simulated/test_simulate boundaries/test_boundary_product
+ALL := $(BIN)/pytest --full
 
-parity: .venv/.installed  ## simulator against real processes, bit for bit, over every allowed pairing; and all else that CI samples; WITH_FULL=FILE: a part
-	$(BIN)/pytest $(WITH_FULL:%=tests/%.py) --full
+parity: .venv/.installed  ## simulator against real processes, bit for bit, over every allowed pairing; an hour or two
+	$(ALL) tests/run/synchronous/test_parity.py
+
+full: .venv/.installed  ## every test, with all that CI leaves out or samples; hours; ON=PATH: a part
+	$(ALL) --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder $(ON)
 
 bench: .venv/.installed  ## the benchmarks, as ratios against a limit or a peer; writes docs/results/benchmarks.md; an hour
 	$(BIN)/python benchmarks/bench.py

@@ -85,7 +85,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full",
         action="store_true",
-        help="all of what CI takes a part of: each allowed pairing of the parity suite, and a thousand faulty networks",
+        help="all of what CI takes a part of: tests marked full or sampled, each allowed pairing of the parity suite, "
+        "a thousand faulty networks",
     )
 
 
@@ -138,8 +139,28 @@ def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest
     return [one for one in (yield) if type(one) is pytest.Module]  # of which a file of doctests is a kind
 
 
+def beyond_ci(items: list[pytest.Item]) -> set[pytest.Item]:
+    """What ``--full`` alone runs: tests marked ``full``, and all cases but n, spread evenly, of those marked ``sampled(n)``."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = {item for item in items if item.get_closest_marker("full")}
+    for of_one_test in cases.values():
+        (n,), every = of_one_test[0].get_closest_marker("sampled").args, len(of_one_test)
+        left_out |= {*of_one_test} - {of_one_test[k * every // n] for k in range(n)}
+    return left_out
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # after other plugins have shuffled
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, None, None]:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, None, None]:
+    # A test that is named is run: a note that it was left out would help nobody.
+    if not config.getoption("--full") and not any("::" in given for given in config.args):
+        left_out = beyond_ci(
+            items
+        )  # before other plugins shuffle, so that a case is in CI or is not, whatever the seed
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=[*left_out])
     yield
     places = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))

@@ -263,6 +263,7 @@ def test_compare_runs_every_variant_and_reports_them_on_one_page(tmp_path, capsy
     refused(["compare", tmp_path / "experiment.toml", "--out", of_a_run], capsys, "is the folder of a run")
 
 
+@pytest.mark.full
 def test_compare_over_seeds_and_a_scale_draws_a_figure_and_continues_where_it_was_stopped(tmp_path, capsys):
     experiment = document(run__steps=4, workers=2, model__layers=1) | {
         "sweep": {"run.local_steps": [1, 2]},
@@ -476,6 +477,7 @@ def test_without_the_extras_a_run_is_trained_and_reported_and_one_sentence_names
         assert "gossamer[" not in sentence, "nobody has published that name"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_a_terminal_without_some_characters_shows_others_and_ends_no_command(encoding, tmp_path, monkeypatch):
     settings = document(model__layers=1, run__steps=2, data__batch_size=1)

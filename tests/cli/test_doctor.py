@@ -200,6 +200,7 @@ def test_nobody_is_answered_without_a_proof(capsys: pytest.CaptureFixture[str], 
     assert f"--listen {address} answers only who proves that he takes part" in capsys.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.netns
 @pytest.mark.timeout(120)
 def test_machines_whose_names_lead_to_themselves_are_told_so_and_reach_each_other(machines: list[str]):  # noqa: F811

@@ -99,6 +99,7 @@ def start(machines: list[str], *words: object, of: int = 3, address: str = "m0")
     ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.netns
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", KINDS)

@@ -175,6 +175,7 @@ def spent(make, away):
     return options, plain(run.run()), models(run)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("make", SAVED.values(), ids=SAVED.keys())
 @settings(max_examples=5, deadline=None)
 @given(cut=st.integers(0, 150), away=st.booleans())
@@ -306,6 +307,7 @@ def test_absences_that_cannot_be_are_refused(make, absences):
         make(walkers(4), absences=absences)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name", [name for name in RUNS if name != "dadao"]
 )  # takes gradients, not local phases: see below

@@ -103,6 +103,7 @@ def vectors(draw: st.DrawFn) -> Tensor:
 # What tags claim
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "codec", [pytest.param(c, id=name) for name, c in VARIANTS.items() if c.contraction and not c.draws]
 )
@@ -185,6 +186,7 @@ def test_a_payload_has_the_bytes_that_the_formula_says(codec, numel):
     assert nbytes(payload) == codec.payload_bytes(numel)
 
 
+@pytest.mark.sampled(16)
 @every_codec
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_shapes_of_a_payload_are_known_without_data(codec, dtype):
@@ -236,6 +238,7 @@ def test_every_row_of_the_table_is_named_as_its_codec_and_priced():
 # What goes in and comes out
 
 
+@pytest.mark.sampled(16)
 @every_codec
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_zeros_arrive_as_zeros_of_the_same_dtype(codec, dtype):
@@ -304,6 +307,7 @@ def test_equal_tensors_and_keys_give_equal_payloads_whatever_the_number_of_threa
         assert all(torch.equal(a, b) for a, b in zip(payloads[0], other, strict=True))
 
 
+@pytest.mark.sampled(24)
 @every_codec
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_a_number_never_arrives_as_one(codec, bad):

@@ -67,6 +67,7 @@ def bits(codec: Codec, x: Tensor) -> list[bytes]:
     return [t.contiguous().view(torch.uint8).numpy().tobytes() for t in (*leaves(payload), codec.decode(payload, x))]
 
 
+@pytest.mark.sampled(2)
 @needs_compiler
 @pytest.mark.parametrize("codec", [pytest.param(codec, id=name) for name, codec in VARIANTS.items()])
 def test_compiled_passes_and_the_plain_form_have_the_same_bits(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,6 +78,7 @@ def test_compiled_passes_and_the_plain_form_have_the_same_bits(codec: Codec, mon
         assert bits(codec, x) == plain, x
 
 
+@pytest.mark.sampled(1)
 @needs_compiler
 @pytest.mark.parametrize(
     "flags", [("-DONE_TARGET",), ("-DONE_TARGET", "-march=x86-64-v3"), ("-DONE_TARGET", "-O0")], ids=" ".join
@@ -95,6 +97,7 @@ def test_passes_compiled_for_another_processor_have_the_same_bits(
     assert [bits(codec, x) for codec in rows for x in hard()] == native
 
 
+@pytest.mark.full
 @needs_compiler
 def test_passes_are_compiled_once_and_kept_where_no_other_user_can_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

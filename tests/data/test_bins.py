@@ -185,6 +185,7 @@ def test_text_and_tokens_are_not_mixed_and_a_folder_is_not_searched_for_tokens(t
         corpus(tmp_path, "a.txt", "train.bin")
 
 
+@pytest.mark.full
 def test_a_run_on_tokens_has_the_losses_of_a_run_on_their_text(tmp_path: Path):
     ids = np.frombuffer(("a text that comes again and again, " * 300).encode(), np.uint8).astype(np.int64)
     for kind in ("nanoGPT", "llm.c for GPT-2", "Megatron, 16 bits"):

@@ -423,6 +423,7 @@ def told(opened: StreamCorpus, worker: int, steps: int) -> set[bytes]:
     return set(bytes(tokens.tolist()).split(b"\0")[1:-1])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{}, {"shuffle_buffer": 7}, {"prefetch": 3}, {"shuffle_buffer": 99, "prefetch": 1}])
 @pytest.mark.parametrize(("kind", "files"), [("jsonl", 2), ("parquet", 3), ("txt", 2)])
 def test_a_stream_resumes_with_the_batches_it_would_have_given(
@@ -603,6 +604,7 @@ def breaking(monkeypatch: pytest.MonkeyPatch, faults: dict[int, list[Exception]]
     monkeypatch.setattr(streams, "_open_stream", opened)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{}, {"shuffle_buffer": 7}, {"prefetch": 3}])
 def test_a_stream_that_breaks_off_is_opened_again_at_its_place_with_one_warning_and_the_same_batches(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -62,6 +62,7 @@ def site(source):
     return source / "site"
 
 
+@pytest.mark.full
 def test_the_site_loads_nothing_from_other_hosts_and_has_every_method_and_verb(site):
     for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
@@ -75,6 +76,7 @@ def test_the_site_loads_nothing_from_other_hosts_and_has_every_method_and_verb(s
     assert all(f'id="{verb}"' in commands for verb in VERBS)
 
 
+@pytest.mark.full
 @pytest.mark.browser
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
 def test_a_page_that_is_opened_from_a_folder_searches_and_asks_no_other_host(site):
@@ -108,6 +110,7 @@ def test_the_page_of_commands_explains_every_argument(source):
     assert not re.findall(r"^\| `.*\|  \|$", text, re.MULTILINE)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", recipes())
 def test_the_command_on_the_page_of_a_method_can_start(name, source):
     page = (source / "docs" / "methods" / f"{name}.md").read_text(encoding="utf-8")
@@ -173,6 +176,7 @@ def test_the_parts_on_the_page_about_own_parts_train():
     assert all(mixing.weight(1) == 0.5 for mixing in mixings)
 
 
+@pytest.mark.full
 def test_the_page_about_simulations_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     scope: dict[str, Any] = {}
@@ -232,6 +236,7 @@ def test_the_tutorial_works_as_written(tmp_path, monkeypatch):
     assert Path("plan.toml").is_file()
 
 
+@pytest.mark.full
 def test_the_commands_on_the_page_about_which_method_work_as_written(tmp_path, monkeypatch, capsys):
     """After a probe of two workers, which is written here; the race has a smaller model, a shorter way and two seeds."""
     monkeypatch.chdir(tmp_path)
@@ -297,6 +302,7 @@ def torchrun(processes, *words, **environment):
     return [Command(*words, work=program, RANK=str(k), LOCAL_RANK=str(k), **launched) for k in range(processes)]
 
 
+@pytest.mark.full
 @pytest.mark.timeout(180)
 def test_the_page_about_two_machines_on_ethernet_trains_two_sites_as_written(tmp_path, monkeypatch, capsys):
     """Two jobs of two processes on loopback, in place of two machines."""
@@ -348,6 +354,7 @@ os.write(1, f"rounds {outer.rounds} weights {model.weight.tolist()}\\n".encode()
 """
 
 
+@pytest.mark.full
 def test_the_lines_on_the_page_about_an_own_loop_make_a_loop_like_that_of_nanogpt_one_of_workers(tmp_path):
     page = (ROOT / "docs" / "how-to" / "own-loop.md").read_text(encoding="utf-8")
     rows = re.findall(
@@ -374,6 +381,7 @@ def titled(page: str) -> str:
     return text
 
 
+@pytest.mark.full
 def test_the_page_about_an_outer_optimizer_of_ones_own_compares_it_as_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     page = titled("compare-my-own.md")
@@ -393,6 +401,7 @@ def test_the_page_about_an_outer_optimizer_of_ones_own_compares_it_as_written(tm
     exec(shlex.split(line)[0], {})
 
 
+@pytest.mark.full
 def test_the_page_about_a_slow_machine_plans_and_trains_as_written(tmp_path, monkeypatch):
     """With few and short steps; the four processes are on this machine, so what is slow is the links of the plan."""
     monkeypatch.chdir(tmp_path)
@@ -411,6 +420,7 @@ def test_the_page_about_a_slow_machine_plans_and_trains_as_written(tmp_path, mon
     assert code == 0 and "4 finished" in said and all(column in said for column in ("waiting", "waits for")), said
 
 
+@pytest.mark.full
 def test_the_page_about_machines_that_come_and_go_works_as_written(tmp_path, monkeypatch):
     """Four processes of one machine, of which one is killed; another takes its place by the line of the page."""
     monkeypatch.chdir(tmp_path)
@@ -587,6 +597,7 @@ os.write(1, f"afterwards: {torch.distributed.get_world_size()} workers, []\\n".e
 """The blocks of pages, in two processes, each with other parameters and data; then a process group may be made yet."""
 
 
+@pytest.mark.full
 def test_the_loops_that_a_page_starts_with_torchrun_train_two_workers_as_one(tmp_path):
     own = (ROOT / "docs" / "how-to" / "own-loop.md").read_text(encoding="utf-8")
     loops = [code for code in python_blocks("how-to/own-loop.md") if "for batch in data:" in code]

@@ -190,6 +190,7 @@ def test_rankings_are_alike_only_if_that_is_sure() -> None:
     assert verdicts.ranked_alike(some[:6], [1, 0, 2, 4, 3, 5]).verdict == "open"
 
 
+@pytest.mark.full
 def test_every_registered_claim_has_a_row_and_each_test_belongs_to_a_claim() -> None:
     rows = claims.claims_page().splitlines()[2:]
     listed = claims.registered()
@@ -749,6 +750,7 @@ def test_the_figure_of_the_page_of_evidence_is_that_of_its_outcomes() -> None:
     assert paths[0] == paths[1], "run make results"
 
 
+@pytest.mark.full
 def test_the_prices_of_casts_are_what_the_code_computes() -> None:
     assert (sources.RESULTS / "casts.md").read_text(encoding="utf-8") == casts.casts_page(), "run make results"
 

@@ -91,6 +91,7 @@ def test_an_experiment_has_an_outcome_for_each_of_its_runs_and_seeds(file: Path)
     assert seeds == ([0] if file.stem.endswith("_lr") else [0, 1, 2])
 
 
+@pytest.mark.sampled(25)
 @pytest.mark.parametrize("file", experiments.outcome_files(), ids=lambda file: file.stem)
 def test_the_page_of_an_experiment_is_what_its_outcomes_say(file: Path) -> None:
     page = file.with_suffix(".md").read_text(encoding="utf-8")
@@ -175,12 +176,14 @@ def test_no_page_has_a_place_that_was_left_for_later(page: Path) -> None:
     assert not re.findall(r"^[A-Z]+_[A-Z_]+$|TODO|TBD|FIXME", page.read_text(encoding="utf-8"), re.MULTILINE)
 
 
+@pytest.mark.full
 def test_the_page_of_all_methods_has_bytes_and_times_of_each_and_no_loss() -> None:
     page = (ROOT / "docs" / "results" / "methods.md").read_text(encoding="utf-8")
     assert page == prices.prices_page(), "run make results"
     assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == [*recipes()]
 
 
+@pytest.mark.full
 def test_the_losses_on_each_text_are_those_of_the_runs_on_it(tmp_path: Path) -> None:
     texts = [tmp_path / f"{name}.jsonl" for name in ("words", "numbers")]
     texts[0].write_text("".join(json.dumps({"text": f"some words, {k} times again\n" * 3}) + "\n" for k in range(60)))

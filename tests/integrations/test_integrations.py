@@ -510,6 +510,7 @@ def test_stopped_within_a_round_and_started_again_it_trains_to_the_bits_of_a_pla
         assert [torch.equal(a, b) for a, b in zip(trace, plain, strict=True)] == [True] * len(trace)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_stopped_with_exchanges_in_flight_it_trains_to_the_bits_of_a_plain_loop_too(found, name):
     for each in found:
@@ -767,6 +768,7 @@ STARTED = {
 """What launchers set, by their names; Slurm also sets SLURM_NTASKS alone, which Lightning refuses."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("launcher", STARTED)
 def test_whatever_launcher_has_started_two_workers_each_framework_counts_one_process(launcher):
     from accelerate.utils.environment import get_cpu_distributed_information

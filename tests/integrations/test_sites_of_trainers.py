@@ -195,6 +195,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, output
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["accelerate", "trainer", "accelerate, copies"])
 def test_a_worker_of_two_processes_trains_and_resumes_within_a_round_to_the_same_bits(told, name):
     folder, output = told

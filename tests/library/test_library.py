@@ -985,6 +985,7 @@ def compared():
                 yield pytest.param(make(), topology, CODECS[codec](), id=f"{name}-{codec}")
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("rule", "topology", "codec"), [*compared()])
 def test_messages_of_every_rule_are_compared_and_no_bit_changes(rule, topology, codec):
     ends = []

@@ -265,6 +265,7 @@ def test_the_death_of_a_shard_or_of_the_first_site_is_survived_and_all_shards_of
             assert all(torch.equal(one, run.weights(site, shard)[name]) for site in (1, 2)), (shard, name)
 
 
+@pytest.mark.full
 def test_a_site_that_gossips_goes_on_alone_and_takes_the_first_site_in_again(sites_of: Callable[..., Sites]) -> None:
     run = sites_of(2, "gasloc, sgd")
     run.start(0, 1)
@@ -284,6 +285,7 @@ def heard_by(run: Sites, site: int, shard: int) -> list[tuple[str, str]]:
     return re.findall(rf"{site}\.{shard} heard (\S*) round (\d+)", "".join(run.running[site]._output))
 
 
+@pytest.mark.full
 def test_a_lane_that_is_cut_keeps_an_exchange_from_all_shards_of_both_sites_until_it_is_whole(
     sites_of: Callable[..., Sites],
 ) -> None:
@@ -301,6 +303,7 @@ def test_a_lane_that_is_cut_keeps_an_exchange_from_all_shards_of_both_sites_unti
         assert heard_by(run, site, 0) == heard_by(run, site, 1) != []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("others", [(0, 1), (1,)])
 def test_a_site_leaves_whose_lane_is_cut_so_that_the_others_can_close_a_mean(
     sites_of: Callable[..., Sites], others: tuple[int, ...]
@@ -341,6 +344,7 @@ def test_a_shard_that_stands_still_holds_up_its_site_alone_which_then_takes_the_
             assert all(torch.equal(one, run.weights(site, shard)[name]) for site in (1, 2)), (shard, name)
 
 
+@pytest.mark.full
 def test_a_mean_over_half_of_the_sites_waits_for_the_other_half_to_come_back(sites_of: Callable[..., Sites]) -> None:
     run = sites_of(2, "diloco, adamw", shards=1)
     run.start(0, 1)
@@ -536,6 +540,7 @@ def test_sites_with_keys_have_the_bits_of_those_without_and_every_connection_bet
     )
 
 
+@pytest.mark.full
 def test_with_keys_the_first_site_dies_and_comes_back_and_one_without_the_right_key_is_refused(
     peers: Path, sites_of: Callable[..., Sites]
 ) -> None:

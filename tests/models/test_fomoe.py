@@ -124,6 +124,7 @@ def test_shapes_that_do_not_depend_on_the_choice_change_no_loss_and_no_gradient(
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)  # a busy machine compiles for minutes
 def test_a_compiled_mixture_is_equal_to_another_but_for_rounding(tmp_path):
     config, plain = (moe(run__steps=4, run__eval_every=0, inner__compile=compiled) for compiled in (True, False))
@@ -253,6 +254,7 @@ def test_the_union_is_validated_beside_each_worker_which_lacks_some_experts(run)
     assert (again.loss, again.worker_losses) == (last["loss"], tuple(last["worker_losses"]))
 
 
+@pytest.mark.full
 def test_transformers_opens_the_assembled_model_with_equal_logits(run):
     from transformers import AutoModelForCausalLM
 

@@ -485,6 +485,7 @@ def test_max_min_rates_fill_no_link_beyond_its_bandwidth_and_give_each_stream_a_
         )
 
 
+@pytest.mark.full
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_a_few_streams_have_the_rates_that_arrays_give_them_to_the_last_bit(data: st.DataObject) -> None:
@@ -524,6 +525,7 @@ def test_a_change_of_a_site_moves_the_link_that_its_workers_share() -> None:
     assert price(from_targets(np.array([[2, 1, 0, 3]]), 1000, steps=1), network).total_s == pytest.approx(10.0)
 
 
+@pytest.mark.full
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_a_replay_of_the_whole_run_on_links_of_their_own_costs_what_its_rounds_cost(data: st.DataObject) -> None:
@@ -723,6 +725,7 @@ def test_where_nothing_is_shared_a_longer_overlap_is_never_slower(
     assert totals[1] <= totals[0] * (1 + 1e-12)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["exchange", "mean"])
 @pytest.mark.parametrize("overlap_steps", [3, 10, 30])
 @pytest.mark.parametrize("latency_s", [0.0, 0.3])
@@ -777,6 +780,7 @@ def test_a_stream_without_bits_ends_although_nothing_is_left_for_it() -> None:
     assert ends[2] == 0 and np.isfinite(ends).all()
 
 
+@pytest.mark.full
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_runs_that_are_priced_together_cost_what_each_costs_alone(data: st.DataObject) -> None:

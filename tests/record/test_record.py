@@ -160,6 +160,7 @@ def test_resuming_an_earlier_round_drops_that_and_later_ones_and_goes_on(tmp_pat
     assert read_metrics(tmp_path) == [], "who starts again validates the initial values again"
 
 
+@pytest.mark.full
 def test_a_killed_writer_loses_at_most_its_last_line(tmp_path: Path) -> None:
     program = """
 import sys

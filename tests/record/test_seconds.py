@@ -170,6 +170,7 @@ def test_a_simulation_in_rounds_is_priced_on_each_of_its_networks(tmp_path):
     assert all(one.compute_s == 1.0 and not one.waiting_for for one in slow)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
 def test_virtual_seconds_add_up_to_the_virtual_clock_exactly(method, tmp_path):
     result = simulate(timed(DYADIC, **method), tmp_path)

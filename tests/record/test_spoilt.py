@@ -107,6 +107,7 @@ def planned(call: Callable[[], object]) -> None:
         call()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", DOCUMENTS)
 @settings(deadline=None, max_examples=25)
 @given(data=st.data())
@@ -178,6 +179,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 DEEP = "[" * 100_000
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", READERS)
 @settings(deadline=None, max_examples=40)
 @given(data=st.data())

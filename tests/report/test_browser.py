@@ -223,6 +223,7 @@ def test_the_page_follows_real_runs_and_outlives_an_end_a_kill_and_its_own_serve
     assert "ended: finished" in summaries(page), "what was shown stays"
 
 
+@pytest.mark.full
 def test_the_calculators_follow_what_is_moved_by_keyboard_with_and_without_a_server(page: Any, tmp_path: Path) -> None:
     short = {
         "latency": (0.03,),
@@ -290,6 +291,7 @@ def test_a_visitor_plays_and_the_page_shows_what_he_did(page: Any, tmp_path: Pat
     until(lambda: "does not answer" in page.locator("[role=status]").inner_text())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_film_plays_by_itself_from_a_file_and_fits_a_telephone(browser: Any, tmp_path: Path, scheme: str) -> None:
     actions = [[Action("local_steps", 1)], [Action("kill", 2)], [Action("method", "gasloc"), Action("cut")], []]

@@ -70,6 +70,7 @@ def test_the_first_evaluation_that_is_as_good_counts_and_none_is_interpolated():
     assert "| never | 0 of 1 runs | – | – |" in figure_table(runs, Figure(target="slow"))
 
 
+@pytest.mark.full
 def test_runs_are_paired_at_the_targets_bytes_after_its_rounds_and_in_its_time():
     def run(method: str, seed: int, *losses: float, size: float, takes_s: float) -> PointResult:
         by_bytes, by_s, by_round = ([(k * x, loss) for k, loss in enumerate(losses)] for x in (size, takes_s, 1.0))
@@ -124,6 +125,7 @@ def test_each_seed_is_held_against_its_own_target():
         reach(runs, "slo")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "wanted", [Figure(x="h", log_x=True), Figure(x="name"), Figure(x="h", y="name"), Figure(target="a")]
 )

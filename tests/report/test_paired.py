@@ -23,6 +23,7 @@ def imported() -> None:
     importlib.import_module("scipy.stats")
 
 
+@pytest.mark.full
 @given(numbers, st.floats(0.01, 2.0))
 def test_the_interval_and_the_one_sided_tests_are_those_of_scipy(differences: list[float], margin: float) -> None:
     pairs = [(difference, 2.0) for difference in differences]

@@ -48,6 +48,7 @@ def asked(page: Page, film: str = "", have: int = 0) -> dict[str, Any]:
     return json.loads(body)
 
 
+@pytest.mark.full
 def test_what_a_page_asks_for_is_done_before_the_next_round_and_only_new_rounds_are_sent(
     playing: tuple[Page, Live],
 ) -> None:

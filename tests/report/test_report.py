@@ -365,6 +365,7 @@ def test_many_runs_are_ranked_by_where_they_ended_and_few_stay_in_their_order(
     assert [line.split("|")[1].strip() for line in markdown_table(summary_rows(few, {})).splitlines()[2:]] == list(few)
 
 
+@pytest.mark.full
 def test_a_page_of_many_long_runs_stays_small(tmp_path: Path) -> None:
     runs = {f"run {k}": make_run(tmp_path / str(k), rounds=600) for k in range(2)}
     page = page_of({f"{name} {k}": folder for k in range(6) for name, folder in runs.items()}, tmp_path)

@@ -295,6 +295,7 @@ def test_on_a_terminal_there_is_one_table_that_stays_in_place(
     assert "\x1b" not in out and "report: " in out, "what is piped is the result alone"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("option", ["--quiet", "--json"])
 def test_a_quiet_command_leaves_a_terminal_alone(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "a.toml"

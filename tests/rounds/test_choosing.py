@@ -94,6 +94,7 @@ def test_all_workers_choose_alike_though_their_own_steps_differ(overlap):
     assert chosen != [k % 3 for k in range(24)] and set(chosen) == {0, 1, 2}
 
 
+@pytest.mark.full
 def test_a_run_that_chooses_goes_on_from_a_checkpoint_with_fragments_in_flight(tmp_path):
     run = tiny(
         rule__name="diloco",

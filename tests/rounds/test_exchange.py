@@ -71,6 +71,7 @@ COMPILED = (
 )  # weights of its own; roots and signs of a mean; copies of others
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", UPDATES)
 def test_plain_chunked_and_compiled_updates_are_equal_to_the_last_bit(name, request):
     """Without `--full` some are compiled: that others use no operation that compiled code rounds otherwise, a promise checks."""
@@ -129,6 +130,7 @@ def test_each_chunk_of_a_lossy_mean_is_encoded_there_and_its_sum_back():
 BOTH_WAYS = [both_ways(c, b) for c in (fp4(), randomk(4), topk(8, 64)) for b in (fp4(), topk(8, 64))]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", range(len(BOTH_WAYS)))
 def test_whatever_is_lost_on_both_ways_all_workers_hear_the_same(place, request):
     """Two of four rules with each pair of codecs, in turn; `--full` takes all."""

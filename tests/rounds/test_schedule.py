@@ -289,6 +289,7 @@ def test_rules_that_cannot_be_late_are_refused():
         incompatibilities.check(Combination(rule=eager(), topology=complete(2), schedule=Schedule(overlap_steps=1)))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", [name for name, rule in RULES.items() if rule().site == "parameters"])
 def test_any_rule_on_parameters_streams_its_fragments_and_overlaps(name):
     rule = RULES[name]()

@@ -102,6 +102,7 @@ def test_workers_that_count_the_slots_of_one_that_died_in_the_round_are_found(mo
         [check_faults(seed=seed) for seed in range(3, 80, 8)]
 
 
+@pytest.mark.full
 def test_in_calm_nothing_changes_to_the_last_bit(tmp_path: Path) -> None:
     config = tiny(rule__name="diloco", topology__name="complete", run__elastic=True, schedule__fragments=2)
     shared = replace(config, data=replace(config.data, constant_batch=True))

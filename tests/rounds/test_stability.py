@@ -131,6 +131,7 @@ def test_more_gossip_than_the_graph_bears_needs_momentum() -> None:
     assert largest_stable_gamma(1.046, "pre", RING) == 1.0
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", GOSSIPED)
 @pytest.mark.parametrize(
     "consensus", [Consensus(0.9, 0.3, "pre"), Consensus(0.8, 0.4, "post"), Consensus(0.9, 0.4, "drift")], ids=str
@@ -169,6 +170,7 @@ def test_random_pairs_beyond_the_limit_drift_apart_in_a_simulation() -> None:
         assert (variances[-50:].mean() < 1.5 * variances[250:300].mean()) == bounded
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("peers", [1, 2])
 @pytest.mark.parametrize("n", [7, 8])
 def test_the_second_moment_of_many_draws_agrees_with_the_closed_form(n: int, peers: int) -> None:
@@ -303,6 +305,7 @@ def test_a_push_topology_has_no_mean_to_agree_on() -> None:
     assert found.gossip == () and "sgp" in gossip_table(topology, found)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", GOSSIPED)
 @pytest.mark.parametrize("n", [1, 8])
 def test_every_topology_can_be_described(name: str, n: int) -> None:

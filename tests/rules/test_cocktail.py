@@ -36,6 +36,7 @@ def test_through_exact_codecs_it_is_the_mean_of_all_and_nobody_is_off_by_a_bit()
         close(x, ys[0])
 
 
+@pytest.mark.sampled(3)
 @each_codec
 def test_with_an_exact_way_back_it_is_gossip_of_all_around_an_anchor(codec):
     start, drift = equal_starts(), random_drift(P)
@@ -46,6 +47,7 @@ def test_with_an_exact_way_back_it_is_gossip_of_all_around_an_anchor(codec):
         close(s.shared, anchor.anchor, rtol=0, atol=1e-6)
 
 
+@pytest.mark.sampled(9)
 @each_way_back
 @each_codec
 def test_the_shared_copy_is_the_same_everywhere_to_the_last_bit_after_every_round(codec, back):
@@ -73,6 +75,7 @@ def test_what_a_worker_did_not_tell_stays_with_it_and_what_was_dropped_on_the_wa
         close(x, end - q + moved, rtol=0, atol=1e-12)
 
 
+@pytest.mark.sampled(9)
 @each_way_back
 @each_codec
 def test_nothing_is_lost_but_late_through_any_codecs(codec, back):
@@ -82,6 +85,7 @@ def test_nothing_is_lost_but_late_through_any_codecs(codec, back):
     close(sum(xs) + N * states[0].dropped, sum(start) + learned, rtol=0, atol=1e-10)
 
 
+@pytest.mark.sampled(9)
 @each_way_back
 @each_codec
 def test_workers_that_stand_still_stay_to_the_last_bit_through_any_codecs(codec, back):

@@ -139,6 +139,7 @@ def test_it_contracts_like_the_slower_of_gossip_and_momentum(topology):
         assert found is not None and found.stable and found.radius == pytest.approx(max(alone, mu), abs=1e-6)
 
 
+@pytest.mark.full
 def test_workers_that_drift_are_as_far_apart_as_predicted():
     rule, topology, numel, apart = fgd(1.0, 0.5, mix_updates="random"), random(8), 500, []
     workers = simulated_workers(Method(rule, topology, exact(), Schedule(), PLAIN), [torch.zeros(numel)] * 8)
@@ -149,6 +150,7 @@ def test_workers_that_drift_are_as_far_apart_as_predicted():
     assert found is not None and sum(apart[40:]) / 120 == pytest.approx(found.variance, rel=0.05)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rule", [fgd(mix_updates="random"), GLOBAL], ids=repr)  # `test_master` has the default
 def test_in_half_precision_it_follows_full_precision(rule):
     half_precision_follows_full_precision(rule, [complete(4) if rule is GLOBAL else random(4)])

@@ -154,6 +154,7 @@ def test_where_parameters_and_moments_are_averaged_in_every_round_all_workers_ar
         assert all(map(torch.equal, own, moments[0]))
 
 
+@pytest.mark.full
 def test_without_a_memory_of_the_first_moment_its_period_changes_no_bit(tmp_path):
     runs = [tiny(inner__betas=[0.0, 0.95], schedule__inner_every=[k, 2], **AVERAGING) for k in (1, 0)]
     averaged, left = (states_of(run, tmp_path / str(k)) for k, run in enumerate(runs))

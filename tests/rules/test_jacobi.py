@@ -40,6 +40,7 @@ def apart(xs):
     return float(torch.stack([x - mean for x in xs]).norm())
 
 
+@pytest.mark.full
 def test_on_a_ring_of_32_it_agrees_in_a_quarter_of_the_rounds_of_gossip_and_knows_no_gap():
     ring, start = make_topology("ring", 32), random_vectors(32, 50)
     plain = {rounds: apart(play(gossip(), ring, start, rounds)[0]) for rounds in (8, 32, 128)}

@@ -33,6 +33,7 @@ def start():
     return 1.5 + SPACING * torch.randint(-5, 6, (P,), generator=draw).float()
 
 
+@pytest.mark.sampled(5)
 @every_row
 def test_a_bf16_model_follows_the_fp32_run_within_the_rounding_of_bf16(rule):
     assert half_precision_follows_full_precision(rule, [make_topology(FITTING[rule.needs], N)]) > 4, "it moved"

@@ -61,6 +61,7 @@ def late_mean(i, halves, start, tau):
     return sum((halves[t - tau[i, j]][j] if t >= tau[i, j] else start) for j in range(n)) / n
 
 
+@pytest.mark.full
 @given(
     parents=st.integers(1, 7).flatmap(lambda n: st.tuples(*(st.integers(0, i) for i in range(n)))),
     rounds=st.integers(1, 8),
@@ -90,6 +91,7 @@ def test_two_workers_and_the_hub_of_a_star_take_the_exact_mean_without_delay():
     close(xs[0], sum(halves[-1]) / 6)
 
 
+@pytest.mark.sampled(8)
 @on_trees
 @pytest.mark.parametrize("n", [1, 2, 5, 11])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -99,6 +101,7 @@ def test_workers_that_stand_still_stay_to_the_last_bit_on_any_tree(name, options
     assert all(torch.equal(x, y) for y in xs)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("codec", [factory() for factory in CODECS.values()], ids=CODECS)
 def test_both_ends_of_a_link_hold_the_same_sums_to_the_last_bit_through_any_codec(codec):
     topology, start = make_topology("tree", 7), random_vectors(1, 300, dtype=torch.float32)[0]
@@ -121,6 +124,7 @@ def test_errors_of_a_codec_leave_the_tree_instead_of_adding_up():
         assert 0 < error < i * 2**-8 * largest
 
 
+@pytest.mark.sampled(1)
 @on_trees
 def test_a_steady_drift_moves_everyone_by_its_share_of_one_plus_the_mean_delay(name, options):
     topology, start = make_topology(name, 8, **options), torch.zeros(1, dtype=torch.float64)

@@ -143,6 +143,7 @@ TORCH = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("rule", "name"),
     [  # each place of the momentum, and the kinds of topologies: fixed, in turn, now and then, drawn

@@ -305,6 +305,7 @@ def test_the_running_sum_of_choco_is_the_pull_of_the_public_copies():
         close(states[i].drawn, pull(public[i], public, i, row), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("codec", "alpha", "rounds"),
     [(int4(), 0.8, 30), (topk(k=1, chunk=4), 0.25, 100), (CODECS["sign"](), 0.25, 100)],

@@ -41,6 +41,7 @@ def scaled(drift, steps):
     return lambda i, t, x: max(steps) / steps[i] * drift(i, t, x)
 
 
+@pytest.mark.sampled(6)
 @every_rule
 def test_with_equal_steps_a_rule_is_itself_to_the_last_bit(rule):
     start, drift = [random_vectors(1, P, dtype=torch.float32)[0]] * N, random_drift(P, dtype=torch.float32)
@@ -56,6 +57,7 @@ OVERLAPPED = [
 ]
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("name", "overlap_steps"), OVERLAPPED)
 def test_with_unequal_steps_it_is_the_rule_on_drifts_as_long_as_those_of_all_steps(name, overlap_steps):
     rule = PARAMETERS[name]

@@ -53,6 +53,7 @@ def test_keys_of_a_run_file_take_units() -> None:
         LoopSettings(tokens="1.5 parsecs")  # type: ignore[arg-type]
 
 
+@pytest.mark.full
 def test_options_of_a_plan_take_units_and_slow_links_and_long_plans_are_doubted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -322,6 +322,7 @@ def test_check_rule_names_the_first_promise_that_is_broken(name: str):
         check_rule(rule)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "rule",
     [gasloc(alpha="auto"), gasloc(alpha=1.9), diloco(2.0, 0.9, "heavy_ball"), data_parallel(), restarted(gasloc())],
@@ -349,6 +350,7 @@ def test_what_is_no_rule_is_refused_in_a_sentence(check: Callable[..., None]):
         check("gasloc")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("rule", "topology", "options"),
     [
@@ -412,6 +414,7 @@ APART = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", APART)
 def test_a_rule_that_computes_something_else_in_processes_is_told_where_and_why_and_nobody_is_left(name: str):
     rule, options, words = APART[name]

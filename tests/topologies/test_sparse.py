@@ -42,6 +42,7 @@ def test_sparse_mixing_is_the_dense_matrix_bit_for_bit(name: str, n: int) -> Non
                 assert mixing.rows[i] == tuple((j, dense[i, j]) for j in range(n) if j == i or dense[i, j])
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", [*TOPOLOGIES])
 @pytest.mark.parametrize("n", [2, 3, 5, 8, 12, 16])
 def test_the_spectral_gap_without_a_matrix_is_that_of_the_matrix(name: str, n: int) -> None:

@@ -140,6 +140,7 @@ def test_rows_and_columns_say_the_same_and_the_lost_are_alone(name: str, options
                 assert mixing.rows[i] == ((i, 1.0),) and mixing.columns[i] == (i,)
 
 
+@pytest.mark.sampled(8)
 @each_topology
 def test_those_alive_are_connected_over_time(name: str, options: dict) -> None:
     for topology in sizes(name, options):
@@ -222,6 +223,7 @@ def test_random_peers_are_matchings_without_a_common_pair(n: int, round: int, da
     assert {w for i, row in enumerate(mixing.rows) for j, w in row if j != i} == {1 / (k + 1)}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("n", "k"), [(5, 1), (6, 1), (6, 2), (5, 2), (7, 3)])
 def test_random_peers_favour_no_pair_and_no_worker(n: int, k: int) -> None:
     topology = make_topology("random", n, seed=1, peers=k)

@@ -157,6 +157,7 @@ class World:
                 self.workers[receiver].receive(letter, self.now)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("n", [3, 5])
 def test_all_workers_end_with_one_history_after_any_partitions(n):
     for seed in range(12):
@@ -174,6 +175,7 @@ def test_without_faults_every_round_is_closed_over_everyone_at_the_first_attempt
     assert not any(worker.unvouched for worker in world.workers), "nobody has said anything wrong"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("per_round", [1, 2])
 def test_nobody_waits_for_a_limit_where_workers_die_and_newcomers_take_their_slots_at_any_moment(per_round):
     for seed in range(4):

@@ -40,6 +40,7 @@ def test_a_hundred_runs_over_faulty_networks_keep_what_is_promised(part: int, re
     assert all(counts[kind] >= 5 for kind in FAULT_KINDS), counts
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("part", range(2))
 def test_workers_that_believe_each_other_about_themselves_alone_keep_what_is_promised(part: int) -> None:
     for seed in range(part, SEEDS // 2, 2):

@@ -172,6 +172,7 @@ def test_an_order_of_events_that_was_cut_at_its_end_is_not_taken_for_a_whole_one
             replay_asynchronous(resolve(config, real=True), tmp_path / "refused", folder)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "own", "leaves"),
     [("gossip", True, False), ("pairs", False, False), ("pairs", True, True)],

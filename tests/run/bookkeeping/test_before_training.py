@@ -31,6 +31,7 @@ def evals(folder: Path) -> list[dict[str, Any]]:
     return [line for line in read_metrics(folder) if line["kind"] == "eval"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_simulation_validates_its_initial_values_once_also_when_it_starts_again(kind: str, tmp_path: Path) -> None:
     config = tiny(run__steps=6, run__eval_every=2, run__checkpoint_every=0, **KINDS[kind])

@@ -79,6 +79,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SAMPLES))
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_the_only_checkpoint_is_of_its_kind_here_and_for_the_others_and_nothing_begins_over_it(

@@ -207,6 +207,7 @@ def test_a_tokenizer_that_has_changed_is_named() -> None:
         assert "the tokenizer of data.tokenizer 'tok.json' is not the one that the run in 'k' had" in said, said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("where", ["the module", "a module that it imports"])
 def test_code_that_has_changed_is_named_and_taken_for_a_resume_and_a_score_alone(
     where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -322,6 +323,7 @@ def test_a_run_without_code_leaves_no_key(tmp_path: Path) -> None:
     assert not (tmp_path / "state").exists()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("spoilt", ["", "[]", "{", '{"format": 1}', '{"format": 2}'])
 def test_a_damaged_record_of_inputs_is_not_an_absent_one(spoilt: str) -> None:
     done("simulate", run_file(), "--out", "k", "--quiet")

@@ -139,6 +139,7 @@ def test_a_lineage_counts_earlier_settings_up_to_their_last_round() -> None:
     assert line.owns("now", 9) and line.owns("old", 3) and not line.owns("old", 4) and not line.owns("else", 1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("first", ["train", "simulate"])
 def test_a_round_that_the_other_verb_trains_again_is_recorded_once(first: str, tmp_path: Path) -> None:
     config, folder = single(), tmp_path / "run"
@@ -288,6 +289,7 @@ def train_but_die_once(folder: str, *words: str) -> int:
     return code
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stages", [1, 2])
 def test_torchrun_restarts_a_run_of_which_a_process_was_killed_to_the_same_bits(
     stages: int, tmp_path: Path, forks: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -319,6 +321,7 @@ def test_torchrun_restarts_a_run_of_which_a_process_was_killed_to_the_same_bits(
     assert [line["round"] for line in lines if line["kind"] == "train"] == [*range(config.rounds)]
 
 
+@pytest.mark.full
 def test_a_copy_of_a_trunk_anneals_to_the_bits_of_a_run_that_annealed_from_the_start(tmp_path: Path) -> None:
     trunk = single(inner__schedule="constant", inner__warmup_steps=2, run__steps=8)
     simulate(trunk, tmp_path / "trunk")

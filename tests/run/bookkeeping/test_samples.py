@@ -99,6 +99,7 @@ def test_every_verb_works_on_a_run_folder_of_0_2_0_or_says_why_not(
             assert [*folder.glob("inputs*.json")], "what it went on with is recorded"
 
 
+@pytest.mark.full
 def test_a_folder_written_before_a_deciding_key_was_added_resumes_with_the_same_bits(tmp_path: Path) -> None:
     """The key is one annotated line with a default, in a copy of the package; nothing else is written for it."""
     package = Path(gossamer.__file__).parent

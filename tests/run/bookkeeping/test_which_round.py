@@ -69,6 +69,7 @@ def truncate_tensors(folder: Path) -> None:
         path.write_bytes(path.read_bytes()[:100])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", SIMULATED)
 @pytest.mark.parametrize("damage", ["tensors", "manifests of one", "all files of one"])
 def test_a_simulation_whose_checkpoints_are_damaged_does_not_begin_again_over_them(
@@ -98,6 +99,7 @@ def test_a_simulation_whose_checkpoints_are_damaged_does_not_begin_again_over_th
     assert contents(tmp_path) == before, "nothing was written over"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", REAL)
 def test_a_real_run_whose_checkpoints_are_damaged_does_not_begin_again_over_them(
@@ -155,6 +157,7 @@ def test_a_round_of_which_a_worker_has_nothing_is_told_too(tmp_path: Path, caplo
     assert "skipped" not in caplog.text, "the record does not say that the last checkpoint was written"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["rounds", "server", "no waiting"])
 def test_an_evaluation_goes_back_and_says_so_and_refuses_a_damaged_round_by_its_number(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -257,6 +257,7 @@ def test_the_json_schema_names_and_explains_every_key_of_a_run_file():
     assert {"method", "variant", "sweep", "scale", "figure"} <= schema["properties"].keys()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "table"),
     {"rule": RULES, "topology": TOPOLOGIES, "codec": CODECS, "server": SERVERS, "pair": PAIRS}.items(),

@@ -137,6 +137,7 @@ def test_the_error_that_a_worker_has_not_sent_is_not_sent_by_who_takes_over_its_
     assert torch.equal(unsent(crew[2].loop.fragments[0].part.s), unsent(donor.part.s)), "as after its own checkpoint"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("settings", [FEEDBACK[0], FEEDBACK[2]], ids=["sparseloco", "dilocox"])
 def test_with_error_feedback_workers_stay_equal_when_one_dies_and_another_joins(settings, tmp_path):
     config = run_of(**settings)

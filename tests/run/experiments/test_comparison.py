@@ -105,6 +105,7 @@ def test_two_processes_train_one_run_after_the_other_with_the_losses_of_one_proc
     assert alone == together and len(alone) == 5 and not none and len(two) == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("quiet", [True, False])
 def test_the_processes_of_a_quiet_comparison_are_quiet_too(tmp_path: Path, quiet: bool) -> None:
     (tmp_path / "text.txt").write_text("All of it is one document of a text. " * 400)
@@ -182,6 +183,7 @@ with RunPool(2) as apart:
 """
 
 
+@pytest.mark.full
 def test_the_processes_of_a_comparison_that_is_killed_end_with_it(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     words = [sys.executable, "-c", ENDLESS, tmp_path / "run"]
@@ -292,6 +294,7 @@ def test_runs_that_are_compared_are_trained_one_after_the_other_point_by_point_a
     assert len({one["text"] for one in origins if one is not None and "text" in one}) == 1
 
 
+@pytest.mark.full
 def test_lengths_that_anneal_share_a_trunk_and_have_the_bits_of_whole_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,6 +92,7 @@ def test_a_candidate_whose_whole_rounds_leave_time_has_a_shorter_last_one_that_f
             assert there_s == pytest.approx(course.horizon_s, rel=0.03), one.label
 
 
+@pytest.mark.full
 def test_one_machine_and_one_site_alone_are_in_every_race(planned: Any) -> None:
     made, _, some = planned
     labels = [one.label for one in race.course_of(made, race.with_alone(made, some), race.SMALL, 20).entrants]
@@ -109,6 +110,7 @@ def test_one_machine_and_one_site_alone_are_in_every_race(planned: Any) -> None:
     assert len(first.entrants) + len(first.left) >= 4 and "minutes" in next(iter(first.left.values()))
 
 
+@pytest.mark.full
 def test_no_way_to_race_is_so_short_that_nothing_is_learnt(planned: Any) -> None:
     made, _, some = planned
     for way in race.courses(made, some):
@@ -129,6 +131,7 @@ def test_a_race_takes_bf16_only_where_the_processor_is_fast_in_it(
     }
 
 
+@pytest.mark.full
 def test_a_round_of_the_small_model_has_the_price_of_the_planned_one(planned: Any) -> None:
     made, _, some = planned
     everything = [*some, *(one for one in made.candidates if one.codec == "fp4" and one.full_steps == 15)]

@@ -251,6 +251,7 @@ def test_the_page_tells_a_budget_that_ended_from_a_grid_that_does_not_grow(grid:
     assert f", loss 1.0000, {said} (9 of " in tuned_page([found])
 
 
+@pytest.mark.full
 def test_the_final_repeats_no_run_and_decides_by_the_mean_of_its_seeds(tmp_path: Path) -> None:
     twin = {**METHODS[1], "label": "twin"}
     asked = tuning(tune={"final_seeds": [0, 1, 2], "budget_tokens": 2_400}, variant=[METHODS[1], twin])

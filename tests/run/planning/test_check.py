@@ -54,6 +54,7 @@ def written(tmp_path, **overrides):
     return path
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("path", CONFIGS, ids=[str(path.relative_to(ROOT)) for path in CONFIGS])
 def test_every_file_that_comes_with_gossamer_can_start(path, capsys):
     """Of the runs of an experiment none has a fault; the table is made of the first."""
@@ -336,6 +337,7 @@ BOUNDS = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("verb", ["check", "simulate"])
 @pytest.mark.parametrize("key", BOUNDS)
 def test_a_number_too_large_for_a_run_is_refused_before_anything_is_made_for_each(key, verb, tmp_path, capsys):

@@ -101,6 +101,7 @@ def test_data_parallelism_wins_where_its_price_says_so_and_local_steps_where_lin
     assert steps == sorted(steps)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("network", [SLOW, Network(uplink_bps=1e7, downlink_bps=1e7, step_s=0.5)])
 def test_no_pick_changes_with_the_seed(network: Network) -> None:
     picks = {
@@ -110,6 +111,7 @@ def test_no_pick_changes_with_the_seed(network: Network) -> None:
     assert len(picks) == 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["slow_in_turn", "strangers"])
 def test_no_pick_on_a_committed_network_changes_with_the_seed_of_its_matchings_and_its_jitter(name: str) -> None:
     network = read_network(ROOT / "configs" / "networks" / f"{name}.toml")
@@ -217,6 +219,7 @@ def test_a_run_is_not_longer_than_its_hours_unless_no_method_ends_a_round_in_the
     assert steps % document["run"]["local_steps"] == 0 and (0.3 * steps <= 3600 * float(goal)) == ends
 
 
+@pytest.mark.full
 def test_on_the_slow_uplink_the_slow_worker_is_dropped_and_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,6 +300,7 @@ def test_only_workers_that_hold_the_others_up_by_far_may_be_dropped(
 FAST = {"uplink_bps": 1e9, "downlink_bps": 1e9, "latency_s": 0.001, "step_s": 1.0}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("slower", "faster"),
     [

@@ -61,6 +61,7 @@ def must_end(settings: Mapping[str, Any]) -> None:
     assert all(examine_document(with_settings(document(model__layers=1), settings))[1]), settings
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("number", [LARGE, HUGE])
 @pytest.mark.parametrize("table", sorted({key.split(".")[0] for key in KEYS}))
 def test_check_ends_for_a_huge_number_under_any_key_of_a_table(table: str, number: int) -> None:
@@ -69,6 +70,7 @@ def test_check_ends_for_a_huge_number_under_any_key_of_a_table(table: str, numbe
             must_end({key: number})
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", [LARGE, HUGE])
 @pytest.mark.parametrize("table", ROWS)
 def test_check_ends_for_a_huge_number_as_any_option_of_a_row(table: str, number: int) -> None:
@@ -101,6 +103,7 @@ def test_plan_ends_for_a_huge_number_as_any_option(
     assert "Traceback" not in capsys.readouterr().err
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_topology_ends_for_a_huge_number_as_any_option(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     for option in options_of(TOPOLOGIES[name]):

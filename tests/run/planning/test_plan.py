@@ -131,6 +131,7 @@ def test_a_plan_that_cannot_be_made_is_refused_with_a_sentence(act: Callable[[],
         act()
 
 
+@pytest.mark.full
 def test_a_hundred_thousand_workers_are_planned_and_their_gossip_costs_no_more_than_that_of_eight() -> None:
     few, many = (planned(EVEN, workers=n, local_steps=[30]) for n in (8, 100_000))
     assert of(many, "GASLoC 1-Peer", 30).round_s == pytest.approx(of(few, "GASLoC 1-Peer", 30).round_s)
@@ -209,6 +210,7 @@ def test_gossamer_plan_prints_a_table_and_writes_a_run_file(tmp_path: Path, caps
         assert capsys.readouterr().err.startswith("gossamer: ")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["diloco", "gasloc", "data_parallel", "streaming_diloco", "heloco"])
 def test_the_run_file_of_a_plan_trains_on_its_tokens_or_for_its_hours(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str
@@ -238,6 +240,7 @@ def test_a_plan_for_another_vocabulary_says_that_its_run_file_reads_bytes(
     assert "# Planned for a vocabulary of 32,000, and reads bytes, which are 256" in (tmp_path / "run.toml").read_text()
 
 
+@pytest.mark.full
 def test_a_plan_takes_the_method_that_is_named_and_its_run_file_can_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -263,6 +266,7 @@ def test_a_plan_takes_the_method_that_is_named_and_its_run_file_can_start(
     assert "GASLoC 2-Peer is not planned for 2 workers" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_streaming_diloco_is_priced_without_a_slow_worker_too_and_its_run_file_leaves_that_one_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -329,6 +333,7 @@ def test_a_plan_says_when_more_local_steps_than_it_tried_would_end_lower(
         assert ("local steps, the most that were tried, are expected to end lower" in capsys.readouterr().out) == helps
 
 
+@pytest.mark.full
 def test_seconds_that_vary_are_a_mean_of_many_rounds_with_its_spread_and_the_check_of_the_run_file_agrees(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -89,6 +89,7 @@ def test_waits_between_stages_take_the_same_share_of_every_candidate_and_are_tol
     )
 
 
+@pytest.mark.full
 def test_the_run_that_was_planned_starts_and_its_check_has_the_planned_seconds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -70,6 +70,7 @@ def is_no_worse_than_alone(found: RunPlan) -> bool:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("network", SLOWER_TOGETHER.values(), ids=SLOWER_TOGETHER)
 def test_where_workers_are_slower_together_one_machine_or_site_is_taken_alone(network: Network) -> None:
     found = made(network, local_steps=(30, 480))
@@ -153,6 +154,7 @@ def test_a_plan_for_one_worker_is_that_machine_alone(tmp_path: Path, capsys: pyt
     assert not price_recipes(made(Network(uplink_bps=1e7, downlink_bps=1e7, step_s=1.0), "0.2m", workers=1)).candidates
 
 
+@pytest.mark.full
 def test_with_everybody_the_machine_alone_is_shown_and_not_taken(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,6 +193,7 @@ def test_of_a_network_without_some_workers_sites_routes_and_changes_are_those_of
     assert not one_site.sites and not one_site.routes and one_site.changes == network.changes[:1]
 
 
+@pytest.mark.full
 def test_sites_as_single_workers_are_expected_as_they_are_when_written_so_with_less_doubt() -> None:
     network = replace(FAST_INSIDE, routes=(Route(between=("here", "there"), latency_s=0.03, bandwidth_bps=1e8),))
     found = made(network, local_steps=(120, 480))

@@ -75,6 +75,7 @@ SCRIPT = [
 ]
 
 
+@pytest.mark.full
 def test_the_same_seed_and_actions_give_the_same_film_and_another_seed_another() -> None:
     actions = [[action_of(one) for one in some] for some in SCRIPT]
 
@@ -88,6 +89,7 @@ def test_the_same_seed_and_actions_give_the_same_film_and_another_seed_another()
     assert len(once) / len(actions) < 1100, "a film of two minutes stands on the site"
 
 
+@pytest.mark.full
 def test_a_round_is_a_function_of_its_scene_which_it_does_not_change(studio: Studio) -> None:
     for method in METHODS:
         scene = begun(studio, method)
@@ -118,6 +120,7 @@ def test_any_actions_in_any_order_keep_a_film_going(studio: Studio) -> None:
             assert frame["disagreement"] == 0.0 and frame["mean"] == frame["there"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_what_is_played_without_a_hand_is_what_is_simulated(studio: Studio, method: str, tmp_path: Path) -> None:
     conditions = acted(acted(Conditions(), Action("method", method)), SHORT)
@@ -131,6 +134,7 @@ def test_what_is_played_without_a_hand_is_what_is_simulated(studio: Studio, meth
     assert frames[-1]["clock_s"] == pytest.approx(price(run.trace, still).total_s, rel=1e-4)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_dead_worker_takes_no_part_until_it_is_back_with_the_state_of_another(studio: Studio, method: str) -> None:
     before = begun(studio, method)
@@ -146,6 +150,7 @@ def test_a_dead_worker_takes_no_part_until_it_is_back_with_the_state_of_another(
         assert torch.equal(after.states[3]["x"], after.states[0]["x"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["gossip", "gasloc"])
 def test_a_cut_separates_pairs_and_both_sides_of_gossip_go_on(studio: Studio, method: str) -> None:
     _, frames = played(studio, begun(studio, method, 1), [Action("cut")], *[[]] * 3, [Action("heal")], *[[]] * 2)
@@ -170,6 +175,7 @@ def test_a_side_without_more_than_half_waits_for_its_mean_and_then_takes_the_sta
     assert frame["there"] == () and frame["loss"] is None and "more than half" in frame["says"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_slow_uplink_costs_priced_seconds_and_changes_no_number_of_the_training(studio: Studio, method: str) -> None:
     scene = begun(studio, method)
@@ -181,6 +187,7 @@ def test_a_slow_uplink_costs_priced_seconds_and_changes_no_number_of_the_trainin
     assert mended["clock_s"] - held["clock_s"] < held["clock_s"] - max(scene.clock_s)
 
 
+@pytest.mark.full
 def test_a_switch_keeps_the_parameters_and_makes_the_outer_state_anew(studio: Studio) -> None:
     """GASLoC without momentum has no other memory than its parameters, and then it is gossip."""
     plain, _ = played(studio, begun(studio, "gasloc"), [Action("momentum", 0.0)], [])
@@ -208,6 +215,7 @@ def test_diloco_begins_at_the_mean_of_its_workers_as_they_must_begin_alike(studi
     assert torch.equal(after.states[7]["x"], reached)
 
 
+@pytest.mark.full
 def test_local_steps_and_momentum_change_and_all_states_are_kept(studio: Studio) -> None:
     for method in ("diloco", "gasloc"):
         scene = begun(studio, method)

@@ -90,6 +90,7 @@ METHODS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
 def test_an_honest_run_agrees_from_the_start_and_from_its_checkpoints_and_a_spoilt_one_does_not(method, tmp_path):
     config, parts = small(every=1, **method)
@@ -220,6 +221,7 @@ def final(folder, config, slot, round=4):
     return checkpoint.load(folder / "checkpoints", round, slot, digest(config))["x"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("rule", "topology"), [("gasloc", "ring"), ("diloco", "complete")])
 def test_a_worker_that_was_killed_after_others_had_counted_its_message_has_sent_it_in_the_replay(
     rule, topology, tmp_path
@@ -278,6 +280,7 @@ def lived_exchanges(slot, rounds, exchanges, *, killed_in=None, missed=frozenset
     return [*lines, Ended(rounds, "finished")]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("settings", "exchanges"), SEVERAL.values(), ids=SEVERAL.keys())
 def test_a_replay_of_several_exchanges_a_round_has_the_bits_of_a_calm_run_where_those_that_live_missed_nothing(
     settings, exchanges, tmp_path

@@ -68,6 +68,7 @@ WAYS = {
 """Settings, the rounds that are over when the run goes on, and with which settings it does."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("before", "until", "after"), WAYS.values(), ids=WAYS.keys())
 def test_an_audit_of_a_run_that_went_on_with_other_settings_accuses_nobody_but_who_is_wrong(
     before, until, after, tmp_path
@@ -121,6 +122,7 @@ SIMULATED = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("make", "settings"), SIMULATED.values(), ids=SIMULATED.keys())
 def test_simulating_the_run_file_of_a_run_whose_settings_changed_says_so_and_its_replay_follows_them(
     make, settings, tmp_path, capsys, caplog
@@ -145,6 +147,7 @@ def test_simulating_the_run_file_of_a_run_whose_settings_changed_says_so_and_its
     assert read_branches(tmp_path / "again") == read_branches(folder)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_an_elastic_run_that_went_on_with_other_settings_is_replayed_and_audited_with_those_of_each_round(tmp_path):
     config = hashed(run__elastic=True, run__checkpoint_every=2, run__timeout_s=60)

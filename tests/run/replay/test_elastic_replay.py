@@ -91,6 +91,7 @@ def test_a_run_with_a_death_and_a_newcomer_is_replayed_to_the_last_bit(churned, 
     assert "last bit" not in caplog.text
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "settings",
@@ -189,6 +190,7 @@ def train_but_leave_amid_round_3(argv):
     return main(argv)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_workers_that_leave_amid_a_round_go_on_from_its_begin_with_the_bits_of_the_replay(
@@ -236,6 +238,7 @@ def train_but_leave_after_round_4(argv):
     return main(argv)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("rule", ["gasloc", "diloco"])
 def test_who_leaves_with_the_state_that_it_has_taken_over_goes_on_with_it_and_is_replayed(rule, tmp_path, monkeypatch):

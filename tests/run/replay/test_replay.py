@@ -109,6 +109,7 @@ def test_a_killed_worker_leaves_the_others_a_new_process_takes_its_place_and_all
     assert_replayed(real, config, tmp_path / "replay")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", RUNS.values(), ids=RUNS.keys())
 def test_the_command_line_replays_a_run_of_several_workers(method, tmp_path, monkeypatch, capsys):
     config = served(workers=3, run__steps=12, run__checkpoint_every=6, **method)

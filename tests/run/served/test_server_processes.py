@@ -594,6 +594,7 @@ def test_a_run_that_was_killed_goes_on_from_the_server_s_snapshot_to_the_same_bi
     assert torch.equal(model(tmp_path / "replay", config), model(tmp_path / "real", config))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("whom", ["server", "launcher"])
 def test_a_server_that_gets_sigterm_saves_after_its_round_and_goes_on_from_it(tmp_path, whom):

@@ -109,6 +109,7 @@ def test_the_number_of_threads_that_share_the_workers_changes_no_bit_and_dropout
     assert plain != dropped
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("rule", "topology", "options"),
     [
@@ -139,6 +140,7 @@ def test_what_is_under_way_at_a_checkpoint_is_sent_again_and_heard_as_it_would_h
     assert same_run(tmp_path / "whole", tmp_path / "parts", config)
 
 
+@pytest.mark.full
 def test_a_run_that_is_killed_at_any_moment_and_resumed_equals_the_uninterrupted_run(tmp_path):
     config = single(run__steps=80, run__eval_every=0)  # forty rounds: the kill comes long before it ends
     simulate(config, tmp_path / "whole")
@@ -194,6 +196,7 @@ def test_a_table_of_one_number_of_local_steps_has_the_bits_of_the_number(tmp_pat
     assert read_metrics(tmp_path / "number") == read_metrics(tmp_path / "table")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("more", [{}, {"rule__name": "eager", "topology__name": "complete", "run__weigh_steps": True}])
 def test_a_run_whose_local_steps_grow_goes_on_within_a_stretch_to_the_same_bits(more, tmp_path):
     """The entry at the begin of a round counts for all of it, so that the one at step 5 comes into force at step 6."""
@@ -210,6 +213,7 @@ def test_a_run_whose_local_steps_grow_goes_on_within_a_stretch_to_the_same_bits(
         assert same_run(tmp_path / "whole", tmp_path / f"{stop}", config)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("rule", "topology", "batched"), [("gasloc", "random", 1), ("diloco", "complete", 3)])
 def test_a_synchronous_start_is_data_parallelism_and_ends_with_equal_workers_and_a_fresh_outer_state(
     rule, topology, batched, tmp_path
@@ -279,6 +283,7 @@ def test_data_parallel_workers_equal_one_worker_with_their_batches_together(tmp_
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("optimizer", ["muon", "spectral_muon", "adamw"])
 def test_workers_whose_steps_are_one_step_leave_what_each_alone_would(tmp_path, monkeypatch, optimizer):
     config = single(
@@ -345,6 +350,7 @@ def test_more_threads_than_cores_are_warned_of(tmp_path, caplog):
     assert f"{threads} threads oversubscribe" in caplog.text
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("computes", "fast"), [(True, True), (True, False), (False, False)])
 @pytest.mark.parametrize(("key", "value"), [("autocast", "bf16"), ("optimizer", "muon"), ("optimizer", "adamw")])
 def test_products_in_bf16_on_a_processor_that_is_slow_in_them_are_warned_of_once(

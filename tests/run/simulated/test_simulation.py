@@ -108,6 +108,7 @@ def test_losses_and_parameters_are_bitwise_those_of_processes_with_outer(tmp_pat
             assert model[1].running_var.tolist() == real[i][name]["running"], name
 
 
+@pytest.mark.full
 def test_a_simulation_stops_to_be_looked_at_and_goes_on_to_the_same_end(tmp_path: Path):
     whole, run = simulated(), simulated(until=1, out=tmp_path / "run")
     assert (run.rounds, run.over, len(run.validation["loss"])) == (1, False, 2)
@@ -127,6 +128,7 @@ def test_a_simulation_inside_inference_mode_has_the_bits_of_one_outside():
     assert not any(p.is_inference() for model in models for p in model.parameters())
 
 
+@pytest.mark.full
 def test_an_asynchronous_simulation_stops_and_goes_on_too():
     network = Network(step_s=1.0, uplink_bps=1e4, downlink_bps=1e4)
     for rule in ("delayed_nesterov", "ad_psgd", "gasloc"):
@@ -184,6 +186,7 @@ class _Descent(torch.optim.Optimizer):
         type(self).inside -= 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rule", ["gasloc", "delayed_nesterov", "ad_psgd"])
 def test_functions_of_the_user_are_called_one_at_a_time_in_all_threads_and_no_bit_changes(
     rule: str, monkeypatch: pytest.MonkeyPatch
@@ -337,6 +340,7 @@ def test_histories_are_columns_and_the_trace_has_a_price(tmp_path: Path):
     assert "diloco" in page.read_text()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "given",
     [
@@ -393,6 +397,7 @@ def test_everything_has_a_default():
     assert run.config.rule.name == "gasloc" and run.loss > 0
 
 
+@pytest.mark.full
 def test_a_run_file_a_dictionary_and_keywords_describe_one_run(tmp_path: Path):
     small = {"model": {"size": "0.2m"}, "data": {"seq_len": 8, "batch_size": 2, "max_bytes": 10**5}}
     settings = {**small, "workers": 2, "run": {"steps": 2, "local_steps": 1}, "rule": "diloco", "topology": "complete"}
@@ -404,6 +409,7 @@ def test_a_run_file_a_dictionary_and_keywords_describe_one_run(tmp_path: Path):
     assert gossamer.simulate(file, seed=1).loss not in losses
 
 
+@pytest.mark.full
 def test_a_folder_of_transformers_is_a_model(tmp_path: Path):
     transformers = pytest.importorskip("transformers")
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -561,6 +567,7 @@ def test_a_directed_graph_is_refused_in_a_sentence():
         simulated(topology=networkx.DiGraph([(0, 1)]))
 
 
+@pytest.mark.full
 def test_a_sweep_has_all_combinations_and_seeds_in_one_table(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     grid = {"rule": [gossamer.gasloc(), gossamer.diloco()], "inner.lr": [1e-3, 1e-2]}
     given: Any = {key: value for key, value in TASK.items() if key != "optimizer"}
@@ -633,6 +640,7 @@ def test_keywords_fit_into_settings_that_lack_their_table():
     assert (run.config.run.steps, run.config.topology.name) == (2, "complete")
 
 
+@pytest.mark.full
 def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     notebook = json.loads((Path(__file__).parents[3] / "examples" / "simulate.ipynb").read_text(encoding="utf-8"))
     code = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]

@@ -79,6 +79,7 @@ METHODS = {
 every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
 
 
+@pytest.mark.sampled(2)
 @every_method
 def test_a_run_is_a_function_of_its_file_and_trains_the_tokens_of_a_run_in_rounds_also_when_resumed_with_other_threads(
     method, tmp_path, monkeypatch
@@ -206,6 +207,7 @@ def test_evaluate_finds_what_the_run_scored(method, tmp_path):
     assert (tmp_path / "model" / "config.json").exists()
 
 
+@pytest.mark.full
 def test_a_run_is_scored_on_other_text_and_nothing_is_written(tmp_path, capsys):
     def text(words):
         (file := tmp_path / f"{words}.jsonl").write_text(
@@ -224,6 +226,7 @@ def test_a_run_is_scored_on_other_text_and_nothing_is_written(tmp_path, capsys):
     assert evaluate(run).result != scored
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("characters", [3, 1_000, 5_000, 150_000])
 def test_evaluate_scores_another_text_whole_however_short_it_is(characters, tmp_path, capsys):
     run, words = tmp_path / "run", "".join(f"{k} words, " for k in range(characters // 8 + 1))[:characters]

@@ -69,6 +69,7 @@ METHODS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_an_infinite_gradient_that_no_loss_sees_ends_the_run_with_its_worker_and_is_never_saved(
     method: str, tmp_path: Path

@@ -63,6 +63,7 @@ def scored(folder: Path) -> dict[str, object]:
     return {key: value for key, value in json.loads(said.splitlines()[-1]).items() if key not in ("folder", "model")}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_of_which_one_process_gets_sigterm_saves_a_round_of_all_and_goes_on_to_the_same_bits(
@@ -142,6 +143,7 @@ def simulate_but_stop(argv: Sequence[str]) -> int:
     return main(argv)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("kind", ["in rounds", "over virtual time"])
 def test_a_simulation_that_gets_sigterm_saves_after_its_round_and_goes_on_to_the_same_bits(
@@ -272,6 +274,7 @@ def compare_but_stop(argv: Sequence[str]) -> int:
     return main(argv)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_a_comparison_that_gets_ctrl_c_saves_the_runs_in_progress_and_continues_them_to_the_same_bits(

@@ -129,6 +129,7 @@ def test_workers_that_resume_a_run_that_has_ended_say_so_once_and_leave_it_as_it
     assert {path: path.read_bytes() for path in (root / "real").glob("*.jsonl")} == before
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)  # a busy machine compiles for minutes
 def test_compiled_workers_compute_what_their_compiled_simulation_computes(tmp_path):
     options = {"workers": 2, "inner__compile": True, "inner__autocast": "bf16", "run__steps": 4, "run__eval_every": 0}
@@ -340,6 +341,7 @@ def streamed(tmp_path, **more):
     )
 
 
+@pytest.mark.full
 @pytest.mark.timeout(280)
 def test_a_stream_that_cannot_be_read_for_a_while_or_for_good_loses_nothing_of_two_workers(tmp_path):
     config, folder = streamed(tmp_path), tmp_path / "real"
@@ -361,6 +363,7 @@ def test_a_stream_that_cannot_be_read_for_a_while_or_for_good_loses_nothing_of_t
         assert torch.equal(real, whole._engine.models()[w])
 
 
+@pytest.mark.full
 def test_a_simulation_whose_stream_cannot_be_read_saves_and_goes_on_to_the_same_bits(tmp_path, monkeypatch):
     config = streamed(tmp_path, run__batched=1)
     whole = simulate(config, tmp_path / "whole")

@@ -61,6 +61,7 @@ def slowed(tmp_path_factory):
     return folder, config, simulate(config, folder)
 
 
+@pytest.mark.full
 def test_a_slow_uplink_settles_on_the_published_steps_within_three_rounds(slowed, tmp_path):
     """`test_pacing` has the other published settings."""
     config = adaptive({"slow": declared(0.2)}, topology__peers=2, run__steps=90)
@@ -69,6 +70,7 @@ def test_a_slow_uplink_settles_on_the_published_steps_within_three_rounds(slowed
         assert read_trace(folder).steps.tolist() == [[30] * 4, [30] * 4, [30, 30, 30, steps]]
 
 
+@pytest.mark.full
 def test_steps_follow_a_link_that_changes_and_a_slow_computer(tmp_path):
     later = {"at_s": 40.0, "factor": 0.2, "worker": 1}
     network = declared(1.0, changes=[later]) | {"step_s": [1.0, 1.0, 2.0, 1.0]}
@@ -79,6 +81,7 @@ def test_steps_follow_a_link_that_changes_and_a_slow_computer(tmp_path):
     assert steps[-1].tolist() == [10, 3, 5, 10]
 
 
+@pytest.mark.full
 def test_jitter_moves_no_steps_back_and_forth(tmp_path):
     config = adaptive({"one": declared(0.2, jitter=0.05)}, run__local_steps=15, run__steps=105)
     simulate(config, tmp_path / "run")
@@ -88,6 +91,7 @@ def test_jitter_moves_no_steps_back_and_forth(tmp_path):
     assert all(abs(own - wanted) <= 2 for own, wanted in zip(steps[-1], (15, 15, 15, 8), strict=True))
 
 
+@pytest.mark.full
 def test_a_resumed_run_goes_on_with_the_steps_in_force_and_to_the_same_bits(tmp_path):
     config = adaptive(
         {"slow": declared(0.1)},
@@ -150,6 +154,7 @@ def test_what_cannot_adapt_is_refused_in_a_sentence(networks, overrides, sentenc
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.full
 def test_what_the_sums_come_back_in_takes_no_step_from_whom_they_are_slow_for(tmp_path):
     bps = 5.2 * parameter_count(single().model, 256)
     network = {"slow": {"uplink_bps": [bps, bps, 0.1 * bps], "downlink_bps": 10 * bps, "step_s": 1.0}}

@@ -54,6 +54,7 @@ def test_stacked_replicas_have_the_losses_and_gradients_of_each_alone(own):
             torch.testing.assert_close(gradient[r], p.grad, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("optimizer", ["adamw", "accum_adamw", "sgd", "spectral_muon"])
 @pytest.mark.parametrize("batched", [2, 8])
 def test_a_batched_run_is_equal_to_one_replica_after_the_other_but_for_rounding(tmp_path, batched, optimizer):
@@ -68,6 +69,7 @@ def test_a_batched_run_is_equal_to_one_replica_after_the_other_but_for_rounding(
     assert together.result().loss == pytest.approx(alone.result().loss, abs=1e-4)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("optimizer", ["adamw", "accum_adamw", "sgd", "spectral_muon"])
 def test_a_batched_run_resumes_to_the_same_bits(tmp_path, optimizer):
     config = tiny(run__batched=2, inner__optimizer=optimizer)
@@ -105,6 +107,7 @@ def test_what_cannot_train_as_one_computation_is_refused_by_its_key(key, value):
         tiny(run__batched=2, **{key.replace(".", "__"): value})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "own",
     [
@@ -138,6 +141,7 @@ def test_rules_that_decide_on_local_steps_are_refused_with_batched_replicas(tmp_
         resolve(config)
 
 
+@pytest.mark.full
 def test_a_stack_computes_in_the_precision_of_the_run(tmp_path):
     settings = {"run__local_steps": 2, "inner__autocast": "bf16"}
     alone = trained(tiny(**settings), tmp_path / "alone")
@@ -146,6 +150,7 @@ def test_a_stack_computes_in_the_precision_of_the_run(tmp_path):
     assert (x_of(together) - x_of(alone)).abs().max() < (x_of(together) - x_of(exact)).abs().max() / 2
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)  # a busy machine compiles for minutes
 def test_a_compiled_stack_is_equal_to_another_but_for_rounding_and_resumes_to_the_same_bits(tmp_path):
     config, plain = (single(workers=2, run__batched=2, inner__compile=compiled) for compiled in (True, False))
@@ -168,6 +173,7 @@ def embedded_loss(model, x):
     return torch.nn.functional.cross_entropy(model.head(model.table(x[:-1])), x[1:])
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_the_gradient_of_a_compiled_embedding_has_one_value_over_many_runs_with_two_threads():
     model, x = Embedded(), torch.randint(40, (4097,), generator=torch.Generator().manual_seed(1))

@@ -35,6 +35,7 @@ def models_of(folder, **overrides):
     return [checkpoint.load(folder / "checkpoints", 2, i, digest(config))["x"] for i in range(2)]
 
 
+@pytest.mark.full
 def test_heterogeneous_replicas_with_exact_boundaries_are_sparseloco_and_of_full_width_to_rounding(tmp_path):
     plain = models_of(tmp_path / "plain")
     exact = models_of(tmp_path / "exact", **CUT, pipeline__workers=[1])
@@ -45,6 +46,7 @@ def test_heterogeneous_replicas_with_exact_boundaries_are_sparseloco_and_of_full
         assert torch.allclose(a, b, atol=2e-3) and float((a - b).norm() / b.norm()) < 1e-2
 
 
+@pytest.mark.full
 def test_only_the_replicas_that_are_named_are_cut_and_resume_to_their_bits(tmp_path):
     overrides = {**SPARSE, **NARROW, "pipeline__workers": [1]}
     config = tiny(**overrides, run__steps=8, workers=2)

@@ -143,6 +143,7 @@ def test_a_simulation_counts_what_crossed_each_boundary(tmp_path):
         assert 2 * 4 * (2 * 16 * 64 * 4.3 / 8) < there < 2 * 4 * (2 * 16 * 64 * 4.5 / 8 + 8)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "overrides", [AQSGD, {**CUT, "pipeline__forward": "tahquant", "rule__name": "diloco"}], ids=str
 )

@@ -120,6 +120,7 @@ def test_shards_that_gossip_end_with_the_checkpoints_losses_and_bytes_of_the_sim
     assert losses[0] == losses[1]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CLOSE)
 def test_where_sums_have_another_order_shards_end_within_rounding_of_the_simulation(name, tmp_path):
     settings, tolerance = CLOSE[name]

@@ -311,6 +311,7 @@ def test_a_pipeline_of_processes_has_the_bits_and_the_bytes_of_the_virtual_one(t
     assert own == lines_of(simulated, "train", "loss", "lr", "tokens", "boundary_bytes") and own
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)  # a busy machine compiles for minutes
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler looks, and hides what it is told
 def test_compiled_stages_of_processes_have_the_bits_of_those_in_one(tmp_path):
@@ -368,6 +369,7 @@ def test_validation_through_the_stages_is_that_of_the_whole_model_and_leaves_the
     assert found == scored_in(trained / "simulated" / name, first) and found
 
 
+@pytest.mark.full
 def test_the_trace_has_the_messages_of_a_worker_once_and_a_line_of_each_stage_says_what_it_did(trained):
     name = "dense, gpipe"
     config, real = tiny(**CASES[name]), trained / "real" / name
@@ -435,6 +437,7 @@ def alike(one, other):
     return one == other
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", INNER)
 def test_a_state_that_is_cut_into_stages_and_joined_is_what_it_was(name, tmp_path):
     run = tiny(
