@@ -506,12 +506,12 @@ class Outer(Generic[M]):
         """
         self._must_be_open("common_steps")
         check_option("common_steps", "mine", mine, Number)
-        said = self._peers.agree("common_steps", mine)
-        if wrong := [worker for worker, one in enumerate(said) if type(one) is not int or one < 0]:
+        counts = self._peers.agree("common_steps", mine)
+        if wrong := [worker for worker, one in enumerate(counts) if type(one) is not int or one < 0]:
             raise PeerError(
                 f"worker {wrong[0]} does not say how many steps it can take; call common_steps on all workers"
             )
-        return self._siblings.fewest(min(said))
+        return self._siblings.fewest(min(counts))
 
     def metrics(self) -> OuterMetrics:
         """Costs of this worker's exchanges since the previous call, or since the start; needs no other worker.

@@ -182,5 +182,5 @@ def mark_of(code: Sequence[CodeInput], key: bytes) -> str:
     (True, False)
     """
     named = [[one["kind"], one["name"], one["options"], one["path"], one["sha256"]] for one in code]
-    said = json.dumps(sorted(named))
-    return hmac.new(key, b"gossamer run folder 1\n" + said.encode(), "sha256").hexdigest()
+    content = json.dumps(sorted(named))
+    return hmac.new(key, b"gossamer run folder 1\n" + content.encode(), "sha256").hexdigest()

@@ -395,8 +395,8 @@ def _asked(folder: Path, addresses: Collection[Address], limits: Limits, peers: 
 def _rounds_behind(lives: Sequence[Life], trained: Mapping[str, Any], entry: SlotEntry | None) -> int:
     recorded = [life.rounds[-1].round + 1 for life in lives[-1:] if life.rounds]
     recorded += [life.ended.round for life in lives[-1:] if life.ended is not None and life.ended.why == "finished"]
-    said = [] if entry is None or entry.status == MemberStatus.JOINING else [entry.round]
-    return max([0, *recorded, *said, trained.get("round", -1) + 1])
+    announced = [] if entry is None or entry.status == MemberStatus.JOINING else [entry.round]
+    return max([0, *recorded, *announced, trained.get("round", -1) + 1])
 
 
 def _steps(lives: Sequence[Life], trained: Mapping[str, Any]) -> int | None:

@@ -649,7 +649,7 @@ def to_evaluate(store: Store, line: Lineage, round: int | None) -> tuple[int, li
     config = store.config
     every = config.kind == "server" or not (config.run.elastic or config.event_driven)
     kept = kept_by(store, config.owners, line)
-    requested = lambda held: round if any(round in one for one in held.values()) else 0  # noqa: E731
+    requested = lambda held: round if round is not None and any(round in one for one in held.values()) else 0  # noqa: E731
     pick = requested if round is not None else newest_of_all if every else round_to_score
     choice = choose_round(
         kept, pick, lambda r: {i: store.fault(r, i, line) for i, one in kept.items() if r in one.whole}

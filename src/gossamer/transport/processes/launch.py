@@ -237,14 +237,14 @@ def agree(
         )
     owners = [member.owner(rank) for rank in range(member.ranks)]
     with store_answers():
-        said = [_statement(owner, entries.read(key, owner)) for owner, key in zip(owners, keys, strict=True)]
+        statements = [_statement(owner, entries.read(key, owner)) for owner, key in zip(owners, keys, strict=True)]
     camps: dict[str, list[int]] = {}
-    for rank, (theirs, _, _) in enumerate(said):
+    for rank, (theirs, _, _) in enumerate(statements):
         camps.setdefault(theirs, []).append(rank)
     if len(camps) > 1:
         part(member, min(timeout_s, 10.0))  # so that all can report the difference rather than a lost store
-        raise PeerError(_disagreement(camps, [settings for _, _, settings in said], member))
-    return [facts for _, facts, _ in said]
+        raise PeerError(_disagreement(camps, [settings for _, _, settings in statements], member))
+    return [facts for _, facts, _ in statements]
 
 
 def part(member: Member, timeout_s: float) -> None:
@@ -254,7 +254,7 @@ def part(member: Member, timeout_s: float) -> None:
     others have finished reading: the slowest reads a moment after the fastest has continued. One that dies meanwhile
     costs `timeout_s`.
     """
-    if late := _late_to_part(member, timeout_s):
+    if late := late_to_part(member, timeout_s):
         log.warning(
             "%s may still need the store of the run, which ends with this process, after %g s; look at their logs",
             _workers(late, member),
@@ -264,7 +264,7 @@ def part(member: Member, timeout_s: float) -> None:
         member.behind.close()
 
 
-def _late_to_part(member: Member, timeout_s: float) -> list[int]:
+def late_to_part(member: Member, timeout_s: float) -> list[int]:
     """Posts that this process no longer needs the store; one that hosts it waits for the others, and returns the late ones."""
     names, entries = [f"parted/{rank}" for rank in range(1, member.ranks)], member.entries.within(timeout_s)
     if not member.rank:
@@ -277,7 +277,7 @@ def _late_to_part(member: Member, timeout_s: float) -> list[int]:
 def _parted(member: Member, timeout_s: float) -> None:
     """As `part`, when Python exits: nobody is there to be warned, or to handle a lost store."""
     with contextlib.suppress(TransportError):
-        _late_to_part(member, timeout_s)
+        late_to_part(member, timeout_s)
 
 
 def _disagreement(
