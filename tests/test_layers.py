@@ -77,6 +77,7 @@ LIGHT = [  # work without torch
     "transport.elastic.ask",
     "transport.bucket.bucket",
     "transport.bucket.protocol",
+    "transport.bucket.server_log",
     "network.inner_steps",
     "network.links",
     "network.estimates.goodput",

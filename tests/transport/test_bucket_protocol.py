@@ -209,6 +209,7 @@ class World:
         self.alive: dict[int, Process] = {}
         self.histories: list[list[tuple[int, str]]] = []
         self.kind: type[Chain] = Chain
+        self.attends: Callable[..., Any] = Attendance
         self.works: list[Chain] = []
         self.failed: list[Exception] = []
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -225,7 +226,7 @@ class World:
         number = next(self._numbers)
         work = (kind or self.kind)(disk, every=self.draws.choice((2, 3)))
         terms = self.terms if seal is None else self.terms._replace(seal=seal)
-        one = Attendance(terms, work, f"nonce {number}", lambda: self.now)
+        one = self.attends(terms, work, f"nonce {number}", lambda: self.now)
         self.alive[number] = Process(one, work, disk)
         self.histories.append(work.history)
         self.works.append(work)
@@ -311,13 +312,12 @@ def commits_of(world: World) -> Iterator[Commit]:
         yield found
 
 
-def live_through(seed: int, *, gossip: bool = False) -> World:
+def live_through(seed: int, prepare: Callable[[World], None] = lambda world: None) -> World:
     """A run whose workers die, stand still and leave now and then, and once all at one time."""
     draws = random.Random(f"disasters {seed}")
     workers, rounds = draws.randint(2, 5), draws.randint(6, 14)
     world = World(seed, workers, rounds, faults=draws.choice((0.0, 0.02, 0.1)))
-    if gossip:
-        world.kind, world.terms = Mixer, world.terms._replace(gossip=True, rejoin_rounds=3)
+    prepare(world)
     disks: list[dict[int, Any]] = [{} for _ in range(workers)]
     for disk in disks:
         world.at(draws.uniform(0, 30), lambda disk=disk: world.start(disk))
@@ -377,6 +377,10 @@ def test_no_round_is_lost_and_no_state_is_wrong_whoever_dies_and_however_the_sto
             raise
 
 
+def as_gossip(world: World) -> None:
+    world.kind, world.terms = Mixer, world.terms._replace(gossip=True, rejoin_rounds=3)
+
+
 def must_hold_in_gossip(world: World) -> None:
     """No round is lost, no step counts twice, and each state follows from those that the commits name and their messages."""
     assert not world.failed
@@ -420,7 +424,7 @@ def test_in_gossip_no_round_is_lost_and_both_ends_of_an_exchange_count_it_whoeve
 ) -> None:
     for seed in (FULL if request.config.getoption("--full") else range(8))[part::2]:
         try:
-            must_hold_in_gossip(live_through(seed, gossip=True))
+            must_hold_in_gossip(live_through(seed, as_gossip))
         except BaseException as error:
             error.add_note(f"schedule {seed}")
             raise
@@ -462,6 +466,10 @@ class Liar(Chain):
 
 @pytest.fixture
 def seals(tmp_path: Path) -> list[KeySeal]:
+    return new_seals(tmp_path)
+
+
+def new_seals(tmp_path: Path) -> list[KeySeal]:
     """Of three machines with a worker each, in the order of their numbers."""
     pytest.importorskip("cryptography")
     files = [new_key(name, tmp_path / f"{name}.pem") for name in ("berlin", "paris", "rome")]

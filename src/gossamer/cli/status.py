@@ -36,16 +36,29 @@ def command(run: Annotated[str, Parameter(name="RUN")], /, *, peers: Path | None
 def _print_store(found: "StoreStatus") -> None:
     from gossamer.cli.tables import print_table
 
-    last = (
-        "" if found.closed_by is None else f"; the last was closed by worker {found.closed_by}, {_age(found.age_s)} ago"
+    did, of = (
+        ("the last event was added", "the server after event")
+        if found.server
+        else ("the last was closed", "a worker after round")
     )
+    last = "" if found.closed_by is None else f"; {did} by worker {found.closed_by}, {_age(found.age_s)} ago"
     echo(f"{found.store}: {found.round} of {found.rounds} rounds are closed{last}")
-    echo(f"states of a worker after round: {', '.join(map(str, found.states)) or 'none yet'}")
+    echo(f"states of {of}: {', '.join(map(str, found.states)) or 'none yet'}")
     rows = [
         [str(one.worker), one.standing, str(one.lives), str(one.steps), "yes" if one.counted else "no"]
         for one in found.workers
     ]
-    print_table(["worker", "slot", "processes so far", "inner steps", "in the last round"], rows, text=2)
+    print_table(
+        [
+            "worker",
+            "slot",
+            "processes so far",
+            "inner steps",
+            "in the last event" if found.server else "in the last round",
+        ],
+        rows,
+        text=2,
+    )
 
 
 def _print(found: "RunStatus") -> None:

@@ -55,8 +55,8 @@ class ServerOptions:
     listen: Annotated[str | None, Parameter(metavar="HOST:PORT")] = None
     """where this machine listens for the others, which --join it; with --local N each worker takes the next port"""
     store: Annotated[str | None, Parameter(metavar="URL")] = None
-    """folder or object store (such as s3://bucket/run) in which the whole state of an elastic run lies: starts it, joins it, or
-    continues it, alone or among others"""
+    """folder or object store (such as s3://bucket/run) in which the whole state of an elastic run, or one with a [server], lies:
+    starts it, joins it, or continues it, alone or among others"""
     secret: Path | None = None
     """file with the secret of the run (default: GOSSAMER_SECRET, else the file 'secret' of the run folder)"""
 
@@ -352,7 +352,11 @@ def _train_one(
     config: "ResolvedRun", folder: Path, join: str | None, served: ServerOptions, *, resume: "Resume"
 ) -> None:
     """Trains as one of the workers of the run, or as its server."""
-    if served.store is not None:
+    if served.store is not None and config.kind == "server":
+        from gossamer.run.served.in_store import train_served_in_store
+
+        train_served_in_store(config, folder, served.store)
+    elif served.store is not None:
         from gossamer.run.elastic.store_rounds import train_in_store
 
         train_in_store(config, folder, served.store)

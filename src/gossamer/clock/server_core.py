@@ -101,6 +101,8 @@ class CoreState(NamedTuple):
     sent: list[tuple[int, int, int, int]]
     absorbed_steps: int
     refused: bool
+    begun: int = 0
+    """Inner steps of the budget that have begun, where it has one."""
 
 
 class ServerCore:
@@ -202,6 +204,18 @@ class ServerCore:
         spent = self._refused or self._budget.begun >= self._budget.steps
         return spent and not any(fragment.waiting for fragment in self._fragments)
 
+    def is_due(self, now_s: float) -> bool:
+        """Whether `tick` would act at this time."""
+        windows = [fragment for fragment in self._fragments if fragment.waiting]
+        if not windows or self._rule.window is None:
+            return False
+        if self._budget is not None and not self._expects_pushes(now_s):
+            return True
+        quorum = min(self._rule.window.quorum, self._count(lambda member: member.present, now_s))
+        return any(
+            now_s >= one.closes_s or (one.closes_s == math.inf and len(one.waiting) >= quorum) for one in windows
+        )
+
     @property
     def present(self) -> int:
         """The number of workers present."""
@@ -224,6 +238,10 @@ class ServerCore:
     def phases(self, worker: int) -> int:
         """Local phases of a worker whose push has arrived."""
         return self._members[worker].phases
+
+    def is_present(self, worker: int) -> bool:
+        """Whether a worker has joined, and has not left since."""
+        return self._members[worker].present
 
     def seen(self, worker: int) -> bool:
         """Whether a worker has joined since this core was made or restored."""
@@ -286,7 +304,8 @@ class ServerCore:
         ]
         members = [_MemberCopy(m.phases, m.joins, m.present, m.trains) for m in self._members]
         sent = [(*whom, *when) for whom, when in self._sent.items()]
-        return CoreState(fragments, members, sorted(self._seen), sent, self.absorbed_steps, self._refused)
+        begun = 0 if self._budget is None else self._budget.begun
+        return CoreState(fragments, members, sorted(self._seen), sent, self.absorbed_steps, self._refused, begun)
 
     def restore_whole(self, state: CoreState) -> None:
         """Continues from a complete state. Raises ValueError when it does not fit."""
@@ -300,6 +319,8 @@ class ServerCore:
             member.phases, member.joins, member.present, member.trains = saved
         self._seen, self.absorbed_steps, self._refused = set(state.seen), state.absorbed_steps, state.refused
         self._sent = {(worker, p): (updates, phases) for worker, p, updates, phases in state.sent}
+        if self._budget is not None:
+            self._budget.begun = state.begun
 
     # Decisions
 

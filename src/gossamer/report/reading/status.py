@@ -24,6 +24,7 @@ from gossamer.report.reading.lines import RunFile, run_file_of
 from gossamer.report.reading.paces import Paces
 from gossamer.transport.bucket.bucket import MOST_HEAD_BYTES, SecretSeal, bucket_at
 from gossamer.transport.bucket.protocol import Sightings, commit_in, commit_name
+from gossamer.transport.bucket.server_log import event_in
 from gossamer.transport.bucket.signed import KEY_OBJECT, opened_key
 from gossamer.transport.elastic.ask import View, look
 from gossamer.transport.elastic.members import MemberStatus, SlotEntry, merged
@@ -116,7 +117,7 @@ class SlotStatus(NamedTuple):
     steps: int
     """Its inner steps included in the state of the run."""
     counted: bool
-    """Whether it took part in the last closed round."""
+    """Whether it took part in the last closed round; with a server, whether the last event is about it."""
 
 
 class StoreStatus(NamedTuple):
@@ -128,12 +129,14 @@ class StoreStatus(NamedTuple):
     round: int
     """Closed rounds."""
     closed_by: int | None
-    """The slot that closed the last round."""
+    """The slot that closed the last round; with a server, that added the last event."""
     age_s: float | None
     """Its age, by the clock of that machine."""
     states: list[int]
-    """The rounds with a stored state."""
+    """The rounds with a stored state; of a server, its events."""
     workers: list[SlotStatus]
+    server: bool = False
+    """Whether it is a run with a server, of which each worker has the state."""
 
 
 def store_status(url: str, *, peers: Path | None = None, now_s: float | None = None) -> StoreStatus:
@@ -155,7 +158,7 @@ def store_status(url: str, *, peers: Path | None = None, now_s: float | None = N
                 )
             seal = opened_key(keys, key)
         raw = bucket.get("run", MOST_HEAD_BYTES)
-        match None if raw is None else seal.opened("run", raw).head:
+        match head := None if raw is None else seal.opened("run", raw).head:
             case {"workers": int(n), "rounds": int(rounds)} if 0 < n < 1 << 20 and 0 < rounds < 1 << 31:
                 seen = Sightings(n)
             case _:
@@ -167,7 +170,10 @@ def store_status(url: str, *, peers: Path | None = None, now_s: float | None = N
         seen.look(bucket.names(f"r{max(0, max(seen.states, default=0) - 1):08d}"), 0.0)
         name = commit_name(seen.newest)
         raw = None if seen.newest < 0 else bucket.get(name, MOST_HEAD_BYTES)
-        last = None if raw is None else commit_in(seen.newest, seal.opened(name, raw).head, n)
+        item = None if raw is None else seal.opened(name, raw)
+        last, event = (
+            (None, None) if item is None else (commit_in(seen.newest, item.head, n), event_in(seen.newest, item, n))
+        )
     except TransportError:
         raise
     except OSError as error:
@@ -182,7 +188,8 @@ def store_status(url: str, *, peers: Path | None = None, now_s: float | None = N
         workers.append(SlotStatus(slot, standing, 0 if life is None else life + 1, steps, counted))
     now_s = time.time() if now_s is None else now_s
     closer, age_s = (None, None) if last is None else (last.closer[0], max(0.0, now_s - last.time_s))
-    return StoreStatus(url, rounds, seen.newest + 1, closer, age_s, sorted(seen.states), workers)
+    closed = seen.newest + 1 if "server" not in head else 0 if event is None else event.rounds
+    return StoreStatus(url, rounds, closed, closer, age_s, sorted(seen.states), workers, "server" in head)
 
 
 def standing_of(seen: Sighting) -> str:

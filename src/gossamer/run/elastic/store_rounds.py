@@ -35,21 +35,19 @@ from gossamer.run.bookkeeping.inputs import note_inputs
 from gossamer.run.bookkeeping.journal import Journal
 from gossamer.run.bookkeeping.resume import lineage
 from gossamer.run.config.resolved import ResolvedRun
-from gossamer.run.participant.agreement import prepare, run_settings, use_recorded_threads
+from gossamer.run.participant.agreement import use_recorded_threads
+from gossamer.run.participant.in_store import bind_folder, open_store, renewing
 from gossamer.run.participant.life import KEPT
 from gossamer.run.worker.replica import MISFITS, Replica
 from gossamer.run.worker.task import Task
 from gossamer.run.worker.worker import RoundReport, Segment, Worker
 from gossamer.stop_signals import Asked, leaving
-from gossamer.transport.bucket.bucket import Bucket, Folder, SecretSeal, opened_bucket
+from gossamer.transport.bucket.bucket import Bucket
 from gossamer.transport.bucket.perform import perform
 from gossamer.transport.bucket.protocol import Attendance, Basis, Commit, StoreTerms
-from gossamer.transport.bucket.signed import key_seal
 from gossamer.transport.contract import Ticket
-from gossamer.transport.keys import keys_for
 from gossamer.transport.memory import MemoryNetwork, Parcel
 from gossamer.transport.processes.launch import device_of
-from gossamer.transport.secret import environment_secret
 from gossamer.tree import Tree, leaves, must_fit, refill
 
 log = logging.getLogger("gossamer")
@@ -100,50 +98,15 @@ def train_in_store(config: ResolvedRun, folder: Path, url: str) -> None:
     Raises: ConfigError, DataError, CheckpointError, PeerError, TrainingError.
     """
     must_fit_a_store(config)
-    bucket, keys, secret = opened_bucket(url), keys_for(config.peers, config.workers), environment_secret()
-    if keys is None:
-        log.warning(
-            "what lies in the store '%s' is not encrypted: all who may read there read the parameters, and %s; give rights to "
-            "the machines of the run alone, or list their keys as [peers] in the run file (gossamer keys)",
-            url,
-            "all who know the secret can change the run" if secret else "all who may write there can change the run",
-        )
-    task, key = prepare(config)
-    try:
-        seal = SecretSeal(secret) if keys is None else key_seal(bucket, keys)
-    except OSError as error:
-        raise ConfigError(f"the store '{url}' cannot be used ({error}); look at its address and rights") from None
-    run = {
-        "gossamer": 1,
-        "key": f"{key:016x}",
-        "rounds": config.rounds,
-        "settings": run_settings(config, task),
-        "workers": config.workers,
-    }
-    deadline_s = config.run.round_deadline_s or config.run.timeout_s
-    terms = StoreTerms(
-        run,
-        config.workers,
-        config.rounds,
-        config.run.timeout_s,
-        deadline_s,
-        seal,
-        gossip=config.in_rounds.rule.needs != "everyone",
-        rejoin_rounds=config.run.rejoin_rounds,
-    )
-    if isinstance(bucket, Folder):  # where requests are cheap
-        terms = terms._replace(look_s=0.05, rest_s=1.0)
+    bucket, terms, task = open_store(config, url)
+    terms = terms._replace(gossip=config.in_rounds.rule.needs != "everyone", rejoin_rounds=config.run.rejoin_rounds)
     with leaving() as asked, contextlib.ExitStack() as open_:
         work = StoreWork(config, folder, task, asked, open_)
         one = Attendance(terms, work, secrets.token_hex(16), time.monotonic)
-        beats = threading.Thread(
-            target=lambda: perform(one.beats(), bucket, wait=work.over.wait), daemon=True, name="gossamer lease"
-        )
-        beats.start()
         try:
-            perform(one.live(), bucket, wait=work.wait, most_bytes=lambda: work.most_bytes)
+            with renewing(one, bucket, work.over.wait):
+                perform(one.live(), bucket, wait=work.wait, most_bytes=lambda: work.most_bytes)
         finally:
-            one.over = True
             work.over.set()
         work.leave(one.round)
         if one.seen.newest + 1 == config.rounds or one.slot < 0:
@@ -175,17 +138,8 @@ class StoreWork:
     # --- slots and states ---------------------------------------------------------------------------------------------
 
     def agree(self, identity: str) -> None:
-        """See `StoreWorker`. Checkpoints belong to one history of a run, and no hash of settings tells two of them apart."""
-        path = self._folder / "store.txt"
-        known = path.exists()  # before the run file, which another process of this folder writes later
-        if known and path.read_text(encoding="utf-8", errors="replace").strip() == identity:
-            return
-        if known or (self._folder / "run.toml").exists():
-            raise ConfigError(
-                f"'{self._folder}' holds a run that is not the one in this store; give another --out, or the store of that run"
-            )
-        make_folder(self._folder)
-        atomic_write(path, f"{identity}\n".encode())
+        """See `StoreWorker`."""
+        bind_folder(self._folder, identity)
 
     def begin(self, slot: int, life: int) -> int:
         """See `StoreWorker`."""

@@ -142,13 +142,14 @@ class ServerRecords:
 
 @contextlib.contextmanager
 def open_files(
-    config: RunSettings, folder: Path, start: int | None, *, replays: Threads | None = None
+    config: RunSettings, folder: Path, start: int | None, *, replays: Threads | None = None, aside: bool = True
 ) -> Iterator[ServerFiles]:
     """The files of a server process, which a replay writes for the workers as well.
 
     Args:
         start: the number of completed rounds, whose lines are kept; 0 for a restarted run, None for a new one.
         replays: the threads of all, in a replay.
+        aside: whether to validate and save in another thread, where it is no replay.
     Raises: CheckpointError and ConfigError.
     """
     n = config.workers
@@ -158,24 +159,25 @@ def open_files(
             RunFolder(folder, config.document, config.record, worker=who, resume_round=start, threads=threads)
         )
         events = files.enter_context(EventWriter(folder, network=HERE, workers=n, suffix=suffix, resume_round=start))
-        arrivals = aside = None
+        arrivals = thread = None
         if replays is None:
             arrivals = files.enter_context(ArrivalWriter(folder, resume=bool(start)))
-            aside = files.enter_context(
+        if replays is None and aside:
+            thread = files.enter_context(
                 ThreadPoolExecutor(1, "aside", torch.set_num_threads, (torch.get_num_threads(),))
             )
-        yield ServerFiles(record, events, arrivals, aside)
+        yield ServerFiles(record, events, arrivals, thread)
 
 
-def restored(config: RunSettings, folder: Path, start: int | None) -> dict[str, Any]:
-    """The server's checkpoint of a round, empty without one; later ones are removed.
+def restored(config: RunSettings, folder: Path, start: int | None, *, loads: bool = True) -> dict[str, Any]:
+    """The server's checkpoint of a round, empty without one or where it is not to be loaded; later ones are removed.
 
     Raises: CheckpointError for one that is damaged or of a simulation.
     """
     if start is None:
         return {}
     store, n = folder / "checkpoints", config.workers
-    saved: dict[str, Any] = checkpoint.load(store, start, n, lineage(config, folder)) if start else {}
+    saved: dict[str, Any] = checkpoint.load(store, start, n, lineage(config, folder)) if start and loads else {}
     if "run" in saved:
         raise CheckpointError(
             f"'{folder}' holds checkpoints of a simulation over virtual time, from which no real server goes on; go on with "

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -56,10 +56,22 @@ from gossamer.transport.secret import folder_secret
 from gossamer.transport.sockets.addresses import shown
 from gossamer.transport.sockets.header import LetterKind
 from gossamer.transport.sockets.letter import Letter
-from gossamer.transport.sockets.server_client import Patience, ServerClient, connect
+from gossamer.transport.sockets.server_client import Patience, connect
 from gossamer.tree import leaves, nbytes
 
 log = logging.getLogger("gossamer")
+
+
+class ServerLink(Protocol):
+    """What a worker needs of its connection with the server; both methods raise PeerError when it is lost."""
+
+    def send(self, letter: Letter, /) -> None:
+        """Sends a letter."""
+        ...
+
+    def receive(self, kind: LetterKind, ticket: Ticket, size: int, /) -> Letter:
+        """The next letter, which must have this kind and ticket, and so many bytes."""
+        ...
 
 
 class Trained(NamedTuple):
@@ -226,7 +238,9 @@ def _work(config: ResolvedRun, folder: Path, host: str, port: int, worker: int, 
                 asked.left_s = lambda served=served: served.learner.phase_left_s
                 client.send(Letter(LetterKind.HELLO, worker, body=hello.view(torch.uint8)))
                 try:
-                    return _take_part(client, served, method.codec, folder, past, asked.is_set, auto=resume == "auto")
+                    return take_part(
+                        client, served, method.codec, folder, asked.is_set, past=past, auto=resume == "auto"
+                    )
                 finally:
                     was_asked = asked.is_set()
         except LostConnectionError as error:
@@ -241,17 +255,22 @@ def _work(config: ResolvedRun, folder: Path, host: str, port: int, worker: int, 
             client.close()
 
 
-def _take_part(
-    client: ServerClient,
+def take_part(
+    client: ServerLink,
     served: ServedWorker,
     codec: Codec,
     folder: Path,
-    past: History | None,
     asked: Callable[[], bool],
     *,
-    auto: bool,
+    past: History | None = None,
+    auto: bool = True,
 ) -> None:
-    """Joins the server at the other end of a connection, and trains until no phase is left."""
+    """Joins the server at the other end of a connection, and trains until no phase is left, or a stop is requested.
+
+    Args:
+        past: the settings that the run had before, where it is resumed.
+        auto: whether the folder may hold the record of a run that starts again.
+    """
     config, worker = served.config, served.index
     arrived = [_starting_point(client, served, p) for p in range(len(served.learner.spans))]
     terms = arrived[-1][1]
@@ -278,7 +297,7 @@ def _take_part(
 
 
 def _train(
-    client: ServerClient,
+    client: ServerLink,
     served: ServedWorker,
     codec: Codec,
     terms: Terms,
@@ -332,7 +351,7 @@ def _train(
             return say(f"worker {served.index} has left after {terms.phases} local phases, as it was asked to")
 
 
-def _starting_point(client: ServerClient, served: ServedWorker, p: int, number: int = 0) -> tuple[StartingPoint, Terms]:
+def _starting_point(client: ServerLink, served: ServedWorker, p: int, number: int = 0) -> tuple[StartingPoint, Terms]:
     """The next starting point of a fragment, with its terms. Raises PeerError and TransportError."""
     first, last = served.learner.spans[p]
     like = [torch.empty(len(Terms._fields), dtype=torch.int64), torch.empty(last - first, device="meta")]

@@ -90,7 +90,7 @@ def _serve(config: ResolvedRun, folder: Path, host: str, port: int, resume: Resu
     ):
         note_inputs(config, task, folder, config.workers)
         endpoint = Endpoint(listener, key, secret, config.run.timeout_s, keys=keys)
-        protocol = _WithWorkers(probe, config)
+        protocol = WorkerLetters(probe, config)
         server = ConnectionServer(endpoint, protocol, settings)
         try:
             server.open()
@@ -106,7 +106,7 @@ def _serve(config: ResolvedRun, folder: Path, host: str, port: int, resume: Resu
             server.close()
 
 
-class _WithWorkers:
+class WorkerLetters:
     """The messages between a server and its workers (`gossamer.transport.sockets.connection_server.PeerProtocol`).
 
     Each starting point is answered with a push. Their frames are those of `gossamer.transport.wire.pack_frames`.
@@ -151,7 +151,11 @@ class _WithWorkers:
         if not reply.terms.go:
             return None
         p = reply.terms.phases % len(self._codecs)
-        return Awaited(Ticket(reply.terms.phases, p), wire.frames_bytes(leaves(self._payloads[p])))
+        return Awaited(Ticket(reply.terms.phases, p), self.push_bytes(p))
+
+    def push_bytes(self, p: int) -> int:
+        """The bytes of a push of a fragment."""
+        return wire.frames_bytes(leaves(self._payloads[p]))
 
     def content(self, letter: Letter, start_s: float) -> Pushed:
         """The push in a letter. Raises TransportError when there is none."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gossamer.clock import SERVER, Absence, Transfer, Update
 from gossamer.clock.phases import Budget
-from gossamer.clock.server_core import Send, ServerAction, ServerCore
+from gossamer.clock.server_core import CoreState, Send, ServerAction, ServerCore
 from gossamer.layout import arrange, layout_of
 from gossamer.record.machines import Threads
 from gossamer.run.bookkeeping.evaluate import Probe
@@ -101,6 +101,11 @@ class ServerSession:
             replies += self._perform(actions)
         return replies
 
+    def restore_whole(self, state: CoreState, time_s: float) -> None:
+        """Continues from the state of another process between two inputs. Raises ValueError when it does not fit."""
+        self.core.restore_whole(state)
+        self.records.now_s, self.journal.steps = time_s, self.core.absorbed_steps
+
     @property
     def is_finished(self) -> bool:
         """Whether all steps have been taken and absorbed."""
@@ -140,17 +145,26 @@ class ServerSession:
 
 @contextlib.contextmanager
 def open_session(
-    config: ResolvedRun, folder: Path, probe: Probe, start: int | None, *, replays: Threads | None = None
+    config: ResolvedRun,
+    folder: Path,
+    probe: Probe,
+    start: int | None,
+    *,
+    replays: Threads | None = None,
+    takes_over: bool = False,
+    aside: bool = True,
 ) -> Iterator[ServerSession]:
     """The session of a server that serves all workers, with its files. Raises CheckpointError and ConfigError.
 
     Args:
         start: the number of completed rounds, whose checkpoint is restored; 0 for a restarted run, None for a new one.
         replays: as in `open_files`.
+        takes_over: whether `restore_whole` follows, in place of that checkpoint; the log has the inputs up to there.
+        aside: whether to validate and save in another thread.
     """
     n = config.workers
-    saved = restored(config, folder, start)  # before its files are truncated to the round of that checkpoint
-    with open_files(config, folder, start, replays=replays) as files:
+    saved = restored(config, folder, start, loads=not takes_over)  # before its files are truncated to that round
+    with open_files(config, folder, start, replays=replays, aside=aside) as files:
         begin_s = saved.get("time_s", 0.0)
         layout, spans = arrange(layout_of(probe.model), *config.fragments)
         core = ServerCore(
@@ -166,7 +180,8 @@ def open_session(
             core.restore(saved)
         snapshots = Snapshots(folder, probe, core.state)
         records = ServerRecords(config, files, snapshots, begin_s=begin_s, round=start or 0, steps=core.absorbed_steps)
-        records.write("serve", begin_s, workers=n, round=start or 0, digest=config.digest)
+        if not takes_over:
+            records.write("serve", begin_s, workers=n, round=start or 0, digest=config.digest)
         if not start:
             records.begin()
-        yield ServerSession(config, core, records, start or None)
+        yield ServerSession(config, core, records, None if takes_over else start or None)

@@ -148,12 +148,24 @@ class Commit(NamedTuple):
     """When, by its own clock in Unix time; for people only."""
 
 
-class StoreWorker(Protocol):
-    """The computations of a worker; bodies of objects are bytes here."""
+class StoreProcess(Protocol):
+    """What each process of a run in a store provides."""
 
     def agree(self, identity: str) -> None:
         """Checks that the store holds this run; one that was started again has another identity. Raises: ConfigError."""
         ...
+
+    def asked(self) -> bool:
+        """Whether it was asked to leave."""
+        ...
+
+    def say(self, sentence: str) -> None:
+        """Reports a sentence to the user."""
+        ...
+
+
+class StoreWorker(StoreProcess, Protocol):
+    """The computations of a worker; bodies of objects are bytes here."""
 
     def begin(self, slot: int, life: int) -> int:
         """Gives it a slot; returns the rounds behind its own newest state, 0 for that of the start."""
@@ -211,16 +223,9 @@ class StoreWorker(Protocol):
         """Its state, where one is due after so many rounds."""
         ...
 
-    def asked(self) -> bool:
-        """Whether it was asked to leave."""
-        ...
 
-    def say(self, sentence: str) -> None:
-        """Reports a sentence to the user."""
-        ...
-
-
-def _message(round: int, slot: int, life: int) -> str:
+def message_name(round: int, slot: int, life: int) -> str:
+    """The name of the message of a worker."""
     return f"r{round:08d}-from-{slot:05d}-{life:04d}"
 
 
@@ -233,11 +238,13 @@ def _mean(round: int, sha256: str) -> str:
     return f"r{round:08d}-mean-{sha256}"
 
 
-def _state(after: int, slot: int = -1) -> str:
+def state_name(after: int, slot: int = -1) -> str:
+    """The name of a state; a slot where they differ."""
     return f"s{after:08d}" + (f"-{slot:05d}" if slot >= 0 else "")
 
 
-def _held(kind: str, slot: int, life: int) -> str:
+def lease_name(kind: str, slot: int, life: int) -> str:
+    """The name of a claim (t), a sign of life (u, without its number) or an end (v) of a slot."""
     return f"{kind}{slot:05d}-{life:04d}"
 
 
@@ -307,7 +314,197 @@ class SlotLostError(PeerError):
     """Another process has taken the slot, as this one was silent for too long."""
 
 
-class Attendance:
+class SlotHolder:
+    """One process in a run whose state lies in a store: its slot, its lease, and its requests.
+
+    Args:
+        nonce: a random number by which it recognises its own claim of a slot.
+        clock: seconds that never go back.
+        wall: Unix time.
+    """
+
+    def __init__(
+        self,
+        terms: StoreTerms,
+        process: StoreProcess,
+        nonce: str,
+        clock: Callable[[], float],
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._wall = wall
+        self.terms, self._process, self._nonce, self._clock = terms, process, nonce, clock
+        self.seen = Sightings(terms.workers)
+        self.slot = self.life = -1
+        self.round = 0
+        self.over = False
+        """Whether it has ended, or tries to get another slot."""
+        self._beat = -1
+        self._believed: dict[str, bool] = {}
+        """Claims and ends of slots that were read, and whether each was signed by a key that may have the slot."""
+
+    def beats(self) -> Steps[None]:
+        """Renews the lease repeatedly; runs concurrently with `live`."""
+        while not self.over:
+            if self.slot >= 0:
+                slot, life, beat = self.slot, self.life, self._beat + 1
+                name = lease_name("u", slot, life)
+                try:
+                    yield Create(f"{name}-{beat:08d}", b"")
+                    if beat:
+                        yield Remove(f"{name}-{beat - 1:08d}")
+                except OSError:  # `live` reports it, and waits
+                    pass
+                if self.slot == slot:
+                    self._beat = beat
+            yield Sleep(self.terms.timeout_s / BEATS)
+
+    def _agree(self) -> Steps[None]:
+        """Writes the object `run`, or compares with the one that is there. Raises: PeerError."""
+        yield from self._create("run", {**self.terms.run, "id": self._nonce})
+        while (item := (yield from self._read("run"))) is None:
+            yield from self._pause(0.0)  # it is not visible yet
+        own, there = {**self.terms.run}, dict(item.head) if isinstance(item.head, dict) else {}
+        identity = there.pop("id", None)
+        other = next((key for key in sorted({*own, *there}) if own.get(key) != there.get(key)), None)
+        if other is not None or not isinstance(identity, str):
+            raise PeerError(
+                f"the store holds another run: {other} is {there.get(str(other))!r:.60} there and {own.get(str(other))!r:.60} "
+                "here; start all with the same run file, data and gossamer, or give another --store"
+            )
+        self._process.agree(identity)
+
+    def _claim(self) -> Steps[None]:
+        """Takes a free slot, or one whose worker was silent for too long. Raises: PeerError."""
+        waited_s, said = 0.0, False
+        while not self._process.asked():
+            # Names after all rounds: claims, signs of life and ends.
+            yield from self._look(None)
+            now = self._clock()
+            for slot in filter(self.terms.seal.may_be, range(self.terms.workers)):
+                if self.seen.holds(slot, now, self.terms.timeout_s):
+                    continue
+                life = self.seen.lives.get(slot, -1) + 1
+                name = lease_name("t", slot, life)
+                created = yield from self._create(name, {"nonce": self._nonce})
+                if not created:  # perhaps by this process, in a request whose answer was lost
+                    try:
+                        item = yield from self._read(name)
+                    except TransportError as error:
+                        if not self.terms.seal.proves_writers:
+                            raise
+                        self._process.say(str(error))
+                        item = None
+                    created = item is not None and item.head == {"nonce": self._nonce}
+                if created:
+                    self.slot, self.life, self._beat = slot, life, -1
+                    self.seen.look([lease_name("t", slot, life)], now)
+                    return
+                self.seen.look([lease_name("t", slot, life)], now)  # a listing may lack the new object
+            if waited_s > 1.5 * self.terms.timeout_s:
+                raise PeerError(
+                    f"all {self.terms.workers} slots of the run are filled, or all that this machine's key may have; wait until "
+                    "one has left, or start a run with more workers"
+                )
+            if not said:
+                said = True
+                self._process.say(
+                    f"all slots are taken; a worker that has died frees its own within {self.terms.timeout_s:g} s"
+                )
+            waited_s += yield from self._pause(waited_s)
+
+    def _look(self, round: int | None) -> Steps[None]:
+        """Lists the objects from a round on; None for those that sort after all rounds.
+
+        Raises: SlotLostError.
+        """
+        names = yield from self._names("s" if round is None else f"r{round:08d}")
+        if self.terms.seal.proves_writers:
+            names = yield from self._proved(names)
+        self.seen.look(names, self._clock())
+        if self.slot >= 0 and self.seen.lives.get(self.slot, self.life) > self.life:
+            raise SlotLostError(f"slot {self.slot} belongs to another process")
+
+    def _proved(self, names: Sequence[str]) -> Steps[list[str]]:
+        """The names that are proved to come from listed keys, each for slots that it may have.
+
+        Claims and ends of slots, and outcomes of later rounds, are read once each; a name of a life needs the claim of that life.
+        """
+        parsed = {name: match.groupdict() for name in names if (match := _NAMES.fullmatch(name)) is not None}
+        for name, one in parsed.items():
+            later = one["commit"] is not None and int(one["round"]) > self.round
+            if (later or one["kind"] in ("t", "v")) and name not in self._believed:
+                try:
+                    if (yield from self._read(name)) is None:
+                        continue  # it does not show yet
+                    self._believed[name] = True
+                except TransportError as error:
+                    self._believed[name] = False
+                    self._process.say(str(error))
+        kept: list[str] = []
+        for name, one in parsed.items():
+            slot, life = one["sender"] or one["slot"], one["of"] or one["life"]
+            claimed = slot is None or self._believed.get(f"t{slot}-{life}", False)
+            if claimed and self._believed.get(name, True):
+                kept.append(name)
+        return kept
+
+    def _put_state(self, head: Mapping[str, Any], body: bytes) -> Steps[None]:
+        """Creates the state of this round, and removes what is older than the last state but one."""
+        yield from self._create(state_name(self.round), head, body)
+        yield from self._look(None)
+        states = sorted(self.seen.states | {self.round})
+        if len(states) < 2:
+            return
+        # Commits stay: they are small, record the run, and keep a slow worker from closing an old round once more.
+        first, until = (states[0] if len(states) > 2 else 0), states[-2]
+        names: list[str] = yield from self._names(f"r{first:08d}")
+        for name in names:
+            if name < f"r{until:08d}" and ("-from-" in name or "-mean-" in name):
+                yield from self._remove(name)
+        for state in states[:-2]:  # last, so that one that dies here leaves what the next begins with
+            yield from self._remove(state_name(state))
+            self.seen.states.discard(state)
+
+    def _pause(self, waited_s: float) -> Steps[float]:
+        pause_s = min(self.terms.rest_s, max(self.terms.look_s, _LOOK_SHARE * waited_s))
+        yield Sleep(pause_s)
+        return pause_s
+
+    def _read(self, name: str) -> Steps[Item | None]:
+        raw = yield from self._ask(Get(name))
+        return None if raw is None else self.terms.seal.opened(name, raw)
+
+    def _names(self, after: str) -> Steps[list[str]]:
+        return (yield from self._ask(Names(after)))
+
+    def _create(self, name: str, head: Mapping[str, Any], body: bytes = b"") -> Steps[bool]:
+        """Creates an object; returns whether there was none of this name."""
+        content = self.terms.seal.sealed(name, head, body)
+        return (yield from self._ask(Create(name, content)))
+
+    def _ask(self, asking: Asking) -> Steps[Any]:
+        """The answer of a store, with retries for ten times the patience of the run. Raises: PeerError."""
+        waited_s, said = 0.0, False  # its own pauses: time in which this process was stopped does not count
+        while True:
+            try:
+                return (yield asking)
+            except TransportError:
+                raise
+            except OSError as error:
+                if waited_s > 10 * self.terms.timeout_s:
+                    raise PeerError(
+                        f"the store has not done what it was asked for {waited_s:.0f} s ({error}); start again when it does"
+                    ) from None
+                if not said and waited_s > self.terms.rest_s:
+                    said = True
+                    self._process.say(f"the store does not answer ({error}); it is asked again")
+                waited_s += yield from self._pause(waited_s)
+
+    def _remove(self, name: str) -> Steps[None]:
+        yield from self._ask(Remove(name))
+
+
+class Attendance(SlotHolder):
     """One process in a run whose state lies in a store.
 
     Args:
@@ -324,18 +521,10 @@ class Attendance:
         clock: Callable[[], float],
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self._wall = wall
-        self.terms, self._work, self._nonce, self._clock = terms, work, nonce, clock
-        self.seen = Sightings(terms.workers)
-        self.slot = self.life = -1
-        self.round = 0
-        self.over = False
-        """Whether it has ended, or tries to get another slot."""
+        super().__init__(terms, work, nonce, clock, wall)
+        self._work = work
         self.commits: dict[int, Commit] = {}
         """The commits that it has read, by round."""
-        self._beat = -1
-        self._believed: dict[str, bool] = {}
-        """Claims and ends of slots that were read, and whether each was signed by a key that may have the slot."""
         self._begun: Basis | None = None
         self._steps: tuple[int, ...] = (0,) * terms.workers
 
@@ -360,25 +549,9 @@ class Attendance:
                 continue
             break
         if self.slot >= 0:
-            yield from self._create(_held("v", self.slot, self.life), {})
+            yield from self._create(lease_name("v", self.slot, self.life), {})
             self.over = True
-            yield from self._remove(f"{_held('u', self.slot, self.life)}-{self._beat:08d}")
-
-    def beats(self) -> Steps[None]:
-        """Renews the lease repeatedly; runs concurrently with `live`."""
-        while not self.over:
-            if self.slot >= 0:
-                slot, life, beat = self.slot, self.life, self._beat + 1
-                name = _held("u", slot, life)
-                try:
-                    yield Create(f"{name}-{beat:08d}", b"")
-                    if beat:
-                        yield Remove(f"{name}-{beat - 1:08d}")
-                except OSError:  # `live` reports it, and waits
-                    pass
-                if self.slot == slot:
-                    self._beat = beat
-            yield Sleep(self.terms.timeout_s / BEATS)
+            yield from self._remove(f"{lease_name('u', self.slot, self.life)}-{self._beat:08d}")
 
     def _is_over(self) -> Steps[bool]:
         """Whether all rounds are closed."""
@@ -424,60 +597,6 @@ class Attendance:
             yield from self._pause(waited_s)
 
     # --- to come in ---------------------------------------------------------------------------------------------------
-
-    def _agree(self) -> Steps[None]:
-        """Writes the object `run`, or compares with the one that is there. Raises: PeerError."""
-        yield from self._create("run", {**self.terms.run, "id": self._nonce})
-        while (item := (yield from self._read("run"))) is None:
-            yield from self._pause(0.0)  # it is not visible yet
-        own, there = {**self.terms.run}, dict(item.head) if isinstance(item.head, dict) else {}
-        identity = there.pop("id", None)
-        other = next((key for key in sorted({*own, *there}) if own.get(key) != there.get(key)), None)
-        if other is not None or not isinstance(identity, str):
-            raise PeerError(
-                f"the store holds another run: {other} is {there.get(str(other))!r:.60} there and {own.get(str(other))!r:.60} "
-                "here; start all with the same run file, data and gossamer, or give another --store"
-            )
-        self._work.agree(identity)
-
-    def _claim(self) -> Steps[None]:
-        """Takes a free slot, or one whose worker was silent for too long. Raises: PeerError."""
-        waited_s, said = 0.0, False
-        while not self._work.asked():
-            # Names after all rounds: claims, signs of life and ends.
-            yield from self._look(None)
-            now = self._clock()
-            for slot in filter(self.terms.seal.may_be, range(self.terms.workers)):
-                if self.seen.holds(slot, now, self.terms.timeout_s):
-                    continue
-                life = self.seen.lives.get(slot, -1) + 1
-                name = _held("t", slot, life)
-                created = yield from self._create(name, {"nonce": self._nonce})
-                if not created:  # perhaps by this process, in a request whose answer was lost
-                    try:
-                        item = yield from self._read(name)
-                    except TransportError as error:
-                        if not self.terms.seal.proves_writers:
-                            raise
-                        self._work.say(str(error))
-                        item = None
-                    created = item is not None and item.head == {"nonce": self._nonce}
-                if created:
-                    self.slot, self.life, self._beat = slot, life, -1
-                    self.seen.look([_held("t", slot, life)], now)
-                    return
-                self.seen.look([_held("t", slot, life)], now)  # a listing may lack the new object
-            if waited_s > 1.5 * self.terms.timeout_s:
-                raise PeerError(
-                    f"all {self.terms.workers} slots of the run are filled, or all that this machine's key may have; wait until "
-                    "one has left, or start a run with more workers"
-                )
-            if not said:
-                said = True
-                self._work.say(
-                    f"all slots are taken; a worker that has died frees its own within {self.terms.timeout_s:g} s"
-                )
-            waited_s += yield from self._pause(waited_s)
 
     def _stand(self, own: int) -> Steps[bool]:
         """Catches up with the newest closed round; returns whether there is another round to train.
@@ -533,7 +652,7 @@ class Attendance:
             if sha256 is not None or donor < 0:
                 return None if sha256 is None else Basis(after, self.slot, sha256)
         try:
-            item = yield from self._read(_state(after, donor))
+            item = yield from self._read(state_name(after, donor))
         except TransportError as error:
             if not self.terms.seal.proves_writers:
                 raise
@@ -583,7 +702,7 @@ class Attendance:
         terms, round = self.terms, self.round
         begun = None if self._begun is None else self._begun._asdict()
         head = {"steps": self._work.steps(), "begun": begun}
-        yield from self._create(_message(round, self.slot, self.life), head, body)
+        yield from self._create(message_name(round, self.slot, self.life), head, body)
         start_s, whole_s, bad = self._clock(), None, set[tuple[int, int]]()
         unread_s = 0.0  # its own pauses since the round was closed
         own = Item(head, memoryview(body))
@@ -631,7 +750,7 @@ class Attendance:
                 items[slot] = own
                 continue
             try:
-                item = yield from self._read(_message(self.round, slot, life))
+                item = yield from self._read(message_name(self.round, slot, life))
             except TransportError as error:
                 self._work.say(str(error))
                 item = Item(None, memoryview(b""))
@@ -706,7 +825,7 @@ class Attendance:
         for slot in slots:
             item = own if own is not None and slot == self.slot else None
             if item is None:
-                item = yield from self._read(_message(round, slot, commit.parts[slot].life))
+                item = yield from self._read(message_name(round, slot, commit.parts[slot].life))
             if item is None:
                 return None
             sound = yield Do(partial(self._work.is_sound, round, item.body))
@@ -730,29 +849,15 @@ class Attendance:
     def _keep_state(self) -> Steps[None]:
         """Writes the state of this round where one is due, and removes objects that are no longer needed."""
         body = yield Do(partial(self._work.state, self.round))
-        if body is None:
-            return
-        yield from self._create(f"s{self.round:08d}", {"slot": self.slot}, body)
-        yield from self._look(None)
-        states = sorted(self.seen.states | {self.round})
-        if len(states) < 2:
-            return
-        # Commits stay: they are small, record the run, and keep a slow worker from closing an old round once more.
-        first, until = (states[0] if len(states) > 2 else 0), states[-2]
-        names: list[str] = yield from self._names(f"r{first:08d}")
-        for name in names:
-            if name < f"r{until:08d}" and ("-from-" in name or "-mean-" in name):
-                yield from self._remove(name)
-        for state in states[:-2]:  # last, so that one that dies here leaves what the next begins with
-            yield from self._remove(f"s{state:08d}")
-            self.seen.states.discard(state)
+        if body is not None:
+            yield from self._put_state({"slot": self.slot}, body)
 
     def _keep_own_state(self) -> Steps[None]:
         """In gossip: writes its state where one is due, and removes the older ones of this slot but the last two."""
         body = yield Do(partial(self._work.state, self.round))
         if body is None:
             return
-        yield from self._create(_state(self.round, self.slot), {"slot": self.slot}, body)
+        yield from self._create(state_name(self.round, self.slot), {"slot": self.slot}, body)
         states = sorted(self.seen.holders[self.slot] | {self.round})
         self.seen.holders[self.slot].add(self.round)
         if len(states) < 2:
@@ -763,51 +868,10 @@ class Attendance:
             if name < f"r{until:08d}" and f"-from-{self.slot:05d}-" in name:
                 yield from self._remove(name)
         for state in states[:-2]:
-            yield from self._remove(_state(state, self.slot))
+            yield from self._remove(state_name(state, self.slot))
             self.seen.holders[self.slot].discard(state)
 
     # --- the store ----------------------------------------------------------------------------------------------------
-
-    def _look(self, round: int | None) -> Steps[None]:
-        """Lists the objects from a round on; None for those that sort after all rounds.
-
-        Raises: SlotLostError.
-        """
-        names = yield from self._names("s" if round is None else f"r{round:08d}")
-        if self.terms.seal.proves_writers:
-            names = yield from self._proved(names)
-        self.seen.look(names, self._clock())
-        if self.slot >= 0 and self.seen.lives.get(self.slot, self.life) > self.life:
-            raise SlotLostError(f"slot {self.slot} belongs to another process")
-
-    def _proved(self, names: Sequence[str]) -> Steps[list[str]]:
-        """The names that are proved to come from listed keys, each for slots that it may have.
-
-        Claims and ends of slots, and outcomes of later rounds, are read once each; a name of a life needs the claim of that life.
-        """
-        parsed = {name: match.groupdict() for name in names if (match := _NAMES.fullmatch(name)) is not None}
-        for name, one in parsed.items():
-            later = one["commit"] is not None and int(one["round"]) > self.round
-            if (later or one["kind"] in ("t", "v")) and name not in self._believed:
-                try:
-                    if (yield from self._read(name)) is None:
-                        continue  # it does not show yet
-                    self._believed[name] = True
-                except TransportError as error:
-                    self._believed[name] = False
-                    self._work.say(str(error))
-        kept: list[str] = []
-        for name, one in parsed.items():
-            slot, life = one["sender"] or one["slot"], one["of"] or one["life"]
-            claimed = slot is None or self._believed.get(f"t{slot}-{life}", False)
-            if claimed and self._believed.get(name, True):
-                kept.append(name)
-        return kept
-
-    def _pause(self, waited_s: float) -> Steps[float]:
-        pause_s = min(self.terms.rest_s, max(self.terms.look_s, _LOOK_SHARE * waited_s))
-        yield Sleep(pause_s)
-        return pause_s
 
     def read_commit(self, round: int) -> Steps[Commit | None]:
         """The outcome of a round; None while it is open. Raises: CheckpointError."""
@@ -824,39 +888,6 @@ class Attendance:
             self.commits[round] = commit
             self.seen.newest = max(self.seen.newest, round)  # no listing has shown the one that it has just created
         return self.commits[round]
-
-    def _read(self, name: str) -> Steps[Item | None]:
-        raw = yield from self._ask(Get(name))
-        return None if raw is None else self.terms.seal.opened(name, raw)
-
-    def _names(self, after: str) -> Steps[list[str]]:
-        return (yield from self._ask(Names(after)))
-
-    def _create(self, name: str, head: Mapping[str, Any], body: bytes = b"") -> Steps[bool]:
-        """Creates an object; returns whether there was none of this name."""
-        content = self.terms.seal.sealed(name, head, body)
-        return (yield from self._ask(Create(name, content)))
-
-    def _ask(self, asking: Asking) -> Steps[Any]:
-        """The answer of a store, with retries for ten times the patience of the run. Raises: PeerError."""
-        waited_s, said = 0.0, False  # its own pauses: time in which this process was stopped does not count
-        while True:
-            try:
-                return (yield asking)
-            except TransportError:
-                raise
-            except OSError as error:
-                if waited_s > 10 * self.terms.timeout_s:
-                    raise PeerError(
-                        f"the store has not done what it was asked for {waited_s:.0f} s ({error}); start again when it does"
-                    ) from None
-                if not said and waited_s > self.terms.rest_s:
-                    said = True
-                    self._work.say(f"the store does not answer ({error}); it is asked again")
-                waited_s += yield from self._pause(waited_s)
-
-    def _remove(self, name: str) -> Steps[None]:
-        yield from self._ask(Remove(name))
 
 
 def _nothing() -> Steps[None]:

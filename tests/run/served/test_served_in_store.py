@@ -1,0 +1,153 @@
+"""Runs with a server that lie in a folder: each worker has the server's state, and no death costs what was acknowledged."""
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from test_virtual import EVEN, timed
+
+from commands import Command, run
+from gossamer.record import checkpoint
+from gossamer.record.logs.arrivals import read_arrivals
+from gossamer.run.config.run_file import RunConfig, digest, dump
+from gossamer.transport.bucket.bucket import Folder, SecretSeal, opened_item
+from gossamer.transport.bucket.server_log import event_in
+
+
+def until(holds: Callable[[], bool], *commands: Command) -> None:
+    deadline = time.monotonic() + 150
+    while not holds():
+        assert time.monotonic() < deadline, [command.finish(0) for command in commands]
+        time.sleep(0.02)
+
+
+def in_store(**overrides: object) -> RunConfig:
+    base = {"run__timeout_s": 3.0, "run__threads": 1, "workers": 2, "run__eval_every": 0, "server__name": "heloco"}
+    return timed(EVEN, **{**base, **overrides})
+
+
+def model(folder: Path, config: RunConfig) -> list[torch.Tensor]:
+    """The parameters and the state of the rule at the end of a run."""
+    state = checkpoint.load(folder / "checkpoints", config.rounds, config.workers, digest(config))
+    return [state["x"], *state["outer"]]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def pushes(folder: Path) -> list[tuple[int, int]]:
+    return [(item.worker, item.phase) for item in read_arrivals(folder) if item.event == "push"]
+
+
+METHODS = {
+    "heloco": {"server": {"name": "heloco"}, "codec": {"name": "int8"}},
+    "a window, in fragments": {"server": {"name": "decoupled_diloco"}, "events": {"fragments": 2}},
+}
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
+def test_one_worker_in_a_store_computes_the_bits_of_virtual_time(method: dict[str, object], tmp_path: Path) -> None:
+    config = in_store(workers=1, **method)
+    (tmp_path / "run.toml").write_text(dump(config))
+    code, said = run("train", tmp_path / "run.toml", "--store", tmp_path / "store", "--out", tmp_path / "real")
+    assert code == 0, said
+    code, said = run("simulate", tmp_path / "run.toml", "--out", tmp_path / "virtual")
+    assert code == 0, said
+    real = checkpoint.load(tmp_path / "real" / "checkpoints", config.rounds, 1, digest(config))["x"]
+    virtual = checkpoint.load(tmp_path / "virtual" / "checkpoints", config.rounds, 1, digest(config))["x"]
+    assert torch.equal(real, virtual)
+
+
+@pytest.mark.timeout(1800)
+def test_no_kill_costs_an_acknowledged_push_and_the_replay_has_the_bits_of_all(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """The first worker is killed at the moment of a push, then all."""
+    kills = 20 if request.config.getoption("--full") else 1
+    config = in_store(run__steps=60 + 60 * kills, run__checkpoint_every=4, run__pace_s=0.2, codec__name="int8")
+    (tmp_path / "run.toml").write_text(dump(config))
+    store = tmp_path / "store"
+
+    def start(name: str, *more: object) -> Command:
+        return Command("train", tmp_path / "run.toml", "--store", store, "--out", tmp_path / name, *more)
+
+    def pushed() -> list[tuple[int, int, int]]:
+        """The pushes that have an event, in their order."""
+        names = sorted(path.name for path in store.glob("r*-commit"))
+        found = [event_in(k, opened_item(b"", name, (store / name).read_bytes()), 2) for k, name in enumerate(names)]
+        return [(one.worker, one.life, one.phase) for one in found if one is not None and one.event == "push"]
+
+    def length() -> int:
+        return len([*store.glob("r*-commit")])
+
+    alive = {"a": start("a"), "b": start("b")}
+    until(lambda: length() > 8, *alive.values())
+    acknowledged = set[tuple[int, int, int]]()
+    for kill in range(kills):
+        name = sorted(alive)[kill % 2]
+        there = length()
+        until(lambda there=there: length() > there, *alive.values())
+        alive[name].kill()  # as soon as an event shows, its own or that of the other one
+        acknowledged |= {*pushed()}
+        assert alive.pop(name).finish()[0] == -signal.SIGKILL
+        there = length()
+        until(lambda there=there: length() > there + 3, *alive.values())
+        again = name if kill % 2 else f"c{kill}"
+        alive[again] = start(again)
+        until(lambda again=again: (tmp_path / again / "slot.txt").exists(), *alive.values())
+        there = length()
+        until(lambda there=there: length() > there + 3, *alive.values())
+    acknowledged |= {*pushed()}
+    for one in alive.values():
+        one.kill()
+    for one in alive.values():
+        assert one.finish()[0] == -signal.SIGKILL
+    code, said = run("status", store, "--json")
+    status = json.loads(said)
+    assert code == 0 and 0 < status["round"] < config.rounds and status["states"], said
+    assert [slot["standing"] for slot in status["workers"]] == ["held", "held"]
+    last = {f"last{k}": start(f"last{k}", "--set", "run.pace_s=0") for k in range(2)}
+    ends = {name: one.finish() for name, one in last.items()}
+    assert all(code == 0 for code, _ in ends.values()), ends
+    counted = pushed()
+    assert acknowledged <= {*counted}
+    assert pushes(tmp_path / "last0") == [(worker, phase) for worker, _, phase in counted], (
+        "from the first on, and once"
+    )
+    assert len({*pushes(tmp_path / "last0")}) == len(counted)
+    whole = model(tmp_path / "last0", config)
+    assert same(whole, model(tmp_path / "last1", config)), "both have the server"
+    code, said = run("simulate", "--replay", tmp_path / "last0", "--out", tmp_path / "again")
+    assert code == 0, said
+    assert same(whole, model(tmp_path / "again", config)), said
+    code, said = run("status", store)
+    assert code == 0 and f"{config.rounds} of {config.rounds} rounds" in said, said
+    code, said = run("train", tmp_path / "run.toml", "--store", store, "--out", tmp_path / "late")
+    assert code == 0 and f"the run in the store has ended after {config.rounds} rounds" in said, said
+
+
+def test_who_pushes_what_is_no_update_is_gone_for_all_and_the_others_take_its_steps(tmp_path: Path) -> None:
+    config = in_store(run__steps=12, run__pace_s=0.1)
+    (tmp_path / "run.toml").write_text(dump(config))
+    folder, out = tmp_path / "store", tmp_path / "out"
+    honest = Command("train", tmp_path / "run.toml", "--store", folder, "--out", out)
+    until(lambda: (folder / "r00000000-commit").exists(), honest)
+    store, seal = Folder(str(folder)), SecretSeal()
+    first = {"event": "join", "at_s": 0.0, "phase": 0, "message": 0, "owned": [], "rounds": 0}
+    commit = {"parts": {"1": {"life": 0, "steps": 0, "begun": None}}, "steps": [0, 0], "mean": "", "time_s": 0.0}
+    number = 1
+    store.create("t00001-0000", seal.sealed("t00001-0000", {"nonce": ""}))
+    store.create("r00000000-from-00001-0000", seal.sealed("r00000000-from-00001-0000", {}, b"too short"))
+    for event in ("join", "push"):
+        head = {**first, **commit, "event": event, "at_s": 1000.0, "closer": [1, 0]}
+        while not store.create(name := f"r{number:08d}-commit", seal.sealed(name, head)):
+            number += 1
+    code, said = honest.finish()
+    assert code == 0 and "worker 1 is gone (9 bytes where 106880 are due)" in said, said
+    assert [(item.event, item.worker) for item in read_arrivals(out) if item.worker == 1] == [("join", 1), ("leave", 1)]
+    assert len(pushes(out)) == 12, "each of one step"
