@@ -392,12 +392,7 @@ class Outer(Generic[M]):
         if self._watched and self.steps == 0:
             must_not_be_wrapped(self.model, self._lane.across)
         if not self._stops:  # only when a step follows, so that nothing is announced after the last exchange
-            if self._site is not None:
-                self._site.enter(self.rounds)
-            self._loop.local_steps = self._watch.local_steps = self.local_steps
-            self._loop.begin_round(self.rounds)
-            self._stops = [stop for stop in self._loop.stops(self.rounds) if stop.step > self.steps]
-            self._loop.announce(self.rounds, self._stops[0])
+            self._begin_round()
         self._record.open(self.rounds if self.steps_taken else None)  # after a load, which decides what of it is void
         self._record.step(loss)
         self.steps += 1
@@ -418,6 +413,18 @@ class Outer(Generic[M]):
                     self._loop.announce(self.rounds, self._stops[0])
         if self._stops:
             return False
+        self._end_round()
+        return True
+
+    def _begin_round(self) -> None:
+        if self._site is not None:
+            self._site.enter(self.rounds)
+        self._loop.local_steps = self._watch.local_steps = self.local_steps
+        self._loop.begin_round(self.rounds)
+        self._stops = [stop for stop in self._loop.stops(self.rounds) if stop.step > self.steps]
+        self._loop.announce(self.rounds, self._stops[0])
+
+    def _end_round(self) -> None:
         self.steps, self.rounds = 0, self.rounds + 1
         self._count_waits()
         lr = None if self.lr is None else self.lr()
@@ -429,7 +436,6 @@ class Outer(Generic[M]):
             after, self.rounds = self.rounds, self._site.next_round()
             if self.rounds > after + REJOIN_ROUNDS:
                 self._take_anothers_state(None, self.rounds)
-        return True
 
     def _exchange(self, stop: Stop) -> None:
         with self._record.exchanging(), self._meter.exchanging(), self._explaining():
