@@ -87,6 +87,7 @@ class Recording(Recorder):
         self.drop_round()
 
     def open(self, first_round: int | None) -> None:
+        """See `Recorder`."""
         if self._opened is not None:
             return
         with contextlib.ExitStack() as opened, _in_own_words():
@@ -107,11 +108,13 @@ class Recording(Recorder):
             self._opened = opened.pop_all()
 
     def drop_round(self) -> None:
+        """See `Recorder`."""
         self._loss: Tensor | float = 0.0
         self._losses = self._entries = 0
         self._untraced_steps, self._untraced_s = 0, 0.0
 
     def step(self, loss: Tensor | float | None) -> None:
+        """See `Recorder`."""
         self._untraced_steps += 1
         if loss is None:
             return
@@ -125,6 +128,7 @@ class Recording(Recorder):
 
     @contextlib.contextmanager
     def exchanging(self) -> Iterator[None]:
+        """See `Recorder`."""
         compute_s = time.perf_counter() - self._since_s
         self._stopwatch.phase(compute_s)
         self._untraced_s += compute_s
@@ -132,6 +136,7 @@ class Recording(Recorder):
         self._since_s = time.perf_counter()
 
     def sent(self, round: int, operations: Sequence[Operation]) -> None:
+        """See `Recorder`."""
         if operations:
             entry = round * self._traced_per_round + self._entries
             part = Entry(entry, self.worker, self._untraced_steps, self._untraced_s, tuple(operations))
@@ -139,13 +144,16 @@ class Recording(Recorder):
             self._entries, self._untraced_steps, self._untraced_s = self._entries + 1, 0, 0.0
 
     def reduced(self, seconds: float) -> None:
+        """See `Recorder`."""
         self._stopwatch.phase(0.0, seconds)
 
     def waited(self, waits: Sequence[Wait], deliveries: Sequence[Delivery]) -> None:
+        """See `Recorder`."""
         if self._opened is not None:  # `Outer.metrics` may be called before the first step
             self._stopwatch.waited(waits, deliveries)
 
     def end_round(self, round: int, step: int, lr: float | None) -> None:
+        """See `Recorder`."""
         known: dict[str, Any] = {} if lr is None else {"lr": lr}
         known["loss"] = float(self._loss) / self._losses if self._losses else None
         seconds = self._stopwatch.round(round)
@@ -154,6 +162,7 @@ class Recording(Recorder):
         self.drop_round()
 
     def validated(self, round: int, step: int, loss: float) -> None:
+        """See `Recorder`."""
         self._log("validation", round, step, loss=loss)
 
     def _log(self, kind: str, round: int, step: int, **figures: Any) -> None:
@@ -171,6 +180,7 @@ class Recording(Recorder):
             self._is_over = True
 
     def close(self) -> None:
+        """See `Recorder`."""
         if self._opened is not None:
             self._opened.close()
 
