@@ -1,5 +1,7 @@
 """Gossamer in someone else's loop: any model, any optimizer, alone or under torchrun."""
 
+import atexit
+import contextlib
 import copy
 import gc
 import io
@@ -516,6 +518,32 @@ def meet_without_a_group(argv):
 
 def test_processes_of_a_launcher_are_workers_without_a_process_group_which_may_be_made_later(forks):
     assert run_local(2, meet_without_a_group, [str(free_port())]) == 0
+
+
+def use_the_store_after_worker_0(argv):
+    """Worker 0's script ends with its `init_process_group`, and worker 1 uses the store of the group after that."""
+    os.environ["MASTER_PORT"] = argv[0]
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    atexit._clear()  # a process of multiprocessing calls none of these functions, so that they are called here
+    with gossamer.Outer(net(), "gossip", timeout_s=20) as loop:
+        assert loop.n == 2
+    dist.init_process_group("gloo")
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        store.set("process", str(os.getpid()))
+    else:
+        process, deadline = int(store.get("process")), time.monotonic() + 1.5
+        with contextlib.suppress(ProcessLookupError):
+            while time.monotonic() < deadline:
+                os.kill(process, 0)
+                time.sleep(0.02)
+        assert store.add("later", 1) == 1
+    atexit._run_exitfuncs()
+    return 0
+
+
+def test_worker_0_of_such_a_launcher_hosts_the_store_until_the_others_have_ended_too(forks):
+    assert run_local(2, use_the_store_after_worker_0, [str(free_port())]) == 0
 
 
 # --- around an optimizer ---------------------------------------------------------------------------------------------
@@ -1082,9 +1110,7 @@ class Patient(MemoryTransport):
 
 def test_workers_that_differ_are_told_in_what_and_what_each_has():
     with gossamer.Outer(net(), "gasloc") as loop:
-        mine = common_of(
-            loop.method, loop.layout, loop.x.dtype, reduction="ordered", rest="compare", local_steps=30, seed=0
-        )
+        mine = common_of(loop.method, loop._flat, reduction="ordered", rest="compare", local_steps="30", seed=0)
     must_agree([[*mine], [*mine]], mine)
     for key in mine._fields:
         theirs = mine._replace(**{key: "something else"})

@@ -22,10 +22,10 @@ from gossamer.cli.train import import_early
 from gossamer.errors import ConfigError, PeerError, TransportError
 from gossamer.transport.contract import Ticket
 from gossamer.transport.processes.group import GroupTransport
-from gossamer.transport.processes.launch import agree, join, leave, one_device, raise_descriptor_limit
+from gossamer.transport.processes.launch import agree, join, late_to_part, leave, one_device, raise_descriptor_limit
 from gossamer.transport.processes.local import run_local
 from gossamer.transport.processes.member import Member
-from gossamer.transport.processes.store import ENTRY_BYTES
+from gossamer.transport.processes.store import ENTRY_BYTES, Entries
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
@@ -192,6 +192,28 @@ def test_entries_without_the_code_of_the_run_count_as_none_and_a_worker_with_ano
         assert ours.get("one") is None and ours.several(["one", "none"]) == {}, forged[:80]
     store.set("two", sealed)  # where it was not written
     assert ours.get("two") is None and ours.first("two", text) is None and ours.first("three", text) == text.encode()
+
+
+def test_a_process_that_hosts_the_store_waits_at_its_end_for_those_that_have_not_ended_and_not_for_ever():
+    store = HashStore()
+    host, other = (Member.at(i, 2, torch.device("cpu"), store) for i in range(2))
+    assert late_to_part(host, 0.05) == [1]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(late_to_part, host, 20.0)
+        time.sleep(0.1)
+        assert not waiting.done()
+        assert late_to_part(other, 1.0) == []
+        assert waiting.result() == []
+
+
+def test_a_store_is_asked_without_a_thread_while_python_exits(monkeypatch: pytest.MonkeyPatch):
+    def none_starts(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", none_starts)
+    entries = Entries(HashStore(), b"s")
+    entries.set("one", "text")
+    assert entries.get("one") == b"text"
 
 
 def test_a_second_agreement_hears_nothing_of_the_first():

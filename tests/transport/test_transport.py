@@ -462,9 +462,7 @@ class AsOnNccl:
         raise DeprecationWarning
 
 
-def everyone_to_everyone(
-    member: Member, checksum: bool, batched: bool, polled: bool
-) -> tuple[bool, tuple[int, int], tuple[int, int]]:
+def everyone_to_everyone(member: Member, checksum: bool, batched: bool, polled: bool) -> bool:
     transport = transport_of(member, f"all{checksum}{batched}{polled}", checksum=checksum)
     transport._batched = batched  # gathers as for NCCL
     if polled:  # and finishes so too
@@ -478,19 +476,15 @@ def everyone_to_everyone(
     transport.wait(ticket)
     heard = transport.collect(ticket)
     transport.close()
-    good = sorted(heard) == peers and all(same(heard[j], frames_of(j)) for j in peers)
-    return good, transport.sent, transport.received
+    return sorted(heard) == peers and all(same(heard[j], frames_of(j)) for j in peers)
 
 
 @pytest.mark.parametrize(
     ("checksum", "batched", "polled"),
     [(False, False, False), (True, False, False), (False, True, False), (False, True, True)],
 )
-def test_frames_of_all_kinds_arrive_and_are_counted(crew: Crew, checksum: bool, batched: bool, polled: bool):
-    frames = frames_of(0)
-    payload = 2 * sum(frame.numel() * frame.element_size() for frame in frames)
-    traffic = (payload, 2 * (wire.HEADER_BYTES + wire.frames_bytes(frames)))
-    assert crew.values(everyone_to_everyone, checksum, batched, polled) == [(True, traffic, traffic)] * 3
+def test_frames_of_all_kinds_arrive(crew: Crew, checksum: bool, batched: bool, polled: bool):
+    assert crew.values(everyone_to_everyone, checksum, batched, polled) == [True] * 3
 
 
 def empty_messages(member: Member) -> list[Any]:

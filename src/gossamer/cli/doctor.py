@@ -280,13 +280,13 @@ def _port(here: tuple[str, int] | None, own: str | None, keys: "Keys | None") ->
     from gossamer.transport.processes.interfaces import announced_address
     from gossamer.transport.sockets.examination import ExaminationServer
 
-    def told(who: str, reached: bool) -> None:
+    def report(who: str, reached: bool) -> None:
         echo(
             f"{who} came; {'it can be reached from here' if reached else 'it cannot be reached from here'}",
             file=sys.stderr,
         )
 
-    server, at = ExaminationServer(sock, secret, keys, told), shown(announced_address(numeric), port)
+    server, at = ExaminationServer(sock, secret, keys, report), shown(announced_address(numeric), port)
     yield _Finding(
         "port",
         "ok",

@@ -99,30 +99,58 @@ def command(
     Args:
         network: network file (TOML), such as gossamer probe writes
     """
-    from gossamer.data.settings import MANY_PASSES, passes_warning
-    from gossamer.models.sizes import parameter_count
-    from gossamer.network.links import doubts_of, read_network
+    from gossamer.network.links import read_network
 
     options, json = options or PlanOptions(), output.json
     _check_race(asked, options, output)
     if asked.race is not None:
         say(f"pricing all candidates; then the best of them train for {asked.race:g} minutes")
-    if options.out is None and (given := [name for name in ("adapt", "weigh_steps") if getattr(options, name)]):
+    _check_out(options)
+    links = read_network(network)  # a missing file is reported before torch is imported
+    links, cut, made, priced, choice = _planned(links, network, options, json=json)
+    if not json:
+        _print(made, cut, priced, choice, options)
+    found, best = None, choice.best
+    if asked.race is not None:
+        found = race(made, choice, _racers(made, priced), network, asked, output)
+        best = found.candidates[found.taken]
+    text = _run_file(made, best, options, options.out or Path("planned.toml"))
+    passes = _passes(text)
+    if json:
+        print_json({**_facts(made, cut, priced, choice, found, options), "passes": passes})
+    else:
+        if found is not None:
+            print_race(found)
+        for sentence in _doubts(links, choice, passes):
+            print_sentence(sentence)
+    if options.out is not None:
+        _write(options.out, text)
+        if not json:
+            _print_written(made, options, raced=best != choice.best)
+
+
+def _check_out(options: PlanOptions) -> None:
+    """Raises ConfigError for a file that exists, and for options of a file where none is written."""
+    if options.out is not None:
+        must_be_new_file(options.out)
+    elif given := [name for name in ("adapt", "weigh_steps") if getattr(options, name)]:
         raise ConfigError(
             f"--{given[0].replace('_', '-')} was given, which is of a run file, and no --out; add --out FILE, or remove it"
         )
-    if options.out is not None:
-        must_be_new_file(options.out)
-    links = read_network(network)  # a missing file is reported before torch is imported
-    from gossamer.run.config.run_file import parse
+
+
+def _planned(
+    links: "Network", file: Path, options: PlanOptions, *, json: bool
+) -> "tuple[Network, StagePlan | None, RunPlan, Priced, Pick]":
+    """The network as it is planned for, how a replica is cut, the plan, the priced methods and the choice."""
+    from gossamer.models.sizes import parameter_count
     from gossamer.run.planning.candidates import USUAL, choose_among, price_recipes
-    from gossamer.run.planning.check import passes_of
-    from gossamer.run.planning.plan import BYTES, plan
+    from gossamer.run.planning.plan import plan
     from gossamer.run.planning.planned_stages import plan_in_stages
 
-    links, model, step = _what(links, options, network)
-    parameters = parameter_count(model, step["vocab_size"])
-    settings, boundaries, cut = _settings(options, step, parameters), _boundaries(options), None
+    links, model, step = _what(links, options, file)
+    settings = _settings(options, step, parameter_count(model, step["vocab_size"]))
+    boundaries, cut = _boundaries(options), None
     if options.memory_bytes is not None:
         cut = plan_in_stages(links, model, settings, options.memory_bytes, boundaries)
     made = plan(links, model, settings) if cut is None else cut.made
@@ -130,39 +158,51 @@ def command(
     with working("pricing every method" if everything else "pricing"):
         only = options.method or (None if everything else USUAL)
         priced = price_recipes(made, only, thorough=options.method is not None)
-    choice = choose_among(made, priced, options.method)
-    if not json:
-        _print(made, cut, priced, choice, options)
-    found, best = None, choice.best
-    if asked.race is not None:
-        usual = [one for one in priced.candidates if one.method == USUAL]
-        found = race(made, choice, [*made.candidates, *usual], network, asked, output)
-        best = found.candidates[found.taken]
-    text = _run_file(made, best, options, options.out or Path("planned.toml"))
-    passes = passes_of(parse(tomllib.loads(text)))
-    if json:
-        print_json({**_facts(made, cut, priced, choice, found, options), "passes": passes})
-    elif found is not None:
-        print_race(found)
-    if not json:
-        for sentence in doubts_of(links):
-            print_sentence(sentence)
-    if not json and choice.hours > _YEAR_H:
-        print_sentence(
+    return links, cut, made, priced, choose_among(made, priced, options.method)
+
+
+def _passes(text: str) -> float | None:
+    """The passes over the text of a run file."""
+    from gossamer.run.config.run_file import parse
+    from gossamer.run.planning.check import passes_of
+
+    return passes_of(parse(tomllib.loads(text)))
+
+
+def _doubts(links: "Network", choice: "Pick", passes: float | None) -> list[str]:
+    """Warnings of a network, of a plan that takes years, and of a text that is repeated many times."""
+    from gossamer.data.settings import MANY_PASSES, passes_warning
+    from gossamer.network.links import doubts_of
+
+    sentences = [*doubts_of(links)]
+    if choice.hours > _YEAR_H:
+        sentences.append(
             f"that takes {choice.hours / _YEAR_H:.3g} years; plan for fewer --tokens, for --hours, or for a smaller --model"
         )
-    if not json and passes is not None and passes > MANY_PASSES:
-        print_sentence(passes_warning(passes))
-    if options.out is not None:
-        from gossamer.record.whole_files import writing
+    if passes is not None and passes > MANY_PASSES:
+        sentences.append(passes_warning(passes))
+    return sentences
 
-        with writing(options.out):
-            options.out.write_text(text, encoding="utf-8")
-        if not json:
-            raced = ", of what the race found lowest" if best != choice.best else ""
-            echo(f"run file: {options.out}{raced}")
-            if made.options.vocab_size != BYTES and options.tokenizer is None:
-                echo(f"it reads bytes; give data.tokenizer one of {made.options.vocab_size:,} tokens, as was planned")
+
+def _racers(made: "RunPlan", priced: "Priced") -> "list[Candidate]":
+    from gossamer.run.planning.candidates import USUAL
+
+    return [*made.candidates, *(one for one in priced.candidates if one.method == USUAL)]
+
+
+def _write(out: Path, text: str) -> None:
+    from gossamer.record.whole_files import writing
+
+    with writing(out):
+        out.write_text(text, encoding="utf-8")
+
+
+def _print_written(made: "RunPlan", options: PlanOptions, *, raced: bool) -> None:
+    from gossamer.run.planning.plan import BYTES
+
+    echo(f"run file: {options.out}{', of what the race found lowest' if raced else ''}")
+    if made.options.vocab_size != BYTES and options.tokenizer is None:
+        echo(f"it reads bytes; give data.tokenizer one of {made.options.vocab_size:,} tokens, as was planned")
 
 
 def _check_race(asked: RaceOptions, options: PlanOptions, output: Watchable) -> None:

@@ -64,11 +64,11 @@ def _compiled() -> Passes | None:
     try:
         return _loaded(compiler)
     except (OSError, subprocess.CalledProcessError) as error:
-        said = (
+        lines = (
             error.stderr.strip().splitlines()[:1] if isinstance(error, subprocess.CalledProcessError) else [str(error)]
         )
         log.warning(
-            f"{compiler} did not compile the codecs ({' '.join(said)}): they are several times slower, with the same numbers"
+            f"{compiler} did not compile the codecs ({' '.join(lines)}): they are several times slower, with the same numbers"
         )
         return None
 

@@ -319,8 +319,8 @@ def _content(sources: Sequence[SourceFiles], cache: Path) -> str:
     """
     stamps = _stamps(sources)
     known = cache / f"text-{hashlib.blake2b(json.dumps(stamps).encode(), digest_size=12).hexdigest()}"
-    if known.is_file() and re.fullmatch("[0-9a-f]{64}", said := known.read_text(errors="replace")[:65]):
-        return said
+    if known.is_file() and re.fullmatch("[0-9a-f]{64}", hexadecimal := known.read_text(errors="replace")[:65]):
+        return hexadecimal
     digest = hashlib.blake2b(digest_size=32)
     for source in sources:
         digest.update(b"source")

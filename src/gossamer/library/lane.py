@@ -98,11 +98,11 @@ def lane_in(ranks: Sequence[int], mesh: "DeviceMesh | None", timeout_s: float) -
     member = Member.at(
         ranks.index(rank), len(ranks), torch.device("cpu"), outer_store(ranks), secret=environment_secret()
     )
-    said = agree(
+    statements = agree(
         member, "gossamer.Outer, places", [own, mesh and [*mesh.shape], secrets.token_hex(8)], timeout_s=timeout_s
     )
     workers = list[list[int]]()
-    for one in said:
+    for one in statements:
         match one:
             case [[*processes], _, str()] if all(type(p) is int for p in processes):
                 if processes not in workers:
@@ -111,7 +111,7 @@ def lane_in(ranks: Sequence[int], mesh: "DeviceMesh | None", timeout_s: float) -
                 raise PeerError(
                     f"a process says {one!r:.60} of where it is; install the same gossamer version everywhere"
                 )
-    shapes = [shape for _, shape, _ in said]
+    shapes = [shape for _, shape, _ in statements]
     if odd := next((k for k, shape in enumerate(shapes) if shape != shapes[0]), None):
         raise PeerError(
             f"workers are meshes of different shapes: process {ranks[0]} has {_shape(shapes[0])} and process {ranks[odd]} "
@@ -124,7 +124,9 @@ def lane_in(ranks: Sequence[int], mesh: "DeviceMesh | None", timeout_s: float) -
         )
     workers.sort(key=min)
     shard = own.index(rank)
-    return Lane(tuple(processes[shard] for processes in workers), tuple(own), workers.index(own), shard, said[0][2])
+    return Lane(
+        tuple(processes[shard] for processes in workers), tuple(own), workers.index(own), shard, statements[0][2]
+    )
 
 
 def lane_of_launcher(timeout_s: float) -> Lane:
@@ -161,13 +163,13 @@ def lane_of_site(site: tuple[int, int], mesh: "DeviceMesh | None", timeout_s: fl
             "worker: give Outer(mesh=...) the mesh of all its processes"
         )
     member = Member.at(rank, len(world), torch.device("cpu"), outer_store(world), secret=environment_secret())
-    said = agree(member, "gossamer.Outer, site", [own, worker, n, start], timeout_s=timeout_s)
-    if any(one[:3] != [own, worker, n] for one in said):
-        sites = sorted({f"{one[1]} of {one[2]}" for one in said})
+    statements = agree(member, "gossamer.Outer, site", [own, worker, n, start], timeout_s=timeout_s)
+    if any(one[:3] != [own, worker, n] for one in statements):
+        sites = sorted({f"{one[1]} of {one[2]}" for one in statements})
         raise PeerError(
             f"the processes of one world are of site {' and '.join(sites)}; give all of a world the same site and mesh"
         )
-    return Lane((rank,), tuple(own), worker, own.index(rank), said[0][3], n, keys=keys)
+    return Lane((rank,), tuple(own), worker, own.index(rank), statements[0][3], n, keys=keys)
 
 
 def board(store: Store) -> Store:
@@ -277,9 +279,9 @@ def must_have_equal_shards(lane: Lane, timeout_s: float) -> None:
     member = Member.at(
         lane.worker, lane.sites, torch.device("cpu"), PrefixStore("sites", lane.joint), secret=environment_secret()
     )
-    said = agree(member, f"{lane.sites} sites", lane.shards, timeout_s=timeout_s)
-    if odd := next((k for k, shards in enumerate(said) if shards != said[0]), 0):
-        raise PeerError(unequal_shards(0, said[0], odd, said[odd]))
+    statements = agree(member, f"{lane.sites} sites", lane.shards, timeout_s=timeout_s)
+    if odd := next((k for k, shards in enumerate(statements) if shards != statements[0]), 0):
+        raise PeerError(unequal_shards(0, statements[0], odd, statements[odd]))
 
 
 def unequal_shards(site: int, shards: object, other: int, others: object) -> str:

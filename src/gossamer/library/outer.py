@@ -3,7 +3,6 @@
 import contextlib
 import json
 import logging
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,7 +34,7 @@ from gossamer.library.parts import (
     timetable_in,
 )
 from gossamer.library.peers import Common, Peers, common_of, model_in_words
-from gossamer.library.recording import Recording, RecordPlan, run_toml
+from gossamer.library.recording import Recorder, Recording, run_toml
 from gossamer.library.saved import FORMAT, OuterState, must_be_of, must_continue_alike, what_it_is_of
 from gossamer.library.siblings import Siblings
 from gossamer.library.sites import REJOIN_ROUNDS, ElasticSite, elastic_site
@@ -166,67 +165,36 @@ class Outer(Generic[M]):
         peers: str | Path | None = None,
     ) -> None:
         must_be_trainable(model)
-        _must_be_options(
-            seed=seed,
-            reduction=reduction,
-            timeout_s=timeout_s,
-            compile=compile,
-            rest=rest,
-            elastic=elastic,
-            peers=peers,
-        )
+        given = {"seed": seed, "reduction": reduction, "timeout_s": timeout_s, "compile": compile, "rest": rest}
+        _must_be_options(**given, elastic=elastic, peers=peers)
         timetable = None if local_steps is None else timetable_in(local_steps)
         reshard(model)
         mesh = mesh_of(model.named_parameters(), mesh)
         must_be_a_site(site, join, process_group, elastic, peers, reduction)
-        keys = keys_of_sites(peers, site)
-        lane = lane_of_site(site, mesh, timeout_s, keys) if site else lane_in(ranks_of(process_group), mesh, timeout_s)
+        self._lane = lane = _lane_of(site, process_group, mesh, peers, timeout_s)
         # With elastic sites the first process waits for other sites, and its siblings wait longer for it.
-        self._lane, self._siblings = lane, Siblings(lane, 3 * timeout_s if elastic else timeout_s)
-        self.worker, self.n, self.shard = self._lane.worker, self._lane.n, self._lane.shard
-        if site is None:
-            _warn_of_one_worker(lane)
-        facts = settled_parts(
-            rule,
-            topology,
-            codec,
-            schedule,
-            timetable,
-            reduction=reduction,
-            n=self.n,
-            seed=seed,
-            shards=self._lane.shards,
-            elastic=elastic,
-        )
+        self._siblings = Siblings(lane, 3 * timeout_s if elastic else timeout_s)
+        self.worker, self.n, self.shard = lane.worker, lane.n, lane.shard
+        parts = rule, topology, codec, schedule, timetable
+        facts = settled_parts(*parts, reduction=reduction, n=lane.n, seed=seed, shards=lane.shards, elastic=elastic)
         self.method, self._timetable = _method_of(facts, compile=compile)
-        self._timeout_s = timeout_s
+        self.seed, self.model, self._timeout_s = seed, model, timeout_s
         self.rounds: int = 0
-        self.seed, self.model = seed, model
-        self._flat = flat_of(model, mesh, self.method.schedule)
-        must_carry_copies(self.method.codec, self._flat, self._lane.shards)
-        self.layout, self.x = self._flat.layout, self._flat.x
         self.steps: int = 0
+        self._flat = flat_of(model, mesh, self.method.schedule)
+        must_carry_copies(self.method.codec, self._flat, lane.shards)
+        self.layout, self.x = self._flat.layout, self._flat.x
         self._closed = self._left = self._mean_is_in = False
         self._failed: Exception | None = None
         self._takes_rest = rest == "broadcast"
         self._watched = True  # until the first round has ended, to notice a wrapper that is applied later
-        self._meter = Meter()
-        self._record_plan: RecordPlan | None = None
-        self._recording: Recording | None = None
-        common = common_of(
-            self.method,
-            self.layout,
-            self.x.dtype,
-            reduction=reduction,
-            rest=rest,
-            local_steps=self._timetable.words,
-            seed=seed,
-            shard=self._flat.words,
-        )
+        self._meter, self._record = Meter(), Recorder()
+        words = self._timetable.words
+        common = common_of(self.method, self._flat, reduction=reduction, rest=rest, local_steps=words, seed=seed)
         self._site: ElasticSite | None = None
-        self._peers = self._meet(common, process_group, join, elastic=elastic, timeout_s=timeout_s)
+        self._peers = self._meet(common, process_group, join, elastic=elastic)
         self._flat.write()
-        self._is_of = what_it_is_of(common, self.method.rule, self._lane, local_steps=self._timetable.words)
+        self._is_of = what_it_is_of(common, self.method.rule, self._lane, local_steps=words)
         self._loaded: str | None = None
         self._agreed = False  # whether all workers continue from the same state, which none of them can know by itself
         self._loop = self._new_loop()
@@ -256,14 +224,13 @@ class Outer(Generic[M]):
             self._site.attach(loop)
         return loop
 
-    def _meet(
-        self, common: Common, group: dist.ProcessGroup | None, join: str | None, *, elastic: bool, timeout_s: float
-    ) -> Peers:
+    def _meet(self, common: Common, group: dist.ProcessGroup | None, join: str | None, *, elastic: bool) -> Peers:
         """Connects to the other workers.
 
         In two phases, after each of which the processes of this worker agree whether all have succeeded: the second waits for
         messages that a process which failed in the first would never send.
         """
+        timeout_s = self._timeout_s
         with self._siblings.all_or_none("the start of Outer"):
             if join is not None:
                 meet = at_board if elastic else join_sites
@@ -376,9 +343,9 @@ class Outer(Generic[M]):
             ("step_tokens", step_tokens, Number),
         ):
             check_option("record", option, given, kind)
-        if self._record_plan is not None:
+        if self._record.folder is not None:
             raise ConfigError(
-                f"record() got '{folder}', and this Outer records into '{self._record_plan.folder}'; call it once"
+                f"record() got '{folder}', and this Outer records into '{self._record.folder}'; call it once"
             )
         text = run_toml(
             self.method,
@@ -389,25 +356,20 @@ class Outer(Generic[M]):
             seed=self.seed,
             model=type(self.model).__name__,
         )
-        self._record_plan = RecordPlan(Path(folder), text, step_tokens, time.perf_counter())
+        self._record = Recorder(Path(folder))
+        if self.shard == 0:
+            self._record = Recording(Path(folder), text, step_tokens, self.worker, self.method.sends_per_round)
 
     def log_validation(self, loss: float) -> None:
         """Records the validation loss of this worker's own model, after the last round that has ended; needs `record`."""
         self._must_be_open("log_validation")
         check_option("log_validation", "loss", loss, Annotated[float, Field(allow_inf_nan=True)])
-        if self._record_plan is None:
+        if self._record.folder is None:
             raise ConfigError(
                 f"log_validation({loss}) was called without a record; call record(folder, steps=...) first"
             )
-        if (recording := self._open_record()) is not None:
-            recording.validated(self.rounds - 1, self._timetable.begin(self.rounds), loss)
-
-    def _open_record(self) -> Recording | None:
-        """The record of this process, opened at the first call; None without one. After a load, which decides what is void."""
-        if self._recording is None and self._record_plan is not None and self.shard == 0:
-            first_round = self.rounds if self.steps_taken else None
-            self._recording = Recording(self._record_plan, self.worker, first_round, self.method.sends_per_round)
-        return self._recording
+        self._record.open(self.rounds if self.steps_taken else None)
+        self._record.validated(self.rounds - 1, self._timetable.begin(self.rounds), loss)
 
     @in_own_words()
     def step(self, loss: float | torch.Tensor | None = None) -> bool:
@@ -430,14 +392,9 @@ class Outer(Generic[M]):
         if self._watched and self.steps == 0:
             must_not_be_wrapped(self.model, self._lane.across)
         if not self._stops:  # only when a step follows, so that nothing is announced after the last exchange
-            if self._site is not None:
-                self._site.enter(self.rounds)
-            self._loop.local_steps = self._watch.local_steps = self.local_steps
-            self._loop.begin_round(self.rounds)
-            self._stops = [stop for stop in self._loop.stops(self.rounds) if stop.step > self.steps]
-            self._loop.announce(self.rounds, self._stops[0])
-        if (recording := self._open_record()) is not None:
-            recording.step(loss)
+            self._begin_round()
+        self._record.open(self.rounds if self.steps_taken else None)  # after a load, which decides what of it is void
+        self._record.step(loss)
         self.steps += 1
         with torch.no_grad():
             self._advance()
@@ -456,11 +413,22 @@ class Outer(Generic[M]):
                     self._loop.announce(self.rounds, self._stops[0])
         if self._stops:
             return False
+        self._end_round()
+        return True
+
+    def _begin_round(self) -> None:
+        if self._site is not None:
+            self._site.enter(self.rounds)
+        self._loop.local_steps = self._watch.local_steps = self.local_steps
+        self._loop.begin_round(self.rounds)
+        self._stops = [stop for stop in self._loop.stops(self.rounds) if stop.step > self.steps]
+        self._loop.announce(self.rounds, self._stops[0])
+
+    def _end_round(self) -> None:
         self.steps, self.rounds = 0, self.rounds + 1
-        if recording is not None:
-            self._count_waits()
-            lr = None if self.lr is None else self.lr()
-            recording.end_round(self.rounds - 1, self._timetable.begin(self.rounds), lr)
+        self._count_waits()
+        lr = None if self.lr is None else self.lr()
+        self._record.end_round(self.rounds - 1, self._timetable.begin(self.rounds), lr)
         self._meter.rounds += 1
         self._watch.exchanged = True
         if self._site is not None:
@@ -468,18 +436,14 @@ class Outer(Generic[M]):
             after, self.rounds = self.rounds, self._site.next_round()
             if self.rounds > after + REJOIN_ROUNDS:
                 self._take_anothers_state(None, self.rounds)
-        return True
 
     def _exchange(self, stop: Stop) -> None:
-        recording = self._recording
-        timed = contextlib.nullcontext() if recording is None else recording.exchanging()
-        with timed, self._meter.exchanging(), self._explaining():
+        with self._record.exchanging(), self._meter.exchanging(), self._explaining():
             with self._all_or_none(f"round {self.rounds}", self.rounds, self.steps):
                 self._look()
                 sent = self._loop.post(self.rounds, stop)
                 self._meter.count(sent)
-                if recording is not None:
-                    recording.sent(self.rounds, sent)
+                self._record.sent(self.rounds, sent)
                 for due in self._loop.due(self.rounds, stop):
                     if due in self._loop.in_flight:
                         self._loop.in_flight[due].receive()
@@ -509,8 +473,7 @@ class Outer(Generic[M]):
 
         self.rounds, self.steps, self._stops = max(round, self._site.take(mine, load, source)), 0, []
         self._check.forget_start()
-        if self._recording is not None:
-            self._recording.drop_round()
+        self._record.drop_round()
 
     @in_own_words()
     def finish(self) -> None:
@@ -549,12 +512,12 @@ class Outer(Generic[M]):
         """
         self._must_be_open("common_steps")
         check_option("common_steps", "mine", mine, Number)
-        said = self._peers.agree("common_steps", mine)
-        if wrong := [worker for worker, one in enumerate(said) if type(one) is not int or one < 0]:
+        counts = self._peers.agree("common_steps", mine)
+        if wrong := [worker for worker, one in enumerate(counts) if type(one) is not int or one < 0]:
             raise PeerError(
                 f"worker {wrong[0]} does not say how many steps it can take; call common_steps on all workers"
             )
-        return self._siblings.fewest(min(said))
+        return self._siblings.fewest(min(counts))
 
     def metrics(self) -> OuterMetrics:
         """Costs of this worker's exchanges since the previous call, or since the start; needs no other worker.
@@ -586,13 +549,11 @@ class Outer(Generic[M]):
         """Counts the waits and deliveries since the last call, for metrics and record."""
         waits, deliveries = self._peers.waits(self._loop.exchanges)
         self._meter.add_waiting(sum(wait.end_s - wait.start_s for wait in waits))
-        if self._recording is not None:
-            self._recording.waited(waits, deliveries)
+        self._record.waited(waits, deliveries)
 
     def _reduced(self, seconds: float) -> None:
         self._meter.add_waiting(seconds)
-        if self._recording is not None:
-            self._recording.reduced(seconds)
+        self._record.reduced(seconds)
 
     def losses(self, mine: float) -> dict[int, float]:
         """Publishes this worker's loss, and returns the latest published loss of each worker; never blocks.
@@ -727,13 +688,7 @@ class Outer(Generic[M]):
             must_be_of(state, self._is_of, [model_in_words(one, self.x.dtype, self._flat.words) for one in layouts])
         try:
             rounds, steps, saved = state["rounds"], state["steps"], list(state["outer"])
-            check_option("a saved outer state", "rounds", rounds, Annotated[int, Field(ge=0, le=(1 << 31) - 1)])
-            check_option(
-                "a saved outer state",
-                "steps",
-                steps,
-                Annotated[int, Field(ge=0, le=self._timetable.at(rounds).full_steps - 1)],
-            )
+            self._must_be_place(rounds, steps)
             must_fit(saved, mine)
             in_flight = {(one["round"], one["fragment"]) for one in state["under_way"]}
             if in_flight and in_flight != (expected := self._sent_by(rounds, steps)):  # none after `finish`
@@ -800,13 +755,7 @@ class Outer(Generic[M]):
             saved = {"format": FORMAT, "of": json.loads(state["outer.of"]), "start": state["outer.start"]}
             must_be_of(saved, self._is_of_whatever_shards)
             rounds, steps = state["outer.rounds"], state["outer.steps"]
-            check_option("a saved outer state", "rounds", rounds, Annotated[int, Field(ge=0, le=(1 << 31) - 1)])
-            check_option(
-                "a saved outer state",
-                "steps",
-                steps,
-                Annotated[int, Field(ge=0, le=self._timetable.at(rounds).full_steps - 1)],
-            )
+            self._must_be_place(rounds, steps)
             tensors = {key: t for key, t in own.items() if isinstance(t, torch.Tensor)}
             must_fit([local(state[key]) for key in tensors], [*map(local, tensors.values())])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -820,6 +769,12 @@ class Outer(Generic[M]):
             for key, t in tensors.items():
                 local(t).copy_(local(state[key]))
         self._continue_from(rounds, steps, str(state["outer.start"]))
+
+    def _must_be_place(self, rounds: int, steps: int) -> None:
+        """Raises ConfigError for rounds and steps that no saved state has."""
+        check_option("a saved outer state", "rounds", rounds, Annotated[int, Field(ge=0, le=(1 << 31) - 1)])
+        most = self._timetable.at(rounds).full_steps - 1
+        check_option("a saved outer state", "steps", steps, Annotated[int, Field(ge=0, le=most)])
 
     def _continue_from(self, rounds: int, steps: int, start: str | None) -> None:
         self.rounds, self.steps, self._stops = rounds, steps, []
@@ -852,8 +807,7 @@ class Outer(Generic[M]):
         self._loop.in_flight.clear()
         self._peers.close()
         self._siblings.close()
-        if self._recording is not None:
-            self._recording.close()
+        self._record.close()
 
     def _leave(self) -> None:
         """Publishes where this worker ends, for workers that later wait for it in vain."""
@@ -961,6 +915,22 @@ _KINDS = {
 def _must_be_options(**given: object) -> None:
     for name, value in given.items():
         check_option("Outer", name, value, _KINDS[name])
+
+
+def _lane_of(
+    site: tuple[int, int] | None,
+    group: dist.ProcessGroup | None,
+    mesh: "DeviceMesh | None",
+    peers: str | Path | None,
+    timeout_s: float,
+) -> Lane:
+    """The place of this process among all of them."""
+    keys = keys_of_sites(peers, site)
+    if site is not None:
+        return lane_of_site(site, mesh, timeout_s, keys)
+    lane = lane_in(ranks_of(group), mesh, timeout_s)
+    _warn_of_one_worker(lane)
+    return lane
 
 
 def _warn_of_one_worker(lane: Lane) -> None:

@@ -19,6 +19,7 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 from gossamer.codecs import Codec
 from gossamer.errors import PeerError, first_line
 from gossamer.layout import Layout
+from gossamer.library.flat import Flat
 from gossamer.library.guard import Rest, broadcast, fingerprints, must_be_alike
 from gossamer.library.lane import Lane
 from gossamer.record.jsonl import json_from_peer
@@ -55,26 +56,14 @@ class Common(NamedTuple):
     seed: str
 
 
-def common_of(
-    m: Method,
-    layout: Layout,
-    dtype: torch.dtype,
-    *,
-    reduction: str,
-    rest: Rest,
-    local_steps: str,
-    seed: int,
-    shard: str = "",
-) -> Common:
+def common_of(m: Method, flat: Flat, *, reduction: str, rest: Rest, local_steps: str, seed: int) -> Common:
     """The settings that a worker of this configuration must have in common with the others.
 
     Numbers of local steps may differ, except where messages in flight are counted in steps.
-
-    Args: `shard` describes the sharding of the parameters, where a worker has several processes.
     """
     same_steps = m.schedule.overlap_steps or m.rule.delay_rounds
     return Common(
-        model_in_words(layout, dtype, shard),
+        model_in_words(flat.layout, flat.x.dtype, flat.words),
         choice_in_words(m.rule.name, m.rule.options),
         choice_in_words(m.topology.name, m.topology.options),
         f"{_codec(m.codec)}{f' and back {_codec(m.codec.back)}' if m.codec.back else ''}",
@@ -92,19 +81,19 @@ def model_in_words(layout: Layout, dtype: torch.dtype, shard: str) -> str:
     return f"{len(layout.leaves)} tensors of {layout.numel} numbers in {dtype}, whose names and shapes hash to {shapes}{shard}"
 
 
-def must_agree(said: Sequence[object], mine: Common) -> None:
+def must_agree(statements: Sequence[object], mine: Common) -> None:
     """Raises PeerError, with what each of two workers has, for the first thing in which workers differ from worker 0."""
     # The schedule first: other fragments change the layout of the same model, and so its hash.
     for key in sorted(Common._fields, key=lambda one: one != "schedule"):
         place = Common._fields.index(key)
-        words = [_said(theirs, place) for theirs in said]
+        words = [_stated(theirs, place) for theirs in statements]
         if odd := [worker for worker, theirs in enumerate(words) if theirs != words[0]]:
             who = f"worker {odd[0]} differs" if len(odd) == 1 else f"workers {', '.join(map(str, odd))} differ"
             raise PeerError(
                 f"{who} from worker 0 in {key.replace('_', ' ')}: worker {odd[0]} has "
                 f"{words[odd[0]]:.{_LONGEST}} and worker 0 {words[0]:.{_LONGEST}}; make Outer with the same on all workers"
             )
-    for worker, theirs in enumerate(said):
+    for worker, theirs in enumerate(statements):
         if not isinstance(theirs, list) or len(theirs) != len(mine):
             raise PeerError(
                 f"worker {worker} compares other things than the {len(mine)} of this worker; install the same gossamer version "
@@ -112,7 +101,7 @@ def must_agree(said: Sequence[object], mine: Common) -> None:
             )
 
 
-def _said(theirs: object, place: int) -> str:
+def _stated(theirs: object, place: int) -> str:
     return str(theirs[place]) if isinstance(theirs, list) and place < len(theirs) else "nothing"
 
 
@@ -122,12 +111,12 @@ def _codec(codec: Codec) -> str:
 
 def read_losses(entries: Entries, workers: int) -> dict[int, float]:
     """The losses published in a store, by worker, without those that are no finite number."""
-    said = dict[int, float]()
+    losses = dict[int, float]()
     for worker, text in entries.several([str(worker) for worker in range(workers)]).items():
         loss = json_from_peer(text)
         if type(loss) in (int, float) and abs(loss) < 1e300:
-            said[int(worker)] = float(loss)
-    return said
+            losses[int(worker)] = float(loss)
+    return losses
 
 
 class Peers:
@@ -201,17 +190,17 @@ class Peers:
         # Listens before it publishes its address: a reader may connect at once.
         listener = None if lane.keys is None else listen(lane.address, 0)
         address = "" if listener is None else shown(*listener.getsockname()[:2])
-        said = agree(member, "gossamer.Outer", [common, rest, secrets.token_hex(8), address], timeout_s=timeout_s)
-        must_agree([one[0] if isinstance(one, list) and len(one) == 4 else None for one in said], common)
-        must_be_alike([one[1] for one in said], list(others))
-        start = str(said[0][2])
+        statements = agree(member, "gossamer.Outer", [common, rest, secrets.token_hex(8), address], timeout_s=timeout_s)
+        must_agree([one[0] if isinstance(one, list) and len(one) == 4 else None for one in statements], common)
+        must_be_alike([one[1] for one in statements], list(others))
+        start = str(statements[0][2])
         # In a part of the store for this start, without the reports of an earlier Outer of the same workers.
         member = member._replace(store=PrefixStore(start, store), behind=lane.behind)
         run = int(hashlib.sha256(repr((common, lane.shard, start)).encode()).hexdigest()[:16], 16)
         group, tensors = None, (x, *(others.values() if common.rest == "broadcast" else ()))
         if listener is not None:
             endpoint = Endpoint(listener, run, member.secret, timeout_s, keys=lane.keys)
-            transport = SocketTransport(member, endpoint, [one[3] for one in said])
+            transport = SocketTransport(member, endpoint, [one[3] for one in statements])
             carry, reduce = transport.broadcast, None
         else:
             group = _group_of(backend, member, lane, timeout_s)
@@ -240,13 +229,13 @@ class Peers:
 
     def published(self, topic: str) -> dict[int, Any]:
         """The latest facts of each worker, by worker; without those that are no JSON."""
-        said = dict[int, Any]()
+        latest = dict[int, Any]()
         if self._member is not None and (entries := self._notices(topic)) is not None:
             with self._asking():
                 for worker, text in entries.several([str(worker) for worker in range(self._member.workers)]).items():
                     if (facts := json_from_peer(text)) is not None:
-                        said[int(worker)] = facts
-        return said
+                        latest[int(worker)] = facts
+        return latest
 
     def losses(self, mine: float) -> dict[int, float]:
         """The latest published losses of the others, and this one's."""
@@ -254,11 +243,11 @@ class Peers:
             return {0: mine}
         if math.isfinite(mine):
             self.publish("loss", mine)
-        said = dict[int, float]()
+        latest = dict[int, float]()
         if (entries := self._notices("loss")) is not None:
             with self._asking():
-                said = read_losses(entries, self._member.workers)
-        return {**said, self._member.worker: mine}
+                latest = read_losses(entries, self._member.workers)
+        return {**latest, self._member.worker: mine}
 
     def _notices(self, topic: str) -> Entries | None:
         """The published entries of a topic; None once the store has failed, so that training does not wait at each step."""

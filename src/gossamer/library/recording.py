@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import tomli_w
 from torch import Tensor
@@ -25,54 +25,96 @@ _FILES = RecordConfig(tensorboard=False)
 log = logging.getLogger("gossamer")
 
 
-class RecordPlan(NamedTuple):
-    """The arguments of `Outer.record`, until the first step opens the folder."""
+class Recorder:
+    """The record of a loop that has none: nothing is written. It is also that of further processes of a worker."""
 
-    folder: Path
-    run_toml: str
-    step_tokens: int
-    since_s: float
-    """When it was called, by `time.perf_counter`: seconds since then belong to the first round."""
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder
+        """The folder that was given to `Outer.record`, if it was called."""
 
+    def open(self, first_round: int | None) -> None:
+        """Opens the folder; later calls do nothing.
 
-class Recording:
-    """Writes the record of one worker, round by round: losses, messages and seconds.
+        Args: `first_round` makes rounds of this worker in the folder from this one on void; None makes a new record.
+        Raises: ConfigError for a folder that holds another run, or in which this worker trains already; DiskError.
+        """
 
-    Args:
-        first_round: rounds of this worker in the folder from this one on are void; None for a new record.
-        traced_per_round: exchanges of a round.
-    Raises: ConfigError for a folder that holds another run, or in which this worker trains already; DiskError.
-    """
+    def step(self, loss: Tensor | float | None) -> None:
+        """Counts an inner step. The loss stays on its device until the round ends. Raises: ConfigError for no single number."""
 
-    def __init__(self, plan: RecordPlan, worker: int, first_round: int | None, traced_per_round: int) -> None:
-        self.worker, self._step_tokens, self._traced_per_round = worker, plan.step_tokens, traced_per_round
-        with contextlib.ExitStack() as opened, _in_own_words():
-            opened.enter_context(holding(plan.folder, worker))
-            before_s = recorded_s(plan.folder, worker, first_round)  # before these lines are cut
-            self._files = opened.enter_context(
-                RunFolder(
-                    plan.folder,
-                    plan.run_toml,
-                    _FILES,
-                    worker=worker,
-                    resume_round=first_round,
-                    traced_per_round=traced_per_round,
-                )
-            )
-            self._opened = opened.pop_all()
-        self._stopwatch, self._since_s = Stopwatch(worker, before_s), plan.since_s
-        self._stopwatch.start(plan.since_s)
-        self._is_over = False
-        self.drop_round()
+    def exchanging(self) -> contextlib.AbstractContextManager[None]:
+        """A context for an exchange; the seconds since the last one are those of training."""
+        return contextlib.nullcontext()
+
+    def sent(self, round: int, operations: Sequence[Operation]) -> None:
+        """Records the messages that are sent after the steps since the last such call."""
+
+    def reduced(self, seconds: float) -> None:
+        """Counts the seconds of an all-reduce."""
+
+    def waited(self, waits: Sequence[Wait], deliveries: Sequence[Delivery]) -> None:
+        """Counts the waits of this worker."""
+
+    def end_round(self, round: int, step: int, lr: float | None) -> None:
+        """Writes the losses and the seconds of a round that has ended, with so many inner steps behind the worker."""
+
+    def validated(self, round: int, step: int, loss: float) -> None:
+        """Writes a validation of this worker's model after a round; -1 stands for the initial values."""
 
     def drop_round(self) -> None:
         """Discards the round that has begun, as where a site takes over another's state."""
+
+    def close(self) -> None:
+        """Closes the files, and releases the folder. A second call does nothing."""
+
+
+class Recording(Recorder):
+    """Writes the record of one worker, round by round: losses, messages and seconds, from the first step on.
+
+    Args:
+        run_toml: the run file of the folder.
+        step_tokens: tokens of an inner step.
+        traced_per_round: exchanges of a round.
+    """
+
+    def __init__(self, folder: Path, run_toml: str, step_tokens: int, worker: int, traced_per_round: int) -> None:
+        super().__init__(folder)
+        self._into, self._run_toml = folder, run_toml
+        self.worker, self._step_tokens, self._traced_per_round = worker, step_tokens, traced_per_round
+        self._since_s = time.perf_counter()  # seconds since then belong to the first round
+        self._opened: contextlib.ExitStack | None = None
+        self._is_over = False
+        self.drop_round()
+
+    def open(self, first_round: int | None) -> None:
+        """See `Recorder`."""
+        if self._opened is not None:
+            return
+        with contextlib.ExitStack() as opened, _in_own_words():
+            opened.enter_context(holding(self._into, self.worker))
+            before_s = recorded_s(self._into, self.worker, first_round)  # before these lines are cut
+            self._files = opened.enter_context(
+                RunFolder(
+                    self._into,
+                    self._run_toml,
+                    _FILES,
+                    worker=self.worker,
+                    resume_round=first_round,
+                    traced_per_round=self._traced_per_round,
+                )
+            )
+            self._stopwatch = Stopwatch(self.worker, before_s)
+            self._stopwatch.start(self._since_s)
+            self._opened = opened.pop_all()
+
+    def drop_round(self) -> None:
+        """See `Recorder`."""
         self._loss: Tensor | float = 0.0
         self._losses = self._entries = 0
         self._untraced_steps, self._untraced_s = 0, 0.0
 
     def step(self, loss: Tensor | float | None) -> None:
-        """Counts an inner step. The loss stays on its device until the round ends. Raises: ConfigError for no single number."""
+        """See `Recorder`."""
         self._untraced_steps += 1
         if loss is None:
             return
@@ -86,7 +128,7 @@ class Recording:
 
     @contextlib.contextmanager
     def exchanging(self) -> Iterator[None]:
-        """A context for an exchange; the seconds since the last one are those of training."""
+        """See `Recorder`."""
         compute_s = time.perf_counter() - self._since_s
         self._stopwatch.phase(compute_s)
         self._untraced_s += compute_s
@@ -94,7 +136,7 @@ class Recording:
         self._since_s = time.perf_counter()
 
     def sent(self, round: int, operations: Sequence[Operation]) -> None:
-        """Records the messages that are sent after the steps since the last such call."""
+        """See `Recorder`."""
         if operations:
             entry = round * self._traced_per_round + self._entries
             part = Entry(entry, self.worker, self._untraced_steps, self._untraced_s, tuple(operations))
@@ -102,15 +144,16 @@ class Recording:
             self._entries, self._untraced_steps, self._untraced_s = self._entries + 1, 0, 0.0
 
     def reduced(self, seconds: float) -> None:
-        """Counts the seconds of an all-reduce."""
+        """See `Recorder`."""
         self._stopwatch.phase(0.0, seconds)
 
     def waited(self, waits: Sequence[Wait], deliveries: Sequence[Delivery]) -> None:
-        """Counts what held up this worker."""
-        self._stopwatch.waited(waits, deliveries)
+        """See `Recorder`."""
+        if self._opened is not None:  # `Outer.metrics` may be called before the first step
+            self._stopwatch.waited(waits, deliveries)
 
     def end_round(self, round: int, step: int, lr: float | None) -> None:
-        """Writes the losses and the seconds of a round that has ended, with so many inner steps behind the worker."""
+        """See `Recorder`."""
         known: dict[str, Any] = {} if lr is None else {"lr": lr}
         known["loss"] = float(self._loss) / self._losses if self._losses else None
         seconds = self._stopwatch.round(round)
@@ -119,7 +162,7 @@ class Recording:
         self.drop_round()
 
     def validated(self, round: int, step: int, loss: float) -> None:
-        """Writes a validation of this worker's model after a round; -1 stands for the initial values."""
+        """See `Recorder`."""
         self._log("validation", round, step, loss=loss)
 
     def _log(self, kind: str, round: int, step: int, **figures: Any) -> None:
@@ -137,8 +180,9 @@ class Recording:
             self._is_over = True
 
     def close(self) -> None:
-        """Closes the files, and releases the folder. A second call does nothing."""
-        self._opened.close()
+        """See `Recorder`."""
+        if self._opened is not None:
+            self._opened.close()
 
 
 @contextlib.contextmanager

@@ -93,13 +93,13 @@ def must_be_of(state: Mapping[str, Any], mine: Mapping[str, str], same_models: C
         )
 
 
-def must_continue_alike(said: Sequence[object]) -> None:
+def must_continue_alike(statements: Sequence[object]) -> None:
     """Raises PeerError when workers continue from different rounds, steps or starts, with what each has.
 
-    Args: `said` has for each worker its round, step, local steps, and the start that its state is of; None for one that has
+    Args: `statements` have of each worker its round, step, local steps, and the start that its state is of, None where it has
         loaded nothing, or a state without it.
     """
-    for worker, one in enumerate(said):
+    for worker, one in enumerate(statements):
         match one:
             case [int(), int(), int(), str() | None]:
                 pass
@@ -107,7 +107,7 @@ def must_continue_alike(said: Sequence[object]) -> None:
                 raise PeerError(
                     f"worker {worker} does not say where it continues; install the same gossamer version everywhere"
                 )
-    places: list[list[Any]] = [[*one] for one in said]  # pyright: ignore[reportGeneralTypeIssues]
+    places: list[list[Any]] = [[*one] for one in statements]  # pyright: ignore[reportGeneralTypeIssues]
     alike = len({one[2] for one in places}) == 1  # otherwise a step within a round differs between workers
     first = places[0]
     for worker, (round, step, _, start) in enumerate(places):

@@ -99,26 +99,26 @@ class Siblings:
             ]  # not `sum`, which corrects itself from Python 3.12 on
         return total
 
-    def said_by_first(self, say: Callable[[], Sequence[int] | None], what: str) -> list[int]:
+    def from_first(self, choose: Callable[[], Sequence[int] | None], what: str) -> list[int]:
         """The numbers of the first process, on all of them.
 
-        Args: `say` is called there alone, repeatedly until it returns some. It waits for some seconds at most and returns None
+        Args: `choose` is called there alone, repeatedly until it returns some. It waits for some seconds at most and returns None
             while it has none yet, so that the others learn that the process lives.
-        Raises: what `say` raises there; PeerError on the others.
+        Raises: what `choose` raises there; PeerError on the others.
         """
         while True:
-            said: Sequence[int] | None = None
+            chosen: Sequence[int] | None = None
             failure: Exception | None = None
             if self.first:
                 try:
-                    said = say()
+                    chosen = choose()
                 except Exception as error:
                     failure = error
             # The least of one process's number and the maximum everywhere else is that number.
-            mine = [_MOST] * self._width if not self.first else [0] if said is None else [1, *said]
+            mine = [_MOST] * self._width if not self.first else [0] if chosen is None else [1, *chosen]
             known, *numbers = self._least(_Place.FIRST, mine, what, failure)
             if known:
-                return numbers if said is None else [*said]
+                return numbers if chosen is None else [*chosen]
 
     def close(self) -> None:
         """Ends the connections. A second call does nothing."""

@@ -227,7 +227,7 @@ class ElasticSite:
         def alive() -> list[int]:
             return self._mask(self._inner.begin_round(round, lambda seen: self._peers(round, seen), 0))
 
-        self._alive = self._set(self._siblings.said_by_first(alive, f"round {round}"))
+        self._alive = self._set(self._siblings.from_first(alive, f"round {round}"))
         if not self._siblings.first:
             # The payloads of a mean are known only once it is proposed.
             peers = range(self.lane.n) if self._closes else self._peers(round, self._alive)
@@ -235,19 +235,19 @@ class ElasticSite:
 
     def next_round(self) -> int:
         """The round to continue with."""
-        return self._siblings.said_by_first(lambda: [self._inner.next_round()], "the end of a round")[0]
+        return self._siblings.from_first(lambda: [self._inner.next_round()], "the end of a round")[0]
 
     def proposed(self, round: int) -> tuple[int, frozenset[int]]:
         """See `gossamer.transport.contract.Closes`. Raises: LeftOutError, on all processes of the site."""
 
-        def said() -> list[int] | None:
+        def result() -> list[int] | None:
             found = self._for_a_while(lambda: self._inner.proposed(round))
             if found is None or isinstance(found, LeftOutError):
                 return found and [1, 0 if found.source is None else found.source + 1]
             line = self._inner.line
             return [0, found[0], line >> 32, line & 0xFFFFFFFF, *self._mask(found[1])]
 
-        left_out, *numbers = self._siblings.said_by_first(said, f"round {round}")
+        left_out, *numbers = self._siblings.from_first(result, f"round {round}")
         self._must_not_be_left_out(left_out, numbers)
         attempt, high, low, *mask = numbers
         self._alive = self._set(mask)
@@ -265,7 +265,7 @@ class ElasticSite:
         hears = [j not in self._alive or silent_s.get(j, 0.0) < limit_s for j in range(self.lane.n)]
         whole, *hears = self._siblings.all_have([whole, *hears], f"round {self._round}")
 
-        def said() -> list[int] | None:
+        def result() -> list[int] | None:
             if self._is_cut_off([j for j, heard in enumerate(hears) if not (whole or heard)]):
                 return [2, 0]
             found = self._for_a_while(lambda: self._inner.committed(attempt, whole=whole))
@@ -273,7 +273,7 @@ class ElasticSite:
                 return found and [1, 0 if found.source is None else found.source + 1]
             return [0, int(found)]
 
-        left_out, *numbers = self._siblings.said_by_first(said, f"round {self._round}")
+        left_out, *numbers = self._siblings.from_first(result, f"round {self._round}")
         if left_out == 2:
             unheard = ", ".join(str(j) for j, heard in enumerate(hears) if not heard)
             raise PeerError(
@@ -382,7 +382,7 @@ class ElasticSite:
         newest = 0
         if joins:  # the membership view may be stale or partial
             say = lambda: [self._inner.first_round(self._endpoint.timeout_s)]  # noqa: E731
-            newest = self._siblings.said_by_first(say, what)[0]
+            newest = self._siblings.from_first(say, what)[0]
         donor, after, state = self._state_of_all_lanes(source, mine)
         with self._siblings.all_or_none(what, after):
             load(_tensors_of(state))
@@ -396,7 +396,7 @@ class ElasticSite:
         if joins:
             if not self._closes:
                 round = max(newest, self._inner.newest_round + 1, after)
-                round = self._siblings.said_by_first(lambda: [round], what)[0]
+                round = self._siblings.from_first(lambda: [round], what)[0]
             # The first process comes last: by its announcement the others count on all lanes.
             if not self._siblings.first:
                 self._inner.declare(MemberStatus.ALIVE, round)
@@ -422,7 +422,7 @@ class ElasticSite:
                 return [donor, own.after + max(0, turn - _AT_ONCE)]
 
             # The donor's processes may differ by a round: the others request the state that the first one was offered.
-            donor, after = self._siblings.said_by_first(offered, what)[:2]
+            donor, after = self._siblings.from_first(offered, what)[:2]
             if own is None or own.after != after:
                 own = self._asked(donor, after)
             state, why = self._read_state(own, mine)
@@ -506,8 +506,8 @@ class ElasticSite:
             # One thread for each board: after the machine of site 0 has vanished, that of the old board may block for long.
             self._told_at = store
             threading.Thread(target=self._tell_losses, args=(store,), daemon=True, name="gossamer losses").start()
-        said = {site: loss for site, loss in self._losses.items() if site in self._alive}
-        return {**said, self.lane.worker: mine}
+        others = {site: loss for site, loss in self._losses.items() if site in self._alive}
+        return {**others, self.lane.worker: mine}
 
     def _tell_losses(self, store: Store) -> None:
         entries = Entries(store, self._endpoint.secret, self._endpoint.timeout_s).under(f"loss/{self.lane.shard}")
@@ -571,7 +571,7 @@ def elastic_site(
     try:
         mine = _UnderWay("", shown(*listener.getsockname()[:2]), lane.shards, [*common], rest)
         meets = _Meets(lane, mine, common, [*others], Limits(lane.n, _ROUNDS, _STEPS, 2 * exchanges), join, timeout_s)
-        donor = siblings.said_by_first(meets.start_or_donor, "the start of Outer")[0] - 1
+        donor = siblings.from_first(meets.start_or_donor, "the start of Outer")[0] - 1
         begins = meets.all_start() if donor < 0 else meets.come_back(donor)
         endpoint = Endpoint(listener, meets.run_key(begins.run), environment_secret(), timeout_s, keys=lane.keys)
         site = ElasticSite(
@@ -666,18 +666,20 @@ class _Meets:
         lane = self._lane
         member = Member.at(lane.worker, lane.n, torch.device("cpu"), lane.store, secret=self._entries.secret)
         facts = [self._common, self._mine.rest, lane.start, self._mine.address, self._nonce]
-        said = agree(member, "gossamer.Outer", facts, timeout_s=self._timeout_s)
-        must_agree([one[0] if isinstance(one, list) and len(one) == len(facts) else None for one in said], self._common)
-        must_be_alike([one[1] for one in said], self._names)
-        if not all(is_process(address, nonce) for _, _, _, address, nonce in said):
+        statements = agree(member, "gossamer.Outer", facts, timeout_s=self._timeout_s)
+        must_agree(
+            [one[0] if isinstance(one, list) and len(one) == len(facts) else None for one in statements], self._common
+        )
+        must_be_alike([one[1] for one in statements], self._names)
+        if not all(is_process(address, nonce) for _, _, _, address, nonce in statements):
             raise PeerError(
-                f"one of {lane.n} sites says {said!r:.80} of where it is; install the same gossamer version everywhere"
+                f"one of {lane.n} sites says {statements!r:.80} of where it is; install the same gossamer version everywhere"
             )
         entries = [
             SlotEntry(site, 0, nonce, MemberStatus.ALIVE, 0, address)
-            for site, (_, _, _, address, nonce) in enumerate(said)
+            for site, (_, _, _, address, nonce) in enumerate(statements)
         ]
-        return _Start(lane, str(said[0][2]), Members(self._limits, lane.worker, entries), None)
+        return _Start(lane, str(statements[0][2]), Members(self._limits, lane.worker, entries), None)
 
     def come_back(self, donor: int) -> _Start:
         """How this process begins where its site comes back."""
@@ -694,10 +696,10 @@ class _Meets:
     def _slot_from(self, site: int, way: _UnderWay) -> Offer:
         if way.shards != self._lane.shards:
             raise _DifferError(unequal_shards(site, way.shards, self._lane.worker, self._lane.shards))
-        said = [way.common if other != self._lane.worker else [*self._common] for other in range(self._lane.n)]
+        statements = [way.common if other != self._lane.worker else [*self._common] for other in range(self._lane.n)]
         rests = [way.rest if other != self._lane.worker else self._mine.rest for other in range(self._lane.n)]
         try:
-            must_agree(said, self._common)
+            must_agree(statements, self._common)
             must_be_alike(rests, self._names)
         except PeerError as error:
             raise _DifferError(f"{error}; the run at '{self._join}' is under way") from None

@@ -301,14 +301,14 @@ def has_gradients(model: nn.Module) -> bool:
     return all(bool(g.isfinite().all()) for g in grads) and any(bool(g.any()) for g in grads)
 
 
-def warn_of_phases(said: Mapping[int, Any], workers: int, start: str) -> bool:
+def warn_of_phases(facts: Mapping[int, Any], workers: int, start: str) -> bool:
     """Whether all workers have reported the end of their first local phase; warns of equal results or unequal learning rates.
 
     Args:
-        said: of each worker, the hash of its parameters before the exchange and its learning rate, None where unknown.
+        facts: of each worker, the hash of its parameters before the exchange and its learning rate, None where unknown.
         start: the hash of the parameters that all began with.
     """
-    ends = {worker: one for worker, one in said.items() if isinstance(one, list) and len(one) == 2}
+    ends = {worker: one for worker, one in facts.items() if isinstance(one, list) and len(one) == 2}
     if len(ends) < workers:
         return False
     hashes = {str(one[0]) for one in ends.values()}

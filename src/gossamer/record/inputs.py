@@ -91,6 +91,36 @@ def read_inputs(folder: Path) -> dict[Path, Inputs]:
     return found
 
 
+TEXT_FILE = "text.json"
+
+
+class TextRecord(NamedTuple):
+    """The text of a run, which the folder has if its corpus was read from files."""
+
+    fingerprint: str
+    """The hash of all tokens."""
+    train_tokens: list[int] | None
+    """The tokens of each source for training; None in a record of an older version."""
+
+
+def read_text_record(folder: Path) -> TextRecord | None:
+    """The text of the run in a folder; None if it has no record of one. Raises: DataError for a spoilt record."""
+    path = folder / TEXT_FILE
+    if not os.path.lexists(path):
+        return None
+    try:
+        record = json.loads(path.read_bytes())
+        sources = record.get("sources", [])
+        is_counted = sources and all("train_tokens" in one for one in sources)
+        return TextRecord(
+            str(record["fingerprint"]), [int(one["train_tokens"]) for one in sources] if is_counted else None
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(
+            f"'{path}' does not say what text the run was trained on ({error!r:.80}); restore it, or remove it to compare nothing"
+        ) from None
+
+
 class StateKey(NamedTuple):
     """The key that authenticates this user's run folders on this machine."""
 
@@ -152,5 +182,5 @@ def mark_of(code: Sequence[CodeInput], key: bytes) -> str:
     (True, False)
     """
     named = [[one["kind"], one["name"], one["options"], one["path"], one["sha256"]] for one in code]
-    said = json.dumps(sorted(named))
-    return hmac.new(key, b"gossamer run folder 1\n" + said.encode(), "sha256").hexdigest()
+    content = json.dumps(sorted(named))
+    return hmac.new(key, b"gossamer run folder 1\n" + content.encode(), "sha256").hexdigest()

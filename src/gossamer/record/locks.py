@@ -117,8 +117,8 @@ def _taken(file: BinaryIO, patience_s: float, *, shared: bool = False) -> bool |
 
 def _under_way(folder: Path, file: BinaryIO) -> ConfigError:
     file.seek(0)
-    said = file.read(200).decode(errors="replace")
-    who = said if re.fullmatch(r"process [0-9]{1,10} on [\w.-]{1,64}", said) else "another process"
+    owner = file.read(200).decode(errors="replace")
+    who = owner if re.fullmatch(r"process [0-9]{1,10} on [\w.-]{1,64}", owner) else "another process"
     return ConfigError(
         f"the run in '{folder}' is under way, as {who} trains in it; wait for its end, stop it first, or name another folder "
         "with --out"

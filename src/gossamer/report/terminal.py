@@ -180,7 +180,7 @@ class _Shown:
         self._run: FollowedRun | None = FollowedRun(label, folder)
         self._run.look(time.monotonic() + _LAST_LOOK_S)
         self._told_s, self._has_line = now_s, False
-        self._told = self._seen = self._run.done
+        self._reported = self._seen = self._run.done
         self._evaluated = self._newest_evaluation()
         """Earlier evaluations of a resumed run are not printed again."""
         self._before: tuple[float, int, float] | None = None
@@ -208,8 +208,8 @@ class _Shown:
         run = self._run
         assert run is not None
         run.look(time.monotonic() + patience_s)
-        if run.done < self._told:  # it was rewound to a checkpoint
-            self._told, self._seen, self._before, self._start = run.done, run.done, None, (run.done, _tokens(run))
+        if run.done < self._reported:  # it was rewound to a checkpoint
+            self._reported, self._seen, self._before, self._start = run.done, run.done, None, (run.done, _tokens(run))
             self._here = _Here(run.done, here or trained())
         self._evaluated = min(self._evaluated, self._newest_evaluation())
         if self._before is None and (run.done, _tokens(run)) != self._start:
@@ -238,14 +238,14 @@ class _Shown:
                 shown, cells = round + 1, {"loss": _number(run.losses.mean_at(round)), **figures}
                 if shown == run.done:  # rates and bytes only apply to the current round
                     cells = {**self.cells, **figures}
-                elif shown < self._told:  # a later round had its line before all workers had validated this one
+                elif shown < self._reported:  # a later round had its line before all workers had validated this one
                     shown, cells = run.done, {**self.cells, **_as_of(round, figures)}
                 found.append(f"{self.label}: round {shown} of {rounds}  {_words(cells)}")
-                self._told, self._evaluated = max(self._told, shown), round
-            passed = self._every > 0 and self._seen // self._every > self._told // self._every
-            if (over and run.done > self._told) or (not found and (late or passed)):
+                self._reported, self._evaluated = max(self._reported, shown), round
+            passed = self._every > 0 and self._seen // self._every > self._reported // self._every
+            if (over and run.done > self._reported) or (not found and (late or passed)):
                 found.append(f"{self.label}: round {run.done} of {rounds}  {_words(self.cells)}")
-                self._told = run.done
+                self._reported = run.done
             self._seen = run.done  # printed at the next read, when the round's validation is written too
         self._told_s, self._has_line = (now_s, True) if found else (self._told_s, self._has_line)
         return found

@@ -46,7 +46,7 @@ def mean_over_workers(
     parts = [*zip(*swapped(there, chunks), strict=True)]
     # Whether vectors are equal is known only when all their chunks are.
     verdict = torch.tensor([_equal(part) for part in parts], dtype=torch.uint8, device=verdict.device)
-    verdicts = torch.stack([said for (said,) in swapped(alike, [[verdict]] * n)]).amin(0).tolist()
+    verdicts = torch.stack([one for (one,) in swapped(alike, [[verdict]] * n)]).amin(0).tolist()
     sums = [part[0] if same else _mean(part) for part, same in zip(parts, verdicts, strict=True)]
     return [torch.cat(pieces) for pieces in zip(*swapped(back, [sums] * n), strict=True)]
 

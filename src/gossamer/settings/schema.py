@@ -514,8 +514,8 @@ def words_of(hint: Any, name: str = "") -> str:
     extras = _extras(hint)
     unit = next((one for one in extras if isinstance(one, Unit)), None)
     with_unit = f", or with its unit as '{unit.example}'" if unit is not None else ""
-    if said := next((one.text for one in extras if isinstance(one, Words)), ""):
-        return said + with_unit
+    if words := next((one.text for one in extras if isinstance(one, Words)), ""):
+        return words + with_unit
     bare = _bare(hint)
     origin, arguments = get_origin(bare), get_args(bare)
     if names := _names(hint):

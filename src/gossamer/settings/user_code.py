@@ -62,9 +62,9 @@ def imported(key: str, name: str) -> Code:
         UserCodeError for a module that fails.
     """
     module, _, attribute = name.partition(":")
-    said = f"{key} is '{name}'"
+    fact = f"{key} is '{name}'"
     if _is_standard(module):
-        raise _standard(said)
+        raise _standard(fact)
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         # As with `python -m`; a console script has the folder of the script instead.
         sys.path.insert(0, str(Path.cwd()))
@@ -72,18 +72,18 @@ def imported(key: str, name: str) -> Code:
         found: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise _failed(f"{said}, whose module failed", error) from error
+            raise _failed(f"{fact}, whose module failed", error) from error
         raise ConfigError(
-            f"{said}, but there is no module '{error.name}' in {Path.cwd()} or among the installed packages; install it, or "
+            f"{fact}, but there is no module '{error.name}' in {Path.cwd()} or among the installed packages; install it, or "
             "start gossamer where its file is"
         ) from None
     except Exception as error:
-        raise _failed(f"{said}, whose module failed", error) from error
+        raise _failed(f"{fact}, whose module failed", error) from error
     file = Path(getattr(found, "__file__", None) or "")
     for part in attribute.split("."):
         if not hasattr(found, part):
             raise ConfigError(
-                f"{said}, but module '{module}' has no '{attribute}'; it has {', '.join(_public(found)) or 'nothing'}: name "
+                f"{fact}, but module '{module}' has no '{attribute}'; it has {', '.join(_public(found)) or 'nothing'}: name "
                 "one of these"
             )
         found = getattr(found, part)
@@ -94,9 +94,9 @@ def imported(key: str, name: str) -> Code:
         else:
             home = getattr(found, "__module__", None) if inspect.isroutine(found) or inspect.isclass(found) else None
         if isinstance(home, str) and _is_standard(home):
-            raise _standard(said)
+            raise _standard(fact)
     if not callable(found):
-        raise ConfigError(f"{said}, a {type(found).__name__}, which cannot be called; name a function or a class")
+        raise ConfigError(f"{fact}, a {type(found).__name__}, which cannot be called; name a function or a class")
     return Code(name, found, str(file) if file.is_file() else "", hash_of_code(module))
 
 
@@ -104,9 +104,9 @@ def _is_standard(module: str) -> bool:
     return module.partition(".")[0] in sys.stdlib_module_names
 
 
-def _standard(said: str) -> ConfigError:
+def _standard(fact: str) -> ConfigError:
     return ConfigError(
-        f"{said}, which is of Python's standard library, where no part of a run is; name a function or a class of yours, or of "
+        f"{fact}, which is of Python's standard library, where no part of a run is; name a function or a class of yours, or of "
         "an installed package"
     )
 

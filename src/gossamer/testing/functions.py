@@ -136,14 +136,14 @@ def the_same_call_gives_the_same_bits(rule: Rule, graphs: Sequence[Topology]) ->
         some_round(rule, graphs[0], seed=2, round=1),
     )
     generators = _generators()
-    said, updated = leaves(r.send()), leaves(r.recv())
+    sent, updated = leaves(r.send()), leaves(r.recv())
     assert generators == _generators(), (
         "a call drew from a random generator of the process, so that workers in one process and in several draw differently; "
         "draw from gossamer.rng.torch_rng(seed, ctx.worker, ctx.round)"
     )
     for other in others:
         other.send()
-        for name, before, after in (("recv()", updated, leaves(r.recv())), ("send()", said, leaves(r.send()))):
+        for name, before, after in (("recv()", updated, leaves(r.recv())), ("send()", sent, leaves(r.send()))):
             changed = sum(not _same_bits(a, b) for a, b in zip(before, after, strict=True))
             assert len(before) == len(after) and not changed, (
                 f"{name} returned {changed} of {len(after)} tensors with other numbers when it was called again with the same "
@@ -170,9 +170,9 @@ def as_many_copies_are_kept_as_the_tags_say(rule: Rule, graphs: Sequence[Topolog
     """`state_copies` and `copies_per_peer` count the tensors of the size of x in the state."""
     r = some_round(rule, graphs[0])
     kept, peers = sum(leaf.numel() == P for leaf in leaves(r.s)), len(r.ctx.peers)
-    said = rule.state_copies + peers * rule.copies_per_peer
-    assert kept == said, (
-        f"the state holds {kept} tensors of the size of x with {peers} peers, and the tags say {said} (state_copies = "
+    sent = rule.state_copies + peers * rule.copies_per_peer
+    assert kept == sent, (
+        f"the state holds {kept} tensors of the size of x with {peers} peers, and the tags say {sent} (state_copies = "
         f"{rule.state_copies}, copies_per_peer = {rule.copies_per_peer}); correct the tags, from which memory is computed"
     )
 

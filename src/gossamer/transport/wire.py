@@ -57,7 +57,7 @@ def decode_header(raw: bytes, sender: int) -> Header:
 
     Raises: TransportError when the bytes are not a header of this version.
     """
-    magic, version, flags, run, first, second, third, said, crc, payload_bytes = _LAYOUT.unpack(raw)
+    magic, version, flags, run, first, second, third, claimed, crc, payload_bytes = _LAYOUT.unpack(raw)
     if magic != MAGIC:
         raise TransportError(
             f"worker {sender} sent a message that starts with {magic!r} where {MAGIC!r} was expected; "
@@ -68,7 +68,7 @@ def decode_header(raw: bytes, sender: int) -> Header:
             f"worker {sender} sent version {version} (flags {flags:#x}) of the wire format and this one has version {VERSION}; "
             "install the same gossamer version on all machines"
         )
-    return Header(run, Ticket(first, second, third), said, payload_bytes, crc if flags & _CHECKED else None)
+    return Header(run, Ticket(first, second, third), claimed, payload_bytes, crc if flags & _CHECKED else None)
 
 
 def check_header(header: Header, expected: Header) -> None:

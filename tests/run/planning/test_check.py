@@ -423,13 +423,14 @@ def test_a_small_text_that_is_repeated_many_times_is_warned_of_before_and_after_
 
     simulate(config, tmp_path / "run", until=1)
     assert "the text is trained on" not in caplog.text
-    read = json.loads((tmp_path / "run" / "text.json").read_text())["sources"]
+    text = json.loads((tmp_path / "run" / "text.json").read_text())
+    read = text["sources"]
     (row,) = summary_rows({"a": tmp_path / "run"}, {})
     assert row["passes"] == 2 * 2 * 32 / read[0]["train_tokens"]
     simulate(replace(config, run=replace(config.run, steps=4_000)), tmp_path / "long", until=1)
     assert "the text is trained on about 18.28" in caplog.text
     read[0]["train_tokens"] = 16
-    (tmp_path / "run" / "text.json").write_text(json.dumps({"sources": read}))
+    (tmp_path / "run" / "text.json").write_text(json.dumps(text))
     caplog.clear()
     assert main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "page.html")]) == 0
     assert "tiny: the text is trained on about 8 times" in caplog.text

@@ -84,7 +84,7 @@ class Learned(NamedTuple):
     time_s: _Seconds
 
 
-class Told(NamedTuple):
+class MeetingSent(NamedTuple):
     """A message for a meeting."""
 
     peer: _Slot
@@ -117,7 +117,7 @@ class Finished(NamedTuple):
     time_s: _Seconds
 
 
-OrderEvent = Published | Mixed | Learned | Told | Met | Finished
+OrderEvent = Published | Mixed | Learned | MeetingSent | Met | Finished
 _LOG = EventLog[Entered | OrderEvent](
     "order",
     {
@@ -125,7 +125,7 @@ _LOG = EventLog[Entered | OrderEvent](
         "publish": Published,
         "mix": Mixed,
         "learn": Learned,
-        "tell": Told,
+        "tell": MeetingSent,
         "meet": Met,
         "end": Finished,
     },
@@ -229,7 +229,7 @@ class _Reader:
         self.begun = begun
         self.events: list[OrderEvent] = []
         self._phases = begun.number
-        self._told: set[tuple[int, ...]] = set()
+        self._sent: set[tuple[int, ...]] = set()
 
     def add(self, where: str, event: OrderEvent) -> None:
         """Appends an event. Raises DataError when it cannot be the next."""
@@ -243,12 +243,12 @@ class _Reader:
             impossible(where, f"an update after phase {event.number} does not follow what is above it")
         if isinstance(event, Published | Finished) and isinstance(before, Published):
             impossible(where, "the update after the last phase is missing")
-        if isinstance(event, Told | Met):
+        if isinstance(event, MeetingSent | Met):
             key = event[:4]
-            if (key in self._told) != isinstance(event, Met):
-                told = "twice" if key in self._told else "never"
-                impossible(where, f"a meeting with worker {event.peer} that was told {told}")
-            self._told.symmetric_difference_update({key})
+            if (key in self._sent) != isinstance(event, Met):
+                times = "twice" if key in self._sent else "never"
+                impossible(where, f"a meeting with worker {event.peer} whose message was sent {times}")
+            self._sent.symmetric_difference_update({key})
         self._phases += isinstance(event, Published | Learned)
         self.events.append(event)
 

@@ -1,6 +1,5 @@
 """Runs for a report: the data in each folder, priced on any number of networks."""
 
-import json
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ from gossamer.network.links import Network
 from gossamer.network.pricing import price
 from gossamer.network.timeline import Timeline
 from gossamer.record.folder import newest_evaluation, read_metrics, recoveries
+from gossamer.record.inputs import TEXT_FILE, read_text_record
 from gossamer.record.lineage import described, read_branches
 from gossamer.record.logs.events import EventTotals, read_events
 from gossamer.record.logs.pipeline_work import has_stages, read_pipeline
@@ -141,9 +141,9 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network] | None) 
 
 
 def _passes(folder: Path, config: str, metrics: Iterable[Mapping[str, Any]]) -> float | None:
-    """The passes over the text so far, by `text.json`."""
-    path = folder / "text.json"
-    if not path.is_file():
+    """The passes over the text so far."""
+    text = read_text_record(folder)
+    if text is None or text.train_tokens is None:
         return None
     document = parse_toml(config, f"'{folder / 'run.toml'}'")
     data, workers = document.get("data", {}), document.get("workers")
@@ -154,12 +154,11 @@ def _passes(folder: Path, config: str, metrics: Iterable[Mapping[str, Any]]) -> 
         if line["kind"] == "train" and (worker := line.get("worker")) in trained:
             trained[worker] = max(trained[worker], _as_number(line.get("tokens", 0), "tokens", line["round"]))
     try:
-        text = [int(source["train_tokens"]) for source in json.loads(path.read_bytes())["sources"]]
-        return passes_over(data.get("shards"), text, [*trained.values()])
-    except KeyError:  # one of an older version
-        return None
-    except (ValueError, TypeError, IndexError, RecursionError) as error:
-        raise DataError(f"'{path}' does not tell how much text the run had ({error}); remove it") from None
+        return passes_over(data.get("shards"), text.train_tokens, [*trained.values()])
+    except (ValueError, TypeError, IndexError) as error:
+        raise DataError(
+            f"'{folder / TEXT_FILE}' is of another text than the run file ({error}); restore it, or remove it"
+        ) from None
 
 
 def _as_it_went(events: EventTotals) -> Timeline:

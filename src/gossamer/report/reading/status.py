@@ -227,6 +227,7 @@ class _Records(NamedTuple):
     """The contents of a run's files."""
 
     folder: Path
+    kind: str
     rounds: int
     elastic: bool
     """Whether its workers answer queries."""
@@ -277,35 +278,50 @@ def run_status(folder: Path, *, now_s: float | None = None) -> RunStatus:
     Cost: reads the metrics, seconds and outcomes of the run; waits up to PATIENCE_S for queried workers.
     """
     run, metrics = run_file_of(run_file(folder)), read_metrics(folder)
+    records = _records(folder, run, metrics)
+    limits = Limits(run.workers, run.workers * run.steps, run.workers * run.steps)
+    answers = _asked(folder, records.addresses.values(), limits, run.peers)
+    entries = answers.entries
+    now_s = time.time() if now_s is None else now_s
+    workers = [_of_worker(slot, entries.get(slot), records, answers, now_s) for slot in range(run.workers)]
+    newest = max([0, *(one.round for one in workers), *(line["round"] + 1 for line in metrics)])
+    return RunStatus(
+        folder,
+        run.name,
+        records.kind,
+        run.rounds,
+        newest,
+        sorted(answers.views),
+        answers.note,
+        answers.refusals,
+        workers,
+    )
+
+
+def _records(folder: Path, run: RunFile, metrics: Sequence[dict[str, Any]]) -> _Records:
     n, rounds = run.workers, run.rounds
     simulated = (folder / "metrics.jsonl").exists() and not any(folder.glob("metrics-[0-9]*.jsonl"))
     kind = "simulation" if simulated else run.kind
-    trained = [line for line in metrics if line["kind"] == "train" and isinstance(line.get("worker"), int)]
     elastic, in_rounds = kind in ("elastic", "pair", "no waiting"), kind not in ("pair", "no waiting")
     listens = elastic or (kind == "rounds" and bool(run.peers))
-    addresses = {one.slot: one for one in reversed(read_addresses(folder)) if one.slot < n} if listens else {}
+    trained = [line for line in metrics if line["kind"] == "train" and isinstance(line.get("worker"), int)]
     lives = read_outcomes(folder) if in_rounds else _lives_in_order(folder, rounds)
     named = {one.alive for some in lives.values() for life in some for one in life.rounds}
-    records = _Records(
-        folder,
-        rounds,
-        elastic,
-        in_rounds,
-        lives,
-        trained,
-        {line["worker"]: line for line in trained},
-        *_paces(folder, None if simulated else run),
-        addresses,
-        kind == "server" and any(line["kind"] == "eval" and line["round"] + 1 >= rounds for line in metrics),
-        frozenset(range(n)) if None in named else frozenset[int]().union(*(some for some in named if some)),
-    )
-    answers = _asked(folder, addresses.values(), Limits(n, n * run.steps, n * run.steps), run.peers)
-    entries = answers.entries
-    now_s = time.time() if now_s is None else now_s
-    workers = [_of_worker(slot, entries.get(slot), records, answers, now_s) for slot in range(n)]
-    newest = max([0, *(one.round for one in workers), *(line["round"] + 1 for line in metrics)])
-    return RunStatus(
-        folder, run.name, kind, rounds, newest, sorted(answers.views), answers.note, answers.refusals, workers
+    seconds, slowed = _paces(folder, None if simulated else run)
+    return _Records(
+        folder=folder,
+        kind=kind,
+        rounds=rounds,
+        elastic=elastic,
+        in_rounds=in_rounds,
+        lives=lives,
+        trained=trained,
+        newest={line["worker"]: line for line in trained},
+        seconds=seconds,
+        slowed=slowed,
+        addresses={one.slot: one for one in reversed(read_addresses(folder)) if one.slot < n} if listens else {},
+        over=kind == "server" and any(line["kind"] == "eval" and line["round"] + 1 >= rounds for line in metrics),
+        named=frozenset(range(n)) if None in named else frozenset[int]().union(*(some for some in named if some)),
     )
 
 
@@ -386,8 +402,8 @@ def _asked(folder: Path, addresses: Collection[Address], limits: Limits, peers: 
 def _rounds_behind(lives: Sequence[Life], trained: Mapping[str, Any], entry: SlotEntry | None) -> int:
     recorded = [life.rounds[-1].round + 1 for life in lives[-1:] if life.rounds]
     recorded += [life.ended.round for life in lives[-1:] if life.ended is not None and life.ended.why == "finished"]
-    said = [] if entry is None or entry.status == MemberStatus.JOINING else [entry.round]
-    return max([0, *recorded, *said, trained.get("round", -1) + 1])
+    announced = [] if entry is None or entry.status == MemberStatus.JOINING else [entry.round]
+    return max([0, *recorded, *announced, trained.get("round", -1) + 1])
 
 
 def _steps(lives: Sequence[Life], trained: Mapping[str, Any]) -> int | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gossamer.asynchronous import PairRule, conditions
 from gossamer.clock.pair_worker import PairWorker
-from gossamer.record.logs.order import Learned, Met, Told
+from gossamer.record.logs.order import Learned, MeetingSent, Met
 from gossamer.record.progress import say
 from gossamer.rng import numpy_rng
 from gossamer.run.asynchronous.async_participant import AsyncParticipant
@@ -66,7 +66,7 @@ class PairParticipant(AsyncParticipant[PairWorker]):
         """Local phases of each slot that had ended when this process began."""
         self._own_message: Tree = ()
         """The message of the current meeting, as the other end decodes it."""
-        self._round, self._told_s = 0, 0.0
+        self._round, self._sent_s = 0, 0.0
         self._ended = threading.Event()
         self._failed: BaseException | None = None
 
@@ -161,9 +161,9 @@ class PairParticipant(AsyncParticipant[PairWorker]):
 
     def _tell(self, one: Appointment) -> Tensor:
         dt = self._pass()
-        self._told_s = self.now_s()
+        self._sent_s = self.now_s()
         # Written before the message is sent, so that it is in the log of any meeting that uses it.
-        self.log.write(Told(one.peer, one.starter, one.life, one.number, dt, self._told_s))
+        self.log.write(MeetingSent(one.peer, one.starter, one.life, one.number, dt, self._sent_s))
         self._own_message, packed = self._messages.pack(self.core.tell(), one.number, one.starter)
         return packed
 
@@ -182,6 +182,6 @@ class PairParticipant(AsyncParticipant[PairWorker]):
             target=self.slot,
             fragment=0,
             bytes=self._messages.bytes,
-            start_s=self._told_s,
+            start_s=self._sent_s,
             end_s=now_s,
         )

@@ -9,16 +9,24 @@ import hmac
 import json
 import logging
 import math
-import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from gossamer.data.corpus import Batches, text_fingerprint
 from gossamer.data.settings import MANY_PASSES, passes_over, passes_warning
-from gossamer.errors import ConfigError, DataError
+from gossamer.errors import ConfigError
 from gossamer.record.checkpoint import saved_text
-from gossamer.record.inputs import CodeInput, Inputs, mark_of, read_inputs, state_key, write_inputs
+from gossamer.record.inputs import (
+    TEXT_FILE,
+    CodeInput,
+    Inputs,
+    mark_of,
+    read_inputs,
+    read_text_record,
+    state_key,
+    write_inputs,
+)
 from gossamer.record.progress import say
 from gossamer.record.whole_files import atomic_write
 from gossamer.run.config.resolve import may_change, settings_in
@@ -29,7 +37,6 @@ from gossamer.version import __version__
 
 log = logging.getLogger("gossamer")
 
-TEXT_FILE = "text.json"
 Purpose = Literal["evaluate", "score", "resume", "repeat"]
 """The purpose of a computation from a record: `score` is on another text, and `repeat` an audit or a replay, which
 needs identical inputs.
@@ -128,8 +135,9 @@ def must_have_inputs(config: RunSettings, task: Task, folder: Path, purpose: Pur
     """
     recorded = read_inputs(folder)
     found = {name: value for one in recorded.values() for name, value in one["found"].items()}
-    if not recorded and (text := _text_of(folder) or saved_text(folder / "checkpoints")):
-        found[TEXT] = text
+    text = None if recorded else read_text_record(folder)
+    if not recorded and (fingerprint := text.fingerprint if text else saved_text(folder / "checkpoints")):
+        found[TEXT] = fingerprint
     now = common_inputs(task, config.parts)
     repeats = purpose == "repeat"
     names = [TOKENIZER, *([TEXT, FILES] if purpose != "score" else []), *([MODEL] if repeats else [])]
@@ -174,20 +182,6 @@ def _named(config: RunSettings, key: str) -> str:
         "model.size": config.model.size,
     }
     return f"{value[key]!r:.80}"
-
-
-def _text_of(folder: Path) -> str:
-    """The hash of the text in the record of an earlier version; empty if absent."""
-    path = folder / TEXT_FILE
-    if not os.path.lexists(path):
-        return ""
-    try:
-        found = json.loads(path.read_bytes())["fingerprint"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(
-            f"'{path}' does not say what text the run was trained on ({error!r:.80}); restore it, or remove it to compare nothing"
-        ) from None
-    return found if isinstance(found, str) else ""
 
 
 def changed_code(

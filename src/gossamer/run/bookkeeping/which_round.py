@@ -649,39 +649,50 @@ def to_evaluate(store: Store, line: Lineage, round: int | None) -> tuple[int, li
     config = store.config
     every = config.kind == "server" or not (config.run.elastic or config.event_driven)
     kept = kept_by(store, config.owners, line)
-    asked = lambda held: round if round is not None and any(round in one for one in held.values()) else 0  # noqa: E731
-    pick = asked if round is not None else newest_of_all if every else round_to_score
+    requested = lambda held: round if round is not None and any(round in one for one in held.values()) else 0  # noqa: E731
+    pick = requested if round is not None else newest_of_all if every else round_to_score
     choice = choose_round(
         kept, pick, lambda r: {i: store.fault(r, i, line) for i, one in kept.items() if r in one.whole}
     )
     having = [owner for owner, one in choice.kept.items() if choice.round in one.whole]
     if round is not None and (not choice.round or (every and len(having) < len(kept))):
         raise _does_not_count(round, choice.kept, every=every)
-    if not choice.round and not config.record.keep_checkpoints and not any(one.faults for one in kept.values()):
-        raise CheckpointError(
-            f"'{store.folder}' has no checkpoints, as its record.keep_checkpoints is false; gossamer report {store.folder} shows "
-            "its last validation, and its mean model is in the folder 'model' if record.export was true"
-        )
     if not choice.round:
-        raise _none_counts(store, choice)
+        raise _nothing_to_score(store, choice)
     choice.tell()
     tell_unverified(store, choice.round, having)
-    took_part = {i for owner in having for i in choice.kept[owner].seen.get(choice.round) or ()}
-    if absent := [owner for owner in on_other_machines(choice.kept) if owner in took_part]:
+    _warn_of_missing(store, choice, having)
+    return choice.round, having
+
+
+def _nothing_to_score(store: Store, choice: ChosenRound) -> CheckpointError:
+    """The reason why no round can be scored."""
+    if store.config.record.keep_checkpoints or any(one.faults for one in choice.kept.values()):
+        return _none_counts(store, choice)
+    return CheckpointError(
+        f"'{store.folder}' has no checkpoints, as its record.keep_checkpoints is false; gossamer report {store.folder} shows "
+        "its last validation, and its mean model is in the folder 'model' if record.export was true"
+    )
+
+
+def _warn_of_missing(store: Store, choice: ChosenRound, having: Sequence[int]) -> None:
+    """Warns where the mean model is only that of owners `having` checkpoints of the chosen round."""
+    those, kept = ", ".join(map(str, having)), choice.kept
+    took_part = {i for owner in having for i in kept[owner].seen.get(choice.round) or ()}
+    if absent := [owner for owner in on_other_machines(kept) if owner in took_part]:
         log.warning(
             "the mean model is that of worker %s alone, while others took part in round %d; %s",
-            ", ".join(map(str, having)),
+            those,
             choice.round,
-            _bring(config, store.folder, absent),
+            _bring(store.config, store.folder, absent),
         )
-    if missing := [owner for owner, one in choice.kept.items() if one.whole and owner not in having]:
+    if missing := [owner for owner, one in kept.items() if one.whole and owner not in having]:
         log.warning(
             "round %d has no checkpoint of worker %s; the mean model is that of worker %s",
             choice.round,
             ", ".join(map(str, missing)),
-            ", ".join(map(str, having)),
+            those,
         )
-    return choice.round, having
 
 
 def _does_not_count(round: int, kept: Mapping[int, KeptRounds], *, every: bool) -> CheckpointError:

@@ -227,33 +227,33 @@ def misfits(
         )
     if pipeline.stages == 1:
         return
-    stages, said = pipeline.stages, f"pipeline.stages is {pipeline.stages}"
+    stages, fact = pipeline.stages, f"pipeline.stages is {pipeline.stages}"
     own = [("model.size", model.size, model.own), ("model.loss", model.loss, model.loss is not None)]
     own.append(("data.source", data.source, data.own))
     for key in (f"{key} is {value!r:.60}" for key, value, is_own in own if is_own):
-        yield (f"{said} and {key}, but only the built-in model on text can be cut; remove [pipeline]")
+        yield (f"{fact} and {key}, but only the built-in model on text can be cut; remove [pipeline]")
         return
     if model.experts is not None:
         yield (
-            f"{said} and model.experts has {model.experts.count} experts, but a mixture of experts is not cut into stages; "
+            f"{fact} and model.experts has {model.experts.count} experts, but a mixture of experts is not cut into stages; "
             "remove one of the two"
         )
     if model.dropout:
         yield (
-            f"{said} and model.dropout is {model.dropout}, whose random numbers would depend on the cuts; set it to 0"
+            f"{fact} and model.dropout is {model.dropout}, whose random numbers would depend on the cuts; set it to 0"
         )
     cuts = cuts_of(pipeline, model, data)
     if wrong := [*cutting_faults(cuts, model.shape.layers, tied=model.tie_embeddings)]:
-        yield from (f"{said} and {key} is {value}, but {why}" for key, value, why in wrong)
+        yield from (f"{fact} and {key} is {value}, but {why}" for key, value, why in wrong)
         return
     if data.accumulate < stages:
         yield (
-            f"{said} and data.accumulate is {data.accumulate}: with fewer micro-batches than stages some stage is always idle; "
+            f"{fact} and data.accumulate is {data.accumulate}: with fewer micro-batches than stages some stage is always idle; "
             f"set data.accumulate to {stages} or more"
         )
     if pipeline.schedule == "interleaved" and data.accumulate % stages:
         yield (
-            f"{said} with pipeline.schedule 'interleaved', whose micro-batches go through the stages in groups of so many, and "
+            f"{fact} with pipeline.schedule 'interleaved', whose micro-batches go through the stages in groups of so many, and "
             f"data.accumulate is {data.accumulate}; set it to a multiple of {stages}"
         )
     yield from _not_recovered(pipeline, model, workers)
@@ -264,22 +264,22 @@ def misfits(
 def _not_recovered(pipeline: PipelineConfig, model: ModelConfig, workers: int) -> Iterator[str]:
     """Why lost stages cannot be recovered from what other processes have."""
     for one in pipeline.lost:
-        said = f"pipeline.lost has stage {one.stage} of worker {one.worker} after round {one.after}, but "
+        fact = f"pipeline.lost has stage {one.stage} of worker {one.worker} after round {one.after}, but "
         if not 0 < one.stage < pipeline.stages - 1:
             yield (
-                f"{said}only a stage between two others can be recovered, as the first alone has the embeddings and the last "
+                f"{fact}only a stage between two others can be recovered, as the first alone has the embeddings and the last "
                 f"the output head; of {pipeline.stages} stages these are 1 to {pipeline.stages - 2}"
             )
         if one.worker >= workers or not pipeline.cuts_replica(one.worker):
-            yield f"{said}no such worker is in stages; name one of those whose replicas are cut"
+            yield f"{fact}no such worker is in stages; name one of those whose replicas are cut"
         donor = donor_of(one, pipeline, workers)
         if one.source == "peer" and donor is None:
-            yield f"{said}no other worker has that stage then; take source = 'neighbours'"
+            yield f"{fact}no other worker has that stage then; take source = 'neighbours'"
         near = (each for each in pipeline.lost if (each.worker, each.after) == (one.worker, one.after))
         if donor is None and any(abs(each.stage - one.stage) == 1 for each in near):
-            yield f"{said}a neighbour is lost with it, and there is no peer to take them from; resume from an older round"
+            yield f"{fact}a neighbour is lost with it, and there is no peer to take them from; resume from an older round"
         if [*pipeline.lost].count(one) > 1:
-            yield f"{said}it is named twice; name it once"
+            yield f"{fact}it is named twice; name it once"
     remembers = [f"pipeline.{name} remembers" for name in DIRECTIONS if boundary_of(getattr(pipeline, name)).remembers]
     chunks = ["pipeline.chunks is not 1"] if pipeline.chunks > 1 else []
     narrow = ["model.bottleneck is set"] if model.bottleneck is not None else []

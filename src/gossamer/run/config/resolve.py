@@ -210,24 +210,24 @@ def _unsharded(config: RunConfig) -> Iterator[str]:
     shards, model = config.run.shards, config.model
     if shards == 1:
         return
-    said = f"run.shards is {shards}"
+    setting = f"run.shards is {shards}"
     own = [("model.size", model.size, model.own), ("model.loss", model.loss, model.loss is not None)]
     own.append(("data.source", config.data.source, config.data.own))
     if named := [f"{key} is {value!r:.60}" for key, value, is_own in own if is_own]:
         yield (
-            f"{said} and {named[0]}, but only the built-in model on text is sharded; set it to 1, or shard your model in your "
+            f"{setting} and {named[0]}, but only the built-in model on text is sharded; set it to 1, or shard your model in your "
             "own loop with gossamer.Outer"
         )
     if config.data.accumulate % shards:
         yield (
-            f"{said} and data.accumulate is {config.data.accumulate}: the processes of a worker share the micro-batches of a "
+            f"{setting} and data.accumulate is {config.data.accumulate}: the processes of a worker share the micro-batches of a "
             f"step equally; set data.accumulate to a multiple of {shards}"
         )
     for key, value in (("model.experts", model.experts), ("model.bottleneck", model.bottleneck)):
         if value is not None:
-            yield f"{said} and the run has {key}, which was never tried together; remove one of the two"
+            yield f"{setting} and the run has {key}, which was never tried together; remove one of the two"
     if config.inner.compile:
-        yield f"{said} and inner.compile is true, which was never tried together; set it to false"
+        yield f"{setting} and inner.compile is true, which was never tried together; set it to false"
 
 
 _T = TypeVar("_T")

@@ -189,9 +189,9 @@ class LoopSettings:
         yield from wrong
         lengths = {name: value for name in _IN_TOKENS if (value := getattr(self, name)) is not None}
         if lengths:  # the steps follow from the whole run
-            said = ({"steps": self.steps} if self.steps != LoopSettings.steps else {}) | lengths
-            if len(said) > 1:
-                words = " and ".join(f"{name} = {value:g}" for name, value in said.items())
+            lengths_given = ({"steps": self.steps} if self.steps != LoopSettings.steps else {}) | lengths
+            if len(lengths_given) > 1:
+                words = " and ".join(f"{name} = {value:g}" for name, value in lengths_given.items())
                 yield (f"run has {words}, which each decide the length of the run; keep one of them")
             return
         if wrong or self.shape is not None:

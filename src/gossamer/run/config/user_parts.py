@@ -129,22 +129,22 @@ def caller(parts: UserParts, kind: str, name: str) -> Callable[..., Any]:
     Raises: ConfigError when it is not here; when called, ConfigError if it does not take its arguments or returns something of
         another type than the kind has, and UserCodeError when it fails.
     """
-    function, said = parts.own.get(kind), f"{KEYS[kind]} is '{name}'"
+    function, fact = parts.own.get(kind), f"{KEYS[kind]} is '{name}'"
     if function is None:
         raise ConfigError(
-            f"{said}, which is Python code and is not imported here; simulate, train, compare and evaluate import it"
+            f"{fact}, which is Python code and is not imported here; simulate, train, compare and evaluate import it"
         )
     guarded, kind_of, fits = calling(KEYS[kind], function), _KINDS.get(kind, object), False
 
     def call(*given: Any, **options: Any) -> Any:
         nonlocal fits
         if not fits:
-            _must_take(said, function, given, options)
+            _must_take(fact, function, given, options)
             fits = True
         made = guarded(*given, **options)
         if not isinstance(made, kind_of):
             raise ConfigError(
-                f"{said}, which returned a {type(made).__name__} where a {kind_of.__name__} is needed; return one, or name the "
+                f"{fact}, which returned a {type(made).__name__} where a {kind_of.__name__} is needed; return one, or name the "
                 f"function that does"
             )
         return made
@@ -152,7 +152,7 @@ def caller(parts: UserParts, kind: str, name: str) -> Callable[..., Any]:
     return call
 
 
-def _must_take(said: str, function: Callable[..., Any], given: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+def _must_take(fact: str, function: Callable[..., Any], given: tuple[Any, ...], options: Mapping[str, Any]) -> None:
     """Raises ConfigError when the function does not take these arguments."""
     try:
         signature = inspect.signature(function)
@@ -162,10 +162,10 @@ def _must_take(said: str, function: Callable[..., Any], given: tuple[Any, ...], 
     try:
         signature.bind(*given, **options)
     except TypeError as error:
-        for sentence in unknown_options(said + ", which", [*options], names[len(given) :]):
+        for sentence in unknown_options(fact + ", which", [*options], names[len(given) :]):
             raise ConfigError(f"{sentence}") from None
         raise ConfigError(
-            f"{said}, which cannot be called with {len(given)} arguments and the options {', '.join(options) or 'none'} "
+            f"{fact}, which cannot be called with {len(given)} arguments and the options {', '.join(options) or 'none'} "
             f"({error}); its parameters are {', '.join(names) or 'none'}: add or remove what does not fit"
         ) from None
 

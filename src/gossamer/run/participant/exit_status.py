@@ -61,19 +61,19 @@ def exit_status(codes: Mapping[int, int], lost: Mapping[int, int], far: HowFar) 
     ['worker 2 has left after 11 local phases', 'no worker has reached the end of the run']
     """
     of_all = "" if far.rounds is None else f" of {far.rounds}"
-    said = [
+    report = [
         f"worker {i} ended with code {code} after {far.words(lost.get(i, 0))}{of_all}"
         for i, code in codes.items()
         if code
     ]
     whys = {i: far.whys.get(i) for i, code in codes.items() if not code}
-    said += [
+    report += [
         f"worker {i} has left after {far.words(far.behind.get(i, 0))}{of_all}"
         for i, why in whys.items()
         if why == "left"
     ]
     if "finished" in whys.values():
-        return ExitStatus(0, said)
+        return ExitStatus(0, report)
     failed = [code for code in codes.values() if code]
     end = "the end of the run" if far.rounds is None else f"round {far.rounds}"
-    return ExitStatus(failed[-1] if failed else 2, [*said, f"no worker has reached {end}"])
+    return ExitStatus(failed[-1] if failed else 2, [*report, f"no worker has reached {end}"])

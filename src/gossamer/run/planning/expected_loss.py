@@ -104,7 +104,6 @@ PUBLISHED = {
 
 _MEASURED_LEVEL = fmean(MEASURED["data parallel"][1].losses)
 _MEASURED_GAP = fmean(MEASURED["DiLoCo"][30].losses) - _MEASURED_LEVEL
-_SPAN = math.log(_PUBLISHED[0] / MEASURED_PARAMETERS)
 
 
 class Range(NamedTuple):

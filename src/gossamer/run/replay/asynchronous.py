@@ -31,12 +31,12 @@ from gossamer.record.logs.order import (
     Entered,
     Finished,
     Learned,
+    MeetingSent,
     Met,
     Mixed,
     OrderEvent,
     OrderLife,
     Published,
-    Told,
     read_order,
 )
 from gossamer.record.machines import Threads
@@ -229,7 +229,7 @@ class _Process(Actor["Entered | OrderEvent"], Generic[Core]):
     def named(self, event: Entered | OrderEvent) -> str:
         """See `Actor`."""
         kind = type(event).__name__.lower()
-        which = f" of worker {event.starter}" if isinstance(event, Told | Met) else ""
+        which = f" of worker {event.starter}" if isinstance(event, MeetingSent | Met) else ""
         number = "" if isinstance(event, Finished) else f" {event.number}"
         return f"'{kind}'{number}{which} at {event.time_s:g} s"
 
@@ -381,7 +381,7 @@ class _Gossip(_Process[GossipWorker]):
 
 
 class _PairReplay(_Process[PairWorker]):
-    kinds = (Learned, Told, Met)
+    kinds = (Learned, MeetingSent, Met)
 
     def made(self) -> PairWorker:
         assert isinstance(self._run.config.method, InPairs)
@@ -389,7 +389,9 @@ class _PairReplay(_Process[PairWorker]):
 
     def missing(self, event: Entered | OrderEvent) -> Missing | None:
         """See `Actor`."""
-        if isinstance(event, Told | Met) and (event.peer == self.slot or event.starter not in (self.slot, event.peer)):
+        if isinstance(event, MeetingSent | Met) and (
+            event.peer == self.slot or event.starter not in (self.slot, event.peer)
+        ):
             raise Contradiction(f"it has a meeting with worker {event.peer} that worker {event.starter} started")
         return super().missing(event)
 
@@ -398,7 +400,7 @@ class _PairReplay(_Process[PairWorker]):
         return [(self.slot, *event[1:4]), (event.peer, *event[1:4])] if isinstance(event, Met) else []
 
     def sends(self, event: Entered | OrderEvent) -> list[Key]:
-        return [(self.slot, *event[1:4])] if isinstance(event, Told) else []
+        return [(self.slot, *event[1:4])] if isinstance(event, MeetingSent) else []
 
     def trained(self, event: Learned) -> None:
         # The drift is added to the parameters as changed by meetings since the phase began. Time advances first, as in
@@ -407,11 +409,11 @@ class _PairReplay(_Process[PairWorker]):
         self.core.learn()
         self.core.begin()
 
-    def exchange(self, event: Told | Met | Finished) -> Iterable[tuple[str, int]]:
+    def exchange(self, event: MeetingSent | Met | Finished) -> Iterable[tuple[str, int]]:
         self.core.advance(event.dt)
         if isinstance(event, Finished):
             return []
-        if isinstance(event, Told):
+        if isinstance(event, MeetingSent):
             # The message is of this moment: phases that end between it and the meeting only count in the latter.
             (key,) = self.sends(event)
             self._run.messages.keep(key, self.replica, self.core.tell(), event.number, event.starter)

@@ -117,13 +117,15 @@ def audit(
         for round, reports in repeat.rounds(lanes.each, snapshot, last):
             workers = [one for one, _ in reports]
             found = {one.index: one.hashes() for one in workers}
-            said = {i: some for i, some in recorded.get(round, {}).items() if i in found and worker in (None, i)}
+            recorded_hashes = {
+                i: some for i, some in recorded.get(round, {}).items() if i in found and worker in (None, i)
+            }
             if round < first:
                 continue
-            compared += sum(map(len, said.values()))
+            compared += sum(map(len, recorded_hashes.values()))
             overruled = script.turns[round].overruled
             checked = [one for one in workers if worker in (None, one.index) and one.index not in overruled]
-            difference = _difference(round, said, found) or _spoilt(round, checked, folder, line, sound)
+            difference = _difference(round, recorded_hashes, found) or _spoilt(round, checked, folder, line, sound)
             if difference is not None:
                 return Audit(first, last, snapshot, compared, difference)
     return Audit(first, last, snapshot, compared, None)
@@ -176,8 +178,8 @@ def _hashes(folder: Path) -> Hashes:
     for line in read_metrics(folder):
         match line:
             case {"kind": "train", "worker": int(worker), "round": int(round), "hashes": some} if some is not None:
-                said = [str(one) for one in some] if isinstance(some, list) else [f"no list: {some!r:.60}"]
-                if found.setdefault(round, {}).setdefault(worker, said) != said:
+                recorded_hashes = [str(one) for one in some] if isinstance(some, list) else [f"no list: {some!r:.60}"]
+                if found.setdefault(round, {}).setdefault(worker, recorded_hashes) != recorded_hashes:
                     raise DataError(
                         f"'{folder}' has two lines of worker {worker} in round {round} with other hashes, and a run writes "
                         "one; restore its metrics as the run wrote them"
@@ -289,11 +291,11 @@ def _usable(script: Script, round: int, sound: _Sound) -> bool:
     return needed <= sound or round == 0
 
 
-def _difference(round: int, said: dict[int, list[str]], found: dict[int, list[str]]) -> Difference | None:
+def _difference(round: int, recorded_hashes: dict[int, list[str]], found: dict[int, list[str]]) -> Difference | None:
     """The first differing hash, in sending order."""
     for k in range(max(map(len, found.values()), default=0)):
-        for worker in sorted(said):
-            if said[worker][k : k + 1] != found[worker][k : k + 1]:
+        for worker in sorted(recorded_hashes):
+            if recorded_hashes[worker][k : k + 1] != found[worker][k : k + 1]:
                 return Difference(round, worker, "what it sent")
     return None
 

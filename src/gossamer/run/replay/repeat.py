@@ -143,13 +143,13 @@ class Repeat:
         for slot in there - turn.outcomes.keys():
             self.workers[slot].hashes()
         for worker, _ in present:
-            steps, said = worker.replica.steps_taken, turn.outcomes[worker.index].steps
-            if self._logged and steps != said:
+            steps, logged_steps = worker.replica.steps_taken, turn.outcomes[worker.index].steps
+            if self._logged and steps != logged_steps:
                 raise contradiction(
                     outcomes_file(self.recorded, worker.index),
                     f"worker {worker.index}",
                     f"round {round}",
-                    f"it has {said} inner steps behind it, and {steps} follow from how it began",
+                    f"it has {logged_steps} inner steps behind it, and {steps} follow from how it began",
                 )
             self._keep(worker, round + 1)
             self._share(round + 1, worker)

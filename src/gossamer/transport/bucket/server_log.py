@@ -219,7 +219,7 @@ class ServerAttendance(SlotHolder):
                 yield from self._pause(self._clock() - start_s)
 
     def _tend(self) -> Steps[bool]:
-        """Adds an event that is due whoever adds it; returns whether there was one."""
+        """Adds an event that is due, whichever process adds it; returns whether there was one."""
         now = self._clock()
         for slot, life in self.lives.items():
             gone = self.seen.lives.get(slot, -1) > life or (

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -115,23 +115,19 @@ def gloo_group(store: Store, rank: int, size: int, timeout_s: float, address: st
         address: where this process listens for the others; by default torch chooses.
     Raises: RuntimeError when others are missing after `timeout_s`.
     """
-    return connected(store, timeout_s, lambda: _gloo_group(store, rank, size, timeout_s, address))
 
+    def make() -> dist.ProcessGroup:
+        gloo = dist.ProcessGroupGloo
+        options = gloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+        options._timeout = timedelta(seconds=timeout_s)
+        options._devices = [gloo.create_device(hostname=address) if address else gloo.create_default_device()]
+        group = _group_of(store, gloo(store, rank, size, options), OWN, "cpu")
+        # A process that fails right away, for example as it refuses a rule, would cut off others that are still connecting,
+        # which would fail with gloo's errors.
+        group.barrier().wait()
+        return group
 
-def _gloo_group(store: Store, rank: int, size: int, timeout_s: float, address: str) -> dist.ProcessGroup:
-    options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-    options._timeout = timedelta(seconds=timeout_s)
-    gloo = dist.ProcessGroupGloo
-    options._devices = [gloo.create_device(hostname=address) if address else gloo.create_default_device()]
-    backend = gloo(store, rank, size, options)
-    group = dist.ProcessGroup(store, rank, size)
-    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-    group._set_group_desc(OWN)
-    # A process that fails right away, for example as it refuses a rule, would cut off others that are still connecting,
-    # which would fail with gloo's errors.
-    group.barrier().wait()
-    return group
+    return connected(store, timeout_s, make)
 
 
 def nccl_group(store: Store, rank: int, size: int, timeout_s: float) -> dist.ProcessGroup:
@@ -142,14 +138,19 @@ def nccl_group(store: Store, rank: int, size: int, timeout_s: float) -> dist.Pro
     separate communicator. The first transfer creates it, for which all its processes must arrive together: make it a
     collective.
     """
-    nccl = dist.ProcessGroupNCCL
-    options = nccl.Options()
+    options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
-    backend = nccl(store, rank, size, options)
-    group = dist.ProcessGroup(store, rank, size)
-    group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
-    group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, backend)
-    group._set_group_desc(OWN_NCCL)
+    return _group_of(store, dist.ProcessGroupNCCL(store, rank, size, options), OWN_NCCL, "cuda")
+
+
+def _group_of(store: Store, backend: Any, description: str, device: str) -> dist.ProcessGroup:
+    """A process group that torch's registry does not know."""
+    kinds = dist.ProcessGroup.BackendType
+    kind = kinds.GLOO if description == OWN else kinds.NCCL
+    group = dist.ProcessGroup(store, backend.rank(), backend.size())
+    group._set_default_backend(kind)
+    group._register_backend(torch.device(device), kind, backend)
+    group._set_group_desc(description)
     return group
 
 

@@ -14,15 +14,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Literal, NamedTuple, TypeVar
 
 from gossamer.record.jsonl import json_from_peer
-from gossamer.transport.processes.store import THREADS, Entries
+from gossamer.transport.processes.store import THREADS, Entries, NoAnswerError, unanswered
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
 """Pauses before the next call on a store after an error: the first, doubled after each, and the longest."""
 MOST_DIGITS = 10
+Cause = Literal["closed", "silent", "foreign", "changed"]
 T = TypeVar("T")
 
 log = logging.getLogger("gossamer")
@@ -43,7 +45,7 @@ class Failure(NamedTuple):
     culprit: int
     round: int
     reporter: int
-    cause: Literal["closed", "silent", "foreign", "changed"]
+    cause: Cause
 
 
 def sentence(
@@ -117,13 +119,9 @@ class Board:
         self.gone = False
         """Whether the store has not answered the last call, in time or at all."""
         self._n = n
-        self._patience_s = patience_s
-        self._entries = entries.under("gossamer/board")
+        self._entries = entries.under("gossamer/board").within(patience_s)
         self._beat = 0
-        self._asked = threading.Thread()
-        """The last call, in its thread; it may hang."""
         self._errand = threading.Thread()
-        self._errand_s = 0.0
         self._pause_s, self._again_s, self._said = FIRST_PAUSE_S, 0.0, False
         self._saved = [0] * n
         """The newest round that each worker is known to have saved."""
@@ -175,62 +173,36 @@ class Board:
 
         While the store has not answered the previous call, this one posts nothing.
         """
-        found = self._circulated
-        if self._errand.is_alive():
-            if time.monotonic() > self._errand_s + self._patience_s:
-                self._silent()
-        elif self._may_ask():
-            # In a thread that may hang with the store: the caller keeps training, and gets the answer at a later call.
-            self._errand = threading.Thread(target=self._circulate, args=(text,), name=THREADS, daemon=True)
-            self._errand_s = time.monotonic()
+        known = self._circulated
+        if not self._errand.is_alive():
+            # In a thread that waits for the store: the caller keeps training, and gets the answer at a later call.
+            exchange = partial(self._query, partial(self._exchange_notes, text))
+            self._errand = threading.Thread(target=exchange, name=THREADS, daemon=True)
             self._errand.start()
-        return found
+        return known
 
-    def _circulate(self, text: str) -> None:
+    def _exchange_notes(self, text: str) -> None:
         names = {f"circular/{worker}": worker for worker in range(self._n)}
-        try:
-            self._entries.set(f"circular/{self.worker}", text)
-            self._circulated = {names[name]: note for name, note in self._entries.several([*names]).items()}
-        except RuntimeError:
-            self._failed()
-        else:
-            self._answered()
+        self._entries.set(f"circular/{self.worker}", text)
+        self._circulated = {names[name]: note for name, note in self._entries.several([*names]).items()}
 
     def _read(self, name: str) -> bytes | None:
         return self._query(lambda: self._entries.get(name))
 
     def _query(self, question: Callable[[], T]) -> T | None:
-        """The answer of the store, or None; a hanging call cannot be cancelled, so its thread is left behind."""
-        if not self._may_ask():
+        """The answer of the store, or None; it is not asked while an earlier call hangs, or for a while after an error."""
+        if unanswered(self._entries.store) or time.monotonic() < self._again_s:
             return None
-        answers: list[T] = []
-
-        def ask() -> None:
-            try:
-                answers.append(question())
-            except RuntimeError:
-                self._failed()
-            else:
-                self._answered()
-
-        # A call on a lost store has no deadline inside torch; its thread is left behind.
-        self._asked = threading.Thread(target=ask, name=THREADS, daemon=True)
-        self._asked.start()
-        self._asked.join(self._patience_s)
-        if self._asked.is_alive():
+        try:
+            answer = question()
+        except RuntimeError as error:
+            if not isinstance(error, NoAnswerError):  # it is gone for good, or for long
+                self._again_s = time.monotonic() + self._pause_s
+                self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
             self._silent()
-        return answers[0] if answers else None
-
-    def _may_ask(self) -> bool:
-        return not self._asked.is_alive() and time.monotonic() >= self._again_s
-
-    def _answered(self) -> None:
+            return None
         self.gone, self._pause_s = False, FIRST_PAUSE_S
-
-    def _failed(self) -> None:
-        self._again_s = time.monotonic() + self._pause_s
-        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
-        self._silent()
+        return answer
 
     def _silent(self) -> None:
         self.gone = True

@@ -35,6 +35,8 @@ from gossamer.transport.processes.store import (
 from gossamer.transport.secret import environment_secret
 from gossamer.transport.sockets.addresses import is_loopback
 
+LAST_S = 10.0
+"""How long a process whose script has ended hosts the store of others that have not."""
 log = logging.getLogger("gossamer")
 
 
@@ -111,7 +113,9 @@ def launched(timeout_s: float) -> Member | None:
     """This process among those started by a launcher such as torchrun; None for a single process.
 
     It only reaches the store of the processes. No process group is made and no torch setting is changed, so that the
-    script may still do either. The store stays open as long as the process, since rank 0 may serve it to the others.
+    script may still do either. The store stays open as long as the process. Where rank 0 hosts it, its process ends
+    when all others have, or some seconds after its script: others may still use the store, as a process group that is
+    made later does.
 
     Args: `timeout_s` is how long to wait for the store.
     Raises: ConfigError when the environment counts several processes without saying how to reach them, TransportError
@@ -129,9 +133,12 @@ def launched(timeout_s: float) -> Member | None:
     if rank >= n:
         raise ConfigError(f"RANK is {rank}; with WORLD_SIZE {n} it must be between 0 and {n - 1}, as torchrun sets it")
     where = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank
-    if where not in _STORES:
-        _STORES[where] = _store(rank, timeout_s)[0]
-    return Member.at(rank, n, torch.device("cpu"), _STORES[where], secret=environment_secret())
+    store = _STORES.get(where) or _store(rank, timeout_s)[0]
+    member = Member.at(rank, n, torch.device("cpu"), store, secret=environment_secret())
+    if where not in _STORES and _hosts_store(0):
+        atexit.register(_parted, member, min(timeout_s, LAST_S))
+    _STORES[where] = store
+    return member
 
 
 _STORES = dict[tuple[str, str, int], Store]()
@@ -230,14 +237,14 @@ def agree(
         )
     owners = [member.owner(rank) for rank in range(member.ranks)]
     with store_answers():
-        said = [_statement(owner, entries.read(key, owner)) for owner, key in zip(owners, keys, strict=True)]
+        statements = [_statement(owner, entries.read(key, owner)) for owner, key in zip(owners, keys, strict=True)]
     camps: dict[str, list[int]] = {}
-    for rank, (theirs, _, _) in enumerate(said):
+    for rank, (theirs, _, _) in enumerate(statements):
         camps.setdefault(theirs, []).append(rank)
     if len(camps) > 1:
         part(member, min(timeout_s, 10.0))  # so that all can report the difference rather than a lost store
-        raise PeerError(_disagreement(camps, [settings for _, _, settings in said], member))
-    return [facts for _, facts, _ in said]
+        raise PeerError(_disagreement(camps, [settings for _, _, settings in statements], member))
+    return [facts for _, facts, _ in statements]
 
 
 def part(member: Member, timeout_s: float) -> None:
@@ -247,18 +254,30 @@ def part(member: Member, timeout_s: float) -> None:
     others have finished reading: the slowest reads a moment after the fastest has continued. One that dies meanwhile
     costs `timeout_s`.
     """
-    names, entries = [f"parted/{rank}" for rank in range(1, member.ranks)], member.entries.within(timeout_s)
-    if member.rank:
-        with store_answers():
-            entries.set(names[member.rank - 1], "")
-    elif _hosts_store(member.rank) and (late := entries.absent(names, timeout_s)):
+    if late := late_to_part(member, timeout_s):
         log.warning(
             "%s may still need the store of the run, which ends with this process, after %g s; look at their logs",
-            _workers([1 + rank for rank in late], member),
+            _workers(late, member),
             timeout_s,
         )
     if member.behind is not None:
         member.behind.close()
+
+
+def late_to_part(member: Member, timeout_s: float) -> list[int]:
+    """Posts that this process no longer needs the store; one that hosts it waits for the others, and returns the late ones."""
+    names, entries = [f"parted/{rank}" for rank in range(1, member.ranks)], member.entries.within(timeout_s)
+    if not member.rank:
+        return [1 + rank for rank in entries.absent(names, timeout_s)] if _hosts_store(member.rank) else []
+    with store_answers():
+        entries.set(names[member.rank - 1], "")
+    return []
+
+
+def _parted(member: Member, timeout_s: float) -> None:
+    """As `part`, when Python exits: nobody is there to be warned, or to handle a lost store."""
+    with contextlib.suppress(TransportError):
+        late_to_part(member, timeout_s)
 
 
 def _disagreement(

@@ -16,19 +16,19 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from gossamer.errors import PeerError, RefusedError
 from gossamer.layout import Reused
 from gossamer.transport import wire
-from gossamer.transport.contract import Delivery, Sound, Ticket, Wait
+from gossamer.transport.contract import Delivery, Sound, Ticket
 from gossamer.transport.elastic.ask import View, show
 from gossamer.transport.elastic.members import MemberStatus, SlotEntry, is_process
-from gossamer.transport.processes.group import GRACE_S, Way
+from gossamer.transport.processes.board import Cause
 from gossamer.transport.processes.member import Member
-from gossamer.transport.processes.waiting import ExchangeTimes, PeerWait
+from gossamer.transport.processes.waiting import GRACE_S, RoundTransport, TicketState, Way
 from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.connection import CLOSED, Endpoint, Owner, PeerConnection
 from gossamer.transport.sockets.handshake import dial
@@ -42,18 +42,6 @@ _PARTING_S = 5.0
 """How long the others have to read this worker's goodbye."""
 
 
-class _Exchange:
-    """The messages of one ticket."""
-
-    def __init__(self) -> None:
-        self.likes: dict[int, tuple[Tensor, ...]] = {}
-        """Shapes and dtypes of the message of each peer."""
-        self.came: dict[int, Tensor] = {}
-        self.pending: set[tuple[Way, int]] = set()
-        self.posted: tuple[tuple[Tensor, ...], Tensor] | None = None
-        """The frames posted last, which may go to further peers, and their bytes."""
-
-
 class _Peer(NamedTuple):
     """The state of another worker."""
 
@@ -62,7 +50,7 @@ class _Peer(NamedTuple):
     """The connection opened by the peer."""
 
 
-class SocketTransport:
+class SocketTransport(RoundTransport[TicketState]):
     """The transport of this process over our own connections; see `gossamer.transport.contract.Transport`.
 
     Args:
@@ -75,21 +63,15 @@ class SocketTransport:
         Two threads per peer.
     """
 
-    keeps_frames = False
-
     def __init__(self, member: Member, endpoint: Endpoint, addresses: Sequence[object]) -> None:
-        self.worker = me = member.worker
+        super().__init__(member, endpoint.timeout_s, TicketState)
+        me = member.worker
         for worker, one in enumerate(addresses):
             if not one or not is_process(one):
                 raise PeerError(
                     f"worker {worker} published no address ({one!r:.60}); install the same gossamer version everywhere"
                 )
-        self._member, self._endpoint, self._addresses = member, endpoint, [str(one) for one in addresses]
-        self._patience = PeerWait(member, endpoint.timeout_s)
-        self._exchanges: dict[Ticket, _Exchange] = {}
-        self._measured = ExchangeTimes()
-        self._news = threading.Condition()
-        """The lock of the exchanges; notified whenever a message was received or sent."""
+        self._endpoint, self._addresses = endpoint, [str(one) for one in addresses]
         self._closed = False
         self._lost: dict[int, str] = {}
         """Why the connection with each lost worker is gone."""
@@ -125,58 +107,22 @@ class SocketTransport:
         """
         wire.frames_bytes(like)
         with self._news:
-            exchange = self._exchanges.setdefault(ticket, _Exchange())
+            exchange = self._exchanges[ticket]
             assert peer not in exchange.likes, (ticket, peer)
             exchange.likes[peer] = tuple(like)
-            exchange.pending.add(("from", peer))
-            self._news.notify_all()
+            self._begin(exchange, "from", peer)
+            self._news.notify_all()  # its reader may wait for this
 
     def post(self, ticket: Ticket, peer: int, frames: Sequence[Tensor]) -> None:
         """Starts sending; the frames must stay unchanged until `ready(ticket)`."""
+        exchange = self._exchanges[ticket]
+        payload = self._post(exchange, frames).payload
         with self._news:
-            exchange = self._exchanges.setdefault(ticket, _Exchange())
-        if exchange.posted is None or [*map(id, exchange.posted[0])] != [*map(id, frames)]:
-            exchange.posted = (*frames,), wire.on_host(wire.pack_frames(frames))
-        letter = Letter(LetterKind.PAYLOAD, self.worker, ticket, round=ticket.round, body=exchange.posted[1])
-        with self._news:
-            exchange.pending.add(("to", peer))
             self._rounds[self.worker] = max(self._rounds[self.worker], ticket.round)
-        self._peers[peer].connection.send(letter)
-
-    def ready(self, ticket: Ticket) -> bool:
-        """Whether everything expected under the ticket has arrived and everything posted has been sent.
-
-        Raises: PeerError when a peer died or has sent an unexpected message.
-        """
-        with self._news:
-            exchange = self._exchanges.setdefault(ticket, _Exchange())
-            failed = self._failed(exchange)
-            if failed is None:
-                return not exchange.pending
-        raise self._patience.failed(ticket.round, self._member.rank_of(failed), self._cause(failed))
-
-    def wait(self, ticket: Ticket) -> None:
-        """Returns once `ready(ticket)`.
-
-        Raises: PeerError after the timeout, or as soon as a failure is known, naming the worker that failed first if
-            known.
-        """
-        start_s = time.perf_counter()
-        with self._news:
-            exchange = self._exchanges.setdefault(ticket, _Exchange())
-        self._patience.wait(ticket.round, lambda seconds: self._missing(exchange, seconds))
-        self.ready(ticket)
-        self._measured.waited.append(Wait(ticket, start_s, time.perf_counter()))
-
-    def collect(self, ticket: Ticket) -> dict[int, list[Tensor]]:
-        """The frames received under a ready ticket, by peer; forgets the ticket."""
-        with self._news:
-            exchange = self._exchanges.pop(ticket, None) or _Exchange()
-        assert not exchange.pending, f"{ticket} is not ready"
-        return {
-            peer: wire.unpack_frames(exchange.came[peer].to(self._member.device), like)
-            for peer, like in sorted(exchange.likes.items())
-        }
+            self._begin(exchange, "to", peer)
+        self._peers[peer].connection.send(
+            Letter(LetterKind.PAYLOAD, self.worker, ticket, round=ticket.round, body=payload)
+        )
 
     def broadcast(self, data: Tensor) -> None:
         """Overwrites flat bytes in host memory with those of worker 0, before the first exchange. Raises: as `wait`."""
@@ -190,14 +136,6 @@ class SocketTransport:
         self.wait(ticket)
         for frames in self.collect(ticket).values():
             data.copy_(frames[0])
-
-    def deliveries(self) -> list[Delivery]:
-        """The messages received since the last call."""
-        return self._measured.deliveries()
-
-    def waits(self) -> list[Wait]:
-        """The times that `wait` blocked its caller since the last call."""
-        return self._measured.waits()
 
     def close(self, *, at_once: bool = False) -> None:
         """Ends all connections, once the others have read what is queued, or `at_once`. A second call does nothing."""
@@ -291,23 +229,18 @@ class SocketTransport:
 
     def _heard(self, connection: PeerConnection, letter: Letter) -> None:
         peer, began_s, now_s = connection.peer, self._began_s[connection.peer], time.perf_counter()
-        self._measured.came.append(Delivery(letter.ticket, peer, letter.body.numel(), now_s - began_s, began_s))
+        self._deliveries.append(Delivery(letter.ticket, peer, letter.body.numel(), now_s - began_s, began_s))
         with self._news:
             self._rounds[peer] = max(self._rounds[peer], letter.round)
             exchange = self._exchanges[letter.ticket]
-            exchange.came[peer] = letter.body
-            self._settle(exchange, "from", peer)
+            exchange.received[peer] = letter.body
+            self._settle(exchange, {("from", peer)})
 
     def _left(self, connection: PeerConnection, letter: Letter) -> None:
         """Records that a message was sent."""
         with self._news:
             if letter.kind is LetterKind.PAYLOAD and (exchange := self._exchanges.get(letter.ticket)) is not None:
-                self._settle(exchange, "to", connection.peer)
-
-    def _settle(self, exchange: _Exchange, way: Way, peer: int) -> None:
-        exchange.pending.discard((way, peer))
-        if not exchange.pending:
-            self._news.notify_all()
+                self._settle(exchange, {("to", connection.peer)})
 
     def _gone(self, connection: PeerConnection, why: str) -> None:
         # The end of a peer after the last message may be noticed before this process has recorded that the message was
@@ -316,25 +249,15 @@ class SocketTransport:
             time.sleep(GRACE_S)
         with self._news:
             self._lost[connection.peer] = why
-            self._news.notify_all()
+            self._fail(connection.peer, ConnectionError(why))
 
-    # --- whom it waits for --------------------------------------------------------------------------------------------
+    def _begin(self, exchange: TicketState, way: Way, peer: int) -> None:
+        """Records that a message is pending; the caller holds the lock."""
+        exchange.pending.add((way, peer))
+        if peer in self._lost:
+            self._fail(peer, ConnectionError(self._lost[peer]))
 
-    def _failed(self, exchange: _Exchange) -> int | None:
-        """The lowest lost peer that an exchange waits for."""
-        return min((peer for _, peer in exchange.pending if peer in self._lost), default=None)
-
-    def _missing(self, exchange: _Exchange, seconds: float) -> list[int]:
-        """Waits at most `seconds`, and returns the ranks that the exchange still waits for; none once it is done or has
-        failed.
-        """
-        with self._news:
-            if self._news.wait_for(lambda: not exchange.pending or self._failed(exchange) is not None, seconds):
-                return []
-            return self._patience.ranks_of(exchange.pending)
-
-    def _cause(self, peer: int) -> Literal["closed", "foreign", "changed"]:
-        """The fault of a peer whose connection is gone."""
+    def _cause(self, peer: int, error: Exception) -> Cause:
         refused = {what.rpartition(": ")[2] for what in self._refusals.counts if what.startswith(f"worker {peer}: ")}
         return "changed" if "checksum" in refused else "foreign" if refused else "closed"
 

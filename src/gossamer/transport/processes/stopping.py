@@ -41,7 +41,7 @@ class Stopping:
         self._entries = member.entries.under("gossamer").within(ANSWER_S)
         self._me, self._ranks = str(member.rank), member.ranks
         self._asked, self._after = asked, finished + 1
-        self._wished = self._waited = self._told = False
+        self._wished = self._waited = self._warned = False
         self._last: int | None = None
         """The rounds after which all stop, once known."""
         self._lock = threading.Lock()
@@ -70,11 +70,11 @@ class Stopping:
             self._waited = True
             # The others add their numbers independently of this process, from their own threads.
             while self._last is None and time.monotonic() < deadline:
-                self._say()
+                self._add()
                 time.sleep(0.02)
             if self._last is None:
                 self._after = finished + 1
-                self._say()
+                self._add()
             return self._last is not None and finished >= self._last
 
     def _look(self) -> None:
@@ -88,7 +88,7 @@ class Stopping:
                         if self._over.is_set():
                             return
                         self._wished = True
-                        self._say()
+                        self._add()
                     self._over.wait(LOOK_S / 10)
         except RuntimeError:
             return
@@ -99,33 +99,33 @@ class Stopping:
         except NoAnswerError:  # it may come back, unlike one whose connection is lost
             return False
 
-    def _say(self) -> None:
+    def _add(self) -> None:
         """Adds the round after which this process could stop, unless the entry is complete."""
         try:
-            found = self._entries.changed(ENTRY, self._added)
+            content = self._entries.changed(ENTRY, self._added)
         except RuntimeError:
-            if not self._told:
-                self._told = True
+            if not self._warned:
+                self._warned = True
                 log.warning(
                     "process %s was asked to stop, or another was, but the store of the run does not answer, so they cannot "
                     "agree on a round; it trains on, and the newest checkpoint is what is left once it is killed",
                     self._me,
                 )
             return
-        said = self._read(found)
-        if len(said) == self._ranks:
-            self._last = max(said.values())
+        numbers = self._read(content)
+        if len(numbers) == self._ranks:
+            self._last = max(numbers.values())
 
     def _added(self, text: bytes | None) -> str | None:
-        said = self._read(text)
-        if len(said) == self._ranks or said.get(self._me) == self._after:
+        numbers = self._read(text)
+        if len(numbers) == self._ranks or numbers.get(self._me) == self._after:
             return None
-        return json.dumps({**said, self._me: self._after})
+        return json.dumps({**numbers, self._me: self._after})
 
     def _read(self, text: bytes | None) -> dict[str, int]:
         """The numbers of the processes; invalid entries are ignored."""
-        found = json_from_peer(text or b"{}")
-        if not isinstance(found, dict):
+        content = json_from_peer(text or b"{}")
+        if not isinstance(content, dict):
             return {}
         ranks = map(str, range(self._ranks))
-        return {rank: found[rank] for rank in ranks if type(found.get(rank)) is int and 0 < found[rank] < _MOST}
+        return {rank: content[rank] for rank in ranks if type(content.get(rank)) is int and 0 < content[rank] < _MOST}

@@ -85,7 +85,10 @@ def answer(store: Store, timeout_s: float, ask: Callable[[], T]) -> T:
             came.put((None, error))
 
     thread = threading.Thread(target=make, name=THREADS, daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # as Python exits it may start none, and the call has only the deadline of its connection
+        make()
     try:
         value, error = came.get(timeout=max(0.0, deadline - time.monotonic()))
     except queue.Empty:
@@ -95,6 +98,12 @@ def answer(store: Store, timeout_s: float, ask: Callable[[], T]) -> T:
     if error is not None:
         raise error
     return value  # pyright: ignore[reportReturnType]
+
+
+def unanswered(store: Store) -> bool:
+    """Whether an earlier call on a store still waits for its answer."""
+    root = _root(store)
+    return any(other is root and thread.is_alive() for other, thread in _unanswered)
 
 
 def _no_answer(root: Store, timeout_s: float) -> NoAnswerError:

@@ -211,8 +211,8 @@ def refusal(me: int, why: str) -> Letter:
 
 def refused_by(who: str, letter: Letter) -> str:
     """The sentence about a refusal, without terminal control characters."""
-    said = letter.content.decode("utf-8", "replace")
-    return f"{who} refused this process: {''.join(c for c in said if c.isprintable())}"
+    reason = letter.content.decode("utf-8", "replace")
+    return f"{who} refused this process: {''.join(c for c in reason if c.isprintable())}"
 
 
 def _start(target: Callable[..., None], *args: object) -> None:

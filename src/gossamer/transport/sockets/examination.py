@@ -92,9 +92,9 @@ class ExaminationServer:
     """
 
     def __init__(
-        self, sock: socket.socket, secret: bytes, keys: Keys | None, told: Callable[[str, bool], None]
+        self, sock: socket.socket, secret: bytes, keys: Keys | None, report: Callable[[str, bool], None]
     ) -> None:
-        self._told = told
+        self._report = report
         self._listener = Listener(sock, secret, RUN, self._arrived, Refusals(), keys=keys)
         self.address = self._listener.address
 
@@ -111,7 +111,7 @@ class ExaminationServer:
             _, port, number = _HELLO.unpack(channel.read(_HELLO.size))
             reached = bool(port) and _reaches(arrival.host, port, number)
             channel.write(_ANSWER.pack(time.time(), reached, arrival.host.partition("%")[0].encode()))
-            self._told(arrival.host, reached)
+            self._report(arrival.host, reached)
             while True:
                 up, size = _ORDER.unpack(channel.read(_ORDER.size))
                 if not 0 < size <= MOST_BYTES:

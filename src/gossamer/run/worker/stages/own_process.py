@@ -194,15 +194,15 @@ class LocalStages:
         losses = self._losses or [0.0] * self._accumulate
         clips = self._config.inner.clip is not None
         squares = [float(squared_norm(self._stages[k])) if clips else 0.0 for k in self._places]
-        told = self._pipe.gather(torch.tensor([*losses, *squares], dtype=torch.float64))
-        self._squares = self._in_order(told, self._accumulate) if clips else None
+        gathered = self._pipe.gather(torch.tensor([*losses, *squares], dtype=torch.float64))
+        self._squares = self._in_order(gathered, self._accumulate) if clips else None
         self._compute_s += time.perf_counter() - began_s - (self._pipe.waited_s - waited_s)
-        return told[(self._pieces - 1) % self._pipe.parts][: self._accumulate].tolist()
+        return gathered[(self._pieces - 1) % self._pipe.parts][: self._accumulate].tolist()
 
-    def _in_order(self, told: Sequence[Tensor], skipped: int) -> list[Tensor]:
+    def _in_order(self, gathered: Sequence[Tensor], skipped: int) -> list[Tensor]:
         """The numbers of all pieces, in order, from the vectors of all processes."""
         parts = self._pipe.parts
-        return [told[k % parts][skipped + k // parts].float() for k in range(self._pieces)]
+        return [gathered[k % parts][skipped + k // parts].float() for k in range(self._pieces)]
 
     def clip(self, max_norm: float, *, again: bool = False) -> None:
         """See `gossamer.run.worker.stages.in_one_process.InStages`."""
@@ -258,8 +258,8 @@ class LocalStages:
                         payload = h.contiguous().view(-1).view(torch.uint8)
                         self._pipe.send(Flow("validation", k), (k + 1) % self._pipe.parts, payload, length_first=False)
         self._pipe.flush()
-        told = self._pipe.gather(torch.tensor(losses, dtype=torch.float64))
-        return math.fsum(told[(self._pieces - 1) % self._pipe.parts].tolist()) / len(batches)
+        gathered = self._pipe.gather(torch.tensor(losses, dtype=torch.float64))
+        return math.fsum(gathered[(self._pieces - 1) % self._pipe.parts].tolist()) / len(batches)
 
     def _validated(self, k: int, stage: Stage, batch: Tensor) -> Tensor:
         """The output of one piece of the model for a batch, whose input comes from the piece before it."""
