@@ -18,12 +18,12 @@ from gossamer.record.logs.order import (
     Entered,
     Finished,
     Learned,
+    MeetingSent,
     Met,
     Mixed,
     OrderLife,
     OrderWriter,
     Published,
-    Told,
     phases_in,
     read_order,
 )
@@ -307,7 +307,7 @@ BEGUN = Entered(0, 0, None, 0.0)
 GOSSIP = [Published(0, 0, 0.0, 1.0), Mixed(0, frozenset({0, 2}), ((2, 1, 9),), 1.1), Finished("left", 7, 0.0, 2.0)]
 PAIRS = [
     Learned(0, 0, 1 / 3, 0.0, 1.0),
-    Told(1, 1, 9, 0, 1e-17, 1.2),
+    MeetingSent(1, 1, 9, 0, 1e-17, 1.2),
     Learned(1, 1, 0.1, 1.0, 2.0),
     Met(1, 1, 9, 0, 0.7, 2.1),
 ]
@@ -350,9 +350,9 @@ def test_the_lives_of_a_slot_follow_each_other_and_a_process_that_was_taken_for_
         ([GOSSIP[0], Published(1, 0, 1.0, 2.0)], "the update after the last phase is missing"),
         ([GOSSIP[0], GOSSIP[1]._replace(heard=((2, 1, 9), (2, 0, 9)))], "does not follow"),
         ([GOSSIP[2], GOSSIP[0]], "follows the end"),
-        ([PAIRS[0], PAIRS[3]], "told never"),
-        ([PAIRS[1], PAIRS[1]], "told twice"),
-        ([*PAIRS, PAIRS[3]], "told never"),
+        ([PAIRS[0], PAIRS[3]], "sent never"),
+        ([PAIRS[1], PAIRS[1]], "sent twice"),
+        ([*PAIRS, PAIRS[3]], "sent never"),
         ([PAIRS[0], Published(1, 0, 1.0, 2.0)], "do not go together"),
     ],
 )

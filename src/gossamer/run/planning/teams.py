@@ -89,7 +89,7 @@ def places_of(network: Network) -> Mapping[str, tuple[int, ...]]:
     >>> from gossamer.network.links import Route, Site
     >>> sites = {name: Site(workers=(i,)) for i, name in enumerate("abc")}
     >>> thin = [Route(between=("c", near), bandwidth_bps=1e7) for near in "ab"]
-    >>> places_of(Network(1e9, 1e9, sites=sites, routes=(Route(between=("a", "b")), *thin)))
+    >>> places_of(Network(uplink_bps=1e9, downlink_bps=1e9, sites=sites, routes=(Route(between=("a", "b")), *thin)))
     {'a': (0, 1), 'c': (2,)}
     """
     places = {name: site.workers for name, site in network.sites.items()}
