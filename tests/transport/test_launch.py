@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from commands import Command
@@ -206,14 +207,21 @@ def test_a_process_that_hosts_the_store_waits_at_its_end_for_those_that_have_not
         assert waiting.result() == []
 
 
-def test_a_store_is_asked_without_a_thread_while_python_exits(monkeypatch: pytest.MonkeyPatch):
-    def none_starts(thread: threading.Thread) -> None:
-        raise RuntimeError("can't create new thread at interpreter shutdown")
+def no_thread_starts(thread: threading.Thread) -> None:
+    raise RuntimeError("can't create new thread at interpreter shutdown")
 
-    monkeypatch.setattr(threading.Thread, "start", none_starts)
+
+def test_a_store_is_asked_without_a_thread_while_python_exits(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(threading.Thread, "start", no_thread_starts)
     entries = Entries(HashStore(), b"s")
     entries.set("one", "text")
     assert entries.get("one") == b"text"
+
+
+def test_a_process_group_ends_without_a_thread_while_python_exits(monkeypatch: pytest.MonkeyPatch):
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(threading.Thread, "start", no_thread_starts)
+    assert leave() and not dist.is_initialized()
 
 
 def test_a_second_agreement_hears_nothing_of_the_first():
