@@ -266,11 +266,11 @@ def _trained(
             apart.add((one.method, one.seed, digest(one.config)), one.config, Path(scratch) / one.label)
         while apart.busy:
             for (method, seed, of_config), ended in apart.ended():
-                spent_s += ended.seconds
+                spent_s += ended.core_s
                 line = line_of(method, seed, ended, of_config)
                 with to.open("a", encoding="utf-8") as file:
                     file.write(json_line(line))
-                print(line["network"], line["size"], method, seed, ended.loss, ended.error, ended.seconds, flush=True)
+                print(line["network"], line["size"], method, seed, ended.loss, ended.error, ended.core_s, flush=True)
             if spent_s >= most_s:
                 apart.drop()
     return spent_s
@@ -331,7 +331,7 @@ def _outcome(cell: Cell, run: tuple[str, str, str, int], ended: RunEnd, of_confi
         "rounds": entrant.rounds,
         "tokens": cell.course.tokens_of(entrant),
         "horizon_s": cell.course.horizon_s,
-        "core_s": ended.seconds,
+        "core_s": ended.core_s,
         "origin": origin(of_config, ended.seconds, ended.text),
     }
 

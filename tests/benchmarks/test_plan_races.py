@@ -62,7 +62,8 @@ def test_the_registered_pick_gives_the_time_and_alone_runs_and_a_stopped_race_go
         def ended(self) -> list[Any]:
             what = self.waiting.pop(0)
             trained.append(what[:2])
-            return [(what, plan_races.RunEnd(1.5 + 0.008 * labels.index(what[0]) + 0.001 * (what[1] % 3), "", 360.0))]
+            loss = 1.5 + 0.008 * labels.index(what[0]) + 0.001 * (what[1] % 3)
+            return [(what, plan_races.RunEnd(loss, "", 400.0, core_s=360.0))]
 
         def drop(self) -> None:
             self.waiting.clear()

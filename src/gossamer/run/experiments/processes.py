@@ -49,6 +49,8 @@ class RunEnd(NamedTuple):
     """The fingerprint of its text, where that is files."""
     warnings: tuple[str, ...] = ()
     """Warnings of its process."""
+    core_s: float = 0.0
+    """CPU seconds of its process, which other work on the machine does not lengthen."""
 
 
 class _Lane:
@@ -260,7 +262,7 @@ def _trained(
     """Trains a run from its start, or from where it was stopped."""
     if not (resumed := _was_stopped(config, folder)):
         _empty(folder)
-    began, level = time.perf_counter(), log.level
+    began, began_core_s, level = time.perf_counter(), time.process_time(), log.level
     if not warns:
         log.setLevel(logging.ERROR)  # the same warnings for every run
     try:
@@ -269,11 +271,13 @@ def _trained(
         else:
             done = anneal(config, folder, trunk, asked=asked)
     except (TrainingError, PairingError) as error:
-        return RunEnd(None, str(error), round(time.perf_counter() - began, 3))
+        loss, reason, text = None, str(error), ""
+    else:
+        loss, reason, text = done.loss if math.isfinite(done.loss) else None, "", done.text
     finally:
         log.setLevel(level)
-    loss = done.loss if math.isfinite(done.loss) else None
-    return RunEnd(loss, "", round(time.perf_counter() - began, 3), done.text)
+    seconds, core_s = time.perf_counter() - began, time.process_time() - began_core_s
+    return RunEnd(loss, reason, round(seconds, 3), text, core_s=round(core_s, 3))
 
 
 def _was_stopped(config: RunConfig, folder: Path) -> bool:
