@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import IO, NamedTuple
 
+from gossamer.stop_signals import without_lost_terminal
+
 _ESCAPED = ("Cc", "Cf", "Cs", "Zl", "Zp")
 """Control characters, invisible ones such as those that turn the direction of reading, halves of pairs, and line separators."""
 _QUIET = ContextVar("quiet", default=False)
@@ -131,5 +133,12 @@ def printable(text: str) -> str:
 
 
 def echo(text: str = "", *, file: IO[str] | None = None, flush: bool = False) -> None:
-    """Prints a text and a line break, see `printable`; on stdout, unless another file is given."""
-    print(printable(text), file=file, flush=flush)
+    """Prints a text and a line break, see `printable`; on stdout, unless another file is given.
+
+    Where the terminal is gone the text is dropped: its signal may come later than a write fails, and lets the run save.
+    """
+    try:
+        print(printable(text), file=file, flush=flush)
+    except OSError:
+        if not without_lost_terminal():
+            raise

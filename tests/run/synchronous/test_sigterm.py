@@ -196,6 +196,27 @@ def test_a_run_whose_terminal_is_closed_saves_and_can_be_resumed(tmp_path: Path,
     assert owners == {f"worker-{i:03}.json" for i in range(config.workers)}
 
 
+ECHO = """
+import os, pty, signal
+from gossamer.record.progress import echo
+signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as where a write fails before the signal has come
+terminal, end = pty.openpty()
+os.dup2(end, 1)
+os.close(end)
+os.close(terminal)
+echo("a line", flush=True)
+os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+try:
+    echo("a line", flush=True)
+except OSError:
+    os._exit(7)
+"""
+
+
+def test_a_line_for_a_terminal_that_is_gone_is_dropped_and_any_other_failed_write_is_not() -> None:
+    assert subprocess.run([sys.executable, "-c", ECHO], timeout=60).returncode == 7
+
+
 def interrupt_often(argv: Sequence[str]) -> int:
     """`gossamer simulate`, which gets six Ctrl-C within 0.3 s in its fifth round and while it saves."""
 
