@@ -83,7 +83,7 @@ def process(rank: int) -> None:
             began = time.perf_counter()
             act()
             took.append(time.perf_counter() - began)
-        return statistics.median(took[2:])  # buckets are made anew after the first step
+        return statistics.median(took[2:])  # DDP rebuilds its buckets after the first step
 
     gradient = torch.zeros(MODEL_BYTES // 4).split(MODEL_BYTES // 4 // BUCKETS)
 

@@ -23,9 +23,7 @@ def command(
     match shell:
         case "bash":
             cases = [f"{before}) COMPREPLY=($(compgen -W '{some}' -- \"$cur\"))" for before, some in words.items()]
-            # A key is followed by its value, without a space.
-            cases = [f"{one}; [[ $prev == --set ]] && compopt -o nospace 2>/dev/null; return ;;" for one in cases]
-            script += _IN_BASH.format(cases="\n      ".join(cases), verbs="|".join(_OF_RUNS))
+            script += _IN_BASH.format(cases="; return ;;\n      ".join(cases), verbs="|".join(_OF_RUNS))
         case "zsh":
             cases = [f"{before}) compadd -S '' -- {some}; return ;;" for before, some in words.items()]
             script += _IN_ZSH.format(cases="\n    ".join(cases), verbs="|".join(_OF_RUNS))
@@ -81,8 +79,9 @@ _gossamer_values() {{
   local cur="${{COMP_WORDS[COMP_CWORD]}}" prev="${{COMP_WORDS[COMP_CWORD-1]}}" verb="${{COMP_WORDS[1]}}"
   COMPREPLY=()
   if [[ "$cur" != -* && $COMP_CWORD -gt 1 ]]; then
+    [[ "$prev" == --set ]] && compopt -o nospace 2>/dev/null  # a key is followed by its value, without a space
     case "$prev" in
-      {cases}
+      {cases}; return ;;
       --resume) COMPREPLY=($(_gossamer_runs "$cur") $(compgen -W auto -- "$cur")); return ;;
     esac
     case "$verb" in

@@ -32,7 +32,7 @@ class _State(NamedTuple):
     start: Tree
     """Where the round began, for gossip; absent where the inner state has it."""
     past: Tree
-    """The average of its own past messages, for gossip."""
+    """The average of its past messages, for gossip."""
     drift: Tensor
     """u², of gossip `[1]`."""
     ratios: Tensor

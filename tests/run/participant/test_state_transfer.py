@@ -118,7 +118,7 @@ def test_of_two_that_differ_none_can_be_outvoted_so_the_donor_is_named_with_what
         assert taken(members, endpoint) == (0, 9.0)
     assert "worker 2 takes the state of worker 0 after round 7 on its word alone" in caplog.text
     caplog.clear()
-    with run_of([Member(7, 9.0)]) as (members, endpoint):  # whoever started this worker has named the other one
+    with run_of([Member(7, 9.0)]) as (members, endpoint):  # the command line of this worker names the other one
         assert taken(members, endpoint) == (0, 9.0)
     assert "word alone" not in caplog.text
 

@@ -103,7 +103,7 @@ def test_a_real_run_leaves_what_its_simulation_leaves(finished):
     assert [line["worker"] for line in untrained] == [*range(config.workers)]
     assert {line["loss"] for line in untrained} == {line["loss"] for line in scored}
     assert output.count("tiny: round 4 of 4  loss") == 1
-    # A first round of some seconds has lines of its own; a busy machine shows that validation beside the first round.
+    # A first round of some seconds has separate lines; a busy machine shows that validation beside the first round.
     assert "tiny: round 0 of 4  val" in output or "(round 0)" in output
 
 

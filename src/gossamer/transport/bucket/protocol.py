@@ -31,12 +31,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from gossamer.errors import CheckpointError, PeerError, TransportError
 from gossamer.transport.bucket.bucket import Item, Seal, SecretSeal
 
 T = TypeVar("T")
+P = TypeVar("P", bound="StoreProcess")
 BEATS = 3
 """Signs of life within the time after which a silent worker counts as dead."""
 AHEAD = 8
@@ -314,7 +315,7 @@ class SlotLostError(PeerError):
     """Another process has taken the slot, as this one was silent for too long."""
 
 
-class SlotHolder:
+class SlotHolder(Generic[P]):
     """One process in a run whose state lies in a store: its slot, its lease, and its requests.
 
     Args:
@@ -326,13 +327,13 @@ class SlotHolder:
     def __init__(
         self,
         terms: StoreTerms,
-        process: StoreProcess,
+        work: P,
         nonce: str,
         clock: Callable[[], float],
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._wall = wall
-        self.terms, self._process, self._nonce, self._clock = terms, process, nonce, clock
+        self.terms, self._work, self._nonce, self._clock = terms, work, nonce, clock
         self.seen = Sightings(terms.workers)
         self.slot = self.life = -1
         self.round = 0
@@ -371,12 +372,12 @@ class SlotHolder:
                 f"the store holds another run: {other} is {there.get(str(other))!r:.60} there and {own.get(str(other))!r:.60} "
                 "here; start all with the same run file, data and gossamer, or give another --store"
             )
-        self._process.agree(identity)
+        self._work.agree(identity)
 
     def _claim(self) -> Steps[None]:
         """Takes a free slot, or one whose worker was silent for too long. Raises: PeerError."""
         waited_s, said = 0.0, False
-        while not self._process.asked():
+        while not self._work.asked():
             # Names after all rounds: claims, signs of life and ends.
             yield from self._look(None)
             now = self._clock()
@@ -392,7 +393,7 @@ class SlotHolder:
                     except TransportError as error:
                         if not self.terms.seal.proves_writers:
                             raise
-                        self._process.say(str(error))
+                        self._work.say(str(error))
                         item = None
                     created = item is not None and item.head == {"nonce": self._nonce}
                 if created:
@@ -407,7 +408,7 @@ class SlotHolder:
                 )
             if not said:
                 said = True
-                self._process.say(
+                self._work.say(
                     f"all slots are taken; a worker that has died frees its own within {self.terms.timeout_s:g} s"
                 )
             waited_s += yield from self._pause(waited_s)
@@ -439,7 +440,7 @@ class SlotHolder:
                     self._believed[name] = True
                 except TransportError as error:
                     self._believed[name] = False
-                    self._process.say(str(error))
+                    self._work.say(str(error))
         kept: list[str] = []
         for name, one in parsed.items():
             slot, life = one["sender"] or one["slot"], one["of"] or one["life"]
@@ -497,21 +498,15 @@ class SlotHolder:
                     ) from None
                 if not said and waited_s > self.terms.rest_s:
                     said = True
-                    self._process.say(f"the store does not answer ({error}); it is asked again")
+                    self._work.say(f"the store does not answer ({error}); it is asked again")
                 waited_s += yield from self._pause(waited_s)
 
     def _remove(self, name: str) -> Steps[None]:
         yield from self._ask(Remove(name))
 
 
-class Attendance(SlotHolder):
-    """One process in a run whose state lies in a store.
-
-    Args:
-        nonce: a random number by which it recognises its own claim of a slot.
-        clock: seconds that never go back.
-        wall: Unix time.
-    """
+class Attendance(SlotHolder[StoreWorker]):
+    """One worker of a run in rounds whose state lies in a store; see `SlotHolder`."""
 
     def __init__(
         self,
@@ -522,7 +517,6 @@ class Attendance(SlotHolder):
         wall: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(terms, work, nonce, clock, wall)
-        self._work = work
         self.commits: dict[int, Commit] = {}
         """The commits that it has read, by round."""
         self._begun: Basis | None = None

@@ -114,7 +114,7 @@ class ServerWork(StoreProcess, Protocol):
         ...
 
 
-class ServerAttendance(SlotHolder):
+class ServerAttendance(SlotHolder[ServerWork]):
     """One process in a run with a server that lies in a store; see `SlotHolder`. `round` is the number of the next event."""
 
     def __init__(
@@ -126,7 +126,6 @@ class ServerAttendance(SlotHolder):
         wall: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(terms, work, nonce, clock, wall)
-        self._work = work
         self.lives: dict[int, int] = {}
         """The life of each slot that joined last."""
         self._last_s, self._early_s, self._last_rounds = 0.0, -clock(), 0
@@ -338,7 +337,7 @@ class ServerAttendance(SlotHolder):
                 if not self.terms.seal.proves_writers:
                     raise
                 self._believed[state_name(after)] = False  # of a stranger
-                self._process.say(str(error))
+                self._work.say(str(error))
                 item = None
             self.seen.states.discard(after)  # until a listing shows it again
             if item is None:

@@ -6,7 +6,7 @@
     worker -> newcomer   CHUNK  the state, in parts that each have a checksum
 
     newcomer -> worker   ASK    the round of a state that another worker has given it
-    worker -> newcomer   OFFER  the hash of its own state after that round, as far as all workers have it in common
+    worker -> newcomer   OFFER  the hash of the worker's state after that round, as far as all workers have it in common
 
 The state is that of the worker at the end of its last round. A copy of it is kept, so that sending it never stops training; it
 is packed and hashed only on request.
@@ -172,8 +172,7 @@ def ask(
     with dial(address, secret, run=run, me=NEWCOMER, timeout_s=reach_s or timeout_s, keys=keys, whom=whom) as channel:
         if reach_s is not None:
             channel.wait_at_most(timeout_s)
-        body = body_of(json.dumps(place._asdict()).encode())
-        send_letter(channel, Letter(LetterKind.ASK, NEWCOMER, body=body), run)
+        _request(channel, place, run)
         offer, size = _offer(receive_letter(channel, run, limits, _small), limits, address)
         if keys is not None:
             keys.must_have(channel.certificate, offer.donor)
@@ -231,14 +230,15 @@ def ask_for_hash(entry: SlotEntry, members: Members, endpoint: Endpoint, after: 
         keys=endpoint.keys,
         whom=entry.slot,
     ) as channel:
-        place = Applicant(own.nonce, own.address, own.slot, compares=after)
-        send_letter(
-            channel, Letter(LetterKind.ASK, NEWCOMER, body=body_of(json.dumps(place._asdict()).encode())), endpoint.run
-        )
+        _request(channel, Applicant(own.nonce, own.address, own.slot, compares=after), endpoint.run)
         match json_from_peer(receive_letter(channel, endpoint.run, members.limits, _small).content):
             case {"donor": int(donor), "common": None | str() as common} if donor == entry.slot:
                 return common
     raise PeerError(f"worker {entry.slot} did not say which state it has after round {after}; ask another")
+
+
+def _request(channel: Channel, place: Applicant, run: int) -> None:
+    send_letter(channel, Letter(LetterKind.ASK, NEWCOMER, body=body_of(json.dumps(place._asdict()).encode())), run)
 
 
 def _small(letter: Letter, size: int) -> bool:

@@ -309,10 +309,8 @@ def leave(timeout_s: float = 5.0) -> bool:
     end = threading.Thread(target=dist.destroy_process_group, daemon=True)
     try:
         end.start()
-    except (
-        RuntimeError
-    ):  # some versions of Python start none while they exit; with all connections closed it does not wait
-        if silent:
+    except RuntimeError:  # some versions of Python start none while they exit
+        if silent:  # all connections are closed, so that it does not wait
             dist.destroy_process_group()
         return silent
     end.join(timeout_s)
