@@ -65,9 +65,9 @@ def command(
         )
     if key is not None:
         os.environ[KEY] = str(key)
-    found: list[_Finding] = []
+    findings: list[_Finding] = []
     for finding in _findings(file, join, listen):
-        found.append(finding)
+        findings.append(finding)
         if not json:
             mark = {"ok": "ok     ", "warning": "warning", "fault": "FAULT  "}[finding.state]
             echo(
@@ -75,8 +75,8 @@ def command(
                 flush=True,
             )
     if json:
-        print_json({"findings": [finding._asdict() for finding in found]})
-    return 1 if any(finding.state == "fault" for finding in found) else 0
+        print_json({"findings": [finding._asdict() for finding in findings]})
+    return 1 if any(finding.state == "fault" for finding in findings) else 0
 
 
 def _findings(file: Path | None, join: str | None, listen: str | None) -> Iterator[_Finding]:

@@ -110,17 +110,17 @@ def command(
     links, cut, made, priced, choice = _planned(links, network, options, json=json)
     if not json:
         _print(made, cut, priced, choice, options)
-    found, best = None, choice.best
+    result, best = None, choice.best
     if asked.race is not None:
-        found = race(made, choice, _racers(made, priced), network, asked, output)
-        best = found.candidates[found.taken]
+        result = race(made, choice, _racers(made, priced), network, asked, output)
+        best = result.candidates[result.taken]
     text = _run_file(made, best, options, options.out or Path("planned.toml"))
     passes = _passes(text)
     if json:
-        print_json({**_facts(made, cut, priced, choice, found, options), "passes": passes})
+        print_json({**_facts(made, cut, priced, choice, result, options), "passes": passes})
     else:
-        if found is not None:
-            print_race(found)
+        if result is not None:
+            print_race(result)
         for sentence in _doubts(links, choice, passes):
             print_sentence(sentence)
     if options.out is not None:
@@ -300,7 +300,12 @@ def _tokens(options: PlanOptions, parameters: int, vocab_size: int) -> "tuple[fl
 
 
 def _facts(
-    made: "RunPlan", cut: "StagePlan | None", priced: "Priced", choice: "Pick", found: Race | None, options: PlanOptions
+    made: "RunPlan",
+    cut: "StagePlan | None",
+    priced: "Priced",
+    choice: "Pick",
+    result: Race | None,
+    options: PlanOptions,
 ) -> dict[str, Any]:
     """A plan as JSON."""
 
@@ -318,7 +323,7 @@ def _facts(
         "chosen": of(choice.best),
         "undecided": [of(one) for one in choice.undecided],
         "candidates": [of(one) for one in [*made.candidates, *priced.candidates]],
-        "race": None if found is None else race_facts(found),
+        "race": None if result is None else race_facts(result),
         "outside": choice.scale.outside,
         "unpriced": priced.unpriced,
         "run_file": options.out,

@@ -35,12 +35,12 @@ class TokenArray:
 
     def window(self, start: int, size: int) -> NDArray[np.int64]:
         """`size` tokens from `start`, int64, across array boundaries."""
-        found, k = [], bisect_right(self._ends, start)
+        pieces, k = [], bisect_right(self._ends, start)
         while size > 0:
             part = self.parts[k][start - (self._ends[k - 1] if k else 0) :][:size]
-            found.append(part.astype(np.int64))
+            pieces.append(part.astype(np.int64))
             start, size, k = start + len(part), size - len(part), k + 1
-        return found[0] if len(found) == 1 else np.concatenate(found)
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def cut(self, at: int) -> tuple["TokenArray", "TokenArray"]:
         """The tokens before `at`, and those from `at` on."""

@@ -24,10 +24,10 @@ from gossamer.data.documents import (
     Document,
     SourceFiles,
     besides,
-    found_at,
     held_out,
     holds_tokens,
     read_documents,
+    source_files,
     utf8,
 )
 from gossamer.data.settings import DataConfig, must_fit_memory
@@ -157,7 +157,7 @@ def _tokenise(
 
 
 def _load_tokens(config: DataConfig, tokenizer: Tokenizer) -> Tokens:
-    sources = found_at(config.sources)
+    sources = source_files(config.sources)
     if holds_tokens(sources):
         return _ready_tokens(config, tokenizer, sources)
     if config.cache is not None:
@@ -292,10 +292,10 @@ def _alone(lock: Path) -> Iterator[None]:
 def _stamps(sources: Sequence[SourceFiles]) -> list[tuple[Any, ...]]:
     """File metadata that detects changes since the files were read."""
     try:
-        found = [(path, path.stat()) for source in sources for path in source.files]
+        statuses = [(path, path.stat()) for source in sources for path in source.files]
     except OSError as error:
         raise DataError(f"the text cannot be read: {error}; correct the file or data.source") from error
-    return [(path.resolve().as_posix(), now.st_size, now.st_mtime_ns, now.st_ctime_ns) for path, now in found]
+    return [(path.resolve().as_posix(), now.st_size, now.st_mtime_ns, now.st_ctime_ns) for path, now in statuses]
 
 
 def _cache_name(config: DataConfig, tokenizer: Tokenizer, sources: Sequence[SourceFiles], cache: Path) -> str:

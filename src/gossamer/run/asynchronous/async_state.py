@@ -83,9 +83,9 @@ def state_of(content: Any, after: int, limits: Limits) -> AsyncState:
         raise CheckpointError(
             f"a state after round {after} is of a simulation over virtual time, which gossamer simulate --resume goes on with"
         )
-    found = sorted(map(str, content)) if isinstance(content, dict) else content
+    shown = sorted(map(str, content)) if isinstance(content, dict) else content
     raise CheckpointError(
-        f"a state after round {after} holds {found!r:.80}, and a worker that waits for nobody needs its local phases, their "
+        f"a state after round {after} holds {shown!r:.80}, and a worker that waits for nobody needs its local phases, their "
         "place in the order of events and what it holds of others; start again with another --out"
     )
 

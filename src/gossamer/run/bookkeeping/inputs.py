@@ -134,16 +134,16 @@ def must_have_inputs(config: RunSettings, task: Task, folder: Path, purpose: Pur
     DataError for a spoilt record.
     """
     recorded = read_inputs(folder)
-    found = {name: value for one in recorded.values() for name, value in one["found"].items()}
+    hashes = {name: value for one in recorded.values() for name, value in one["found"].items()}
     text = None if recorded else read_text_record(folder)
     if not recorded and (fingerprint := text.fingerprint if text else saved_text(folder / "checkpoints")):
-        found[TEXT] = fingerprint
+        hashes[TEXT] = fingerprint
     now = common_inputs(task, config.parts)
     repeats = purpose == "repeat"
     names = [TOKENIZER, *([TEXT, FILES] if purpose != "score" else []), *([MODEL] if repeats else [])]
     for name in names:
         # Empty for a stream, which is read during training, and compares its data then.
-        then, here = found.get(name), now.get(name)
+        then, here = hashes.get(name), now.get(name)
         if then and here and then != here:
             key = name.rpartition(" ")[2]
             raise ConfigError(

@@ -156,9 +156,9 @@ def decode_kept(worker: int, value: object) -> KeptRounds:
     """The checkpoints reported by another worker. Raises PeerError for anything else."""
     match value:
         case [int(due), [*rounds]] if 0 <= due < 1 << 31:
-            found = [_round_heard(one) for one in rounds]
-            known = [one for one in found if one is not None]
-            if len(known) == len(found):
+            decoded = [_decode_round(one) for one in rounds]
+            known = [one for one in decoded if one is not None]
+            if len(known) == len(decoded):
                 faults = {r: fault for r, fault, _ in known}
                 return KeptRounds(faults, due, {r: seen for r, _, seen in known})
     raise PeerError(
@@ -166,27 +166,27 @@ def decode_kept(worker: int, value: object) -> KeptRounds:
     )
 
 
-def _round_heard(value: object) -> tuple[int, Fault | None, frozenset[int] | None] | None:
+def _decode_round(value: object) -> tuple[int, Fault | None, frozenset[int] | None] | None:
     match value:
         case [int(r), fault, None | [*_] as slots] if 0 < r < 1 << 31 and all(
             isinstance(one, int) for one in slots or ()
         ):
-            found = decode_fault(fault)
-            if (found is None) == (fault is None):
-                return r, found, None if slots is None else frozenset(one for one in slots if isinstance(one, int))
+            decoded = decode_fault(fault)
+            if (decoded is None) == (fault is None):
+                return r, decoded, None if slots is None else frozenset(one for one in slots if isinstance(one, int))
     return None
 
 
 def decode_faults(received: Sequence[object]) -> list[Fault | None]:
     """The faults of one round's checkpoints as reported by each worker. Raises PeerError for anything else."""
-    found = [decode_fault(one) for one in received]
-    for worker, (one, fault) in enumerate(zip(received, found, strict=True)):
+    faults = [decode_fault(one) for one in received]
+    for worker, (one, fault) in enumerate(zip(received, faults, strict=True)):
         if one is not None and fault is None:
             raise PeerError(
                 f"worker {worker} does not say what is wrong with its checkpoint ({one!r:.60}); install the same gossamer "
                 "version everywhere"
             )
-    return found
+    return faults
 
 
 def together(processes: Sequence[KeptRounds]) -> KeptRounds:
@@ -197,9 +197,9 @@ def together(processes: Sequence[KeptRounds]) -> KeptRounds:
     """
     absent = Fault(FaultKind.ABSENT, "one of its stages has no checkpoint of it")
     rounds = sorted({r for one in processes for r in one.faults})
-    found = {r: [one.faults.get(r, absent) for one in processes] for r in rounds}
+    by_round = {r: [one.faults.get(r, absent) for one in processes] for r in rounds}
     return KeptRounds(
-        {r: next(filter(None, each), None) for r, each in found.items()}, max(one.due for one in processes)
+        {r: next(filter(None, each), None) for r, each in by_round.items()}, max(one.due for one in processes)
     )
 
 
@@ -222,10 +222,10 @@ def lost_stages(folder: Path) -> tuple[LostStage, ...]:
             has[worker, part] = {round for round, fault in faults.items() if fault is None}
     left = [rounds for rounds in has.values() if rounds]
     after = max(set.intersection(*left), default=0) if left else 0
-    found = [LostStage(worker=w, stage=k, after=after) for (w, k), rounds in has.items() if after and not rounds]
-    if not found:
+    newly_lost = [LostStage(worker=w, stage=k, after=after) for (w, k), rounds in has.items() if after and not rounds]
+    if not newly_lost:
         return known
-    pipeline = replace(config.pipeline, lost=(*known, *found))
+    pipeline = replace(config.pipeline, lost=(*known, *newly_lost))
     unfit = any(misfits(pipeline, config.model, config.data, config.workers, config.schedule))
     return known if unfit else pipeline.lost
 
@@ -264,15 +264,15 @@ def _skipped(kept: Mapping[int, KeptRounds], round: int, *, absent: bool) -> dic
     """The newer rounds, each with its damaged checkpoints; with `absent` also missing ones."""
     lacking = {one.due: owner for owner, one in kept.items() if one.due > max(one.faults, default=0)} if absent else {}
     newer = {r for one in kept.values() for r in one.faults if r > round} | {r for r in lacking if r > round}
-    found: dict[int, tuple[Fault, ...]] = {}
+    skipped: dict[int, tuple[Fault, ...]] = {}
     for r in sorted(newer, reverse=True):
         faults = tuple(fault for one in kept.values() if (fault := one.faults.get(r)) is not None)
         without = [owner for owner, one in kept.items() if r not in one.faults] if absent else []
         if without and not faults:
             faults = (Fault(FaultKind.ABSENT, f"worker {', '.join(map(str, without))} has no checkpoint of it"),)
         if faults:
-            found[r] = faults
-    return found
+            skipped[r] = faults
+    return skipped
 
 
 def newest_of_all(held: Mapping[int, Held]) -> int:

@@ -177,12 +177,12 @@ def laid_out(document: Mapping[str, Any], *, scale: str = "") -> tuple[dict[str,
         for name in (others if row.get("method") == "*" else [""])
     ]
     base = with_settings(base, flat(scales.get(scale, {})))
-    found: list[Variant] = []
+    variants: list[Variant] = []
     for row in rows:
-        own = flat({key: value for key, value in row.items() if key not in _NO_SETTINGS})
-        own |= flat(_scales(row, "variant.").get(scale, {}))
-        found.append(Variant(str(row.get("label", row.get("method", base.get("name", "run")))), own, row))
-    return base, found
+        settings = flat({key: value for key, value in row.items() if key not in _NO_SETTINGS})
+        settings |= flat(_scales(row, "variant.").get(scale, {}))
+        variants.append(Variant(str(row.get("label", row.get("method", base.get("name", "run")))), settings, row))
+    return base, variants
 
 
 def figure(document: Mapping[str, Any]) -> Figure | None:

@@ -45,10 +45,10 @@ def method(
     A method that was published with an inner optimizer has it in `inner`, and a warning names it, as the optimizer stays yours.
 
     >>> import gossamer
-    >>> found = gossamer.method("streaming_diloco", schedule={"overlap_steps": 5})
-    >>> found.rule.name, found.topology, found.codec.name, found.schedule.fragments, found.schedule.overlap_steps
+    >>> parts = gossamer.method("streaming_diloco", schedule={"overlap_steps": 5})
+    >>> parts.rule.name, parts.topology, parts.codec.name, parts.schedule.fragments, parts.schedule.overlap_steps
     ('diloco', 'complete', 'fp4', 3, 5)
-    >>> found.inner is None, gossamer.method("muloco").inner.optimizer
+    >>> parts.inner is None, gossamer.method("muloco").inner.optimizer
     (True, 'spectral_muon')
     """
     own = recipe(name).settings

@@ -152,8 +152,8 @@ def donor_of(one: LostStage, pipeline: PipelineConfig, workers: int) -> int | No
     """
     gone = {each.worker for each in pipeline.lost if (each.stage, each.after) == (one.stage, one.after)}
     others = ((one.worker + k) % workers for k in range(1, workers))
-    found = next((w for w in others if pipeline.cuts_replica(w) and w not in gone), None)
-    return None if one.source == "neighbours" else found
+    donor = next((w for w in others if pipeline.cuts_replica(w) and w not in gone), None)
+    return None if one.source == "neighbours" else donor
 
 
 def boundary_of(choice: Choice) -> Boundary:

@@ -366,18 +366,18 @@ def recipes() -> Mapping[str, Recipe]:
     {'topology.name': 'complete', 'rule.name': 'omr'}
     """
     ready = {name: Recipe({}) for table in _TABLES.values() for name in table if not missing(table[name])}
-    found = {}
+    by_name = {}
     for name, row in {**ready, **METHODS}.items():
         kind, base = _origin(name, row)
         factory = _TABLES[kind][base]
         settings = {**_fitting(kind, factory()), f"{kind}.name": base, **row.settings}
-        found[name] = Recipe(
+        by_name[name] = Recipe(
             settings,
             row.source or docstring_part(factory, "Source"),
             row.differs,
             row.fails or docstring_part(factory, "Fails when"),
         )
-    return found
+    return by_name
 
 
 def recipe_rows() -> list[tuple[str, str, str]]:
@@ -426,8 +426,8 @@ def docstring_part(factory: Callable[..., Any], label: str) -> str:
     >>> docstring_part(RULES["easgd"], "Differs")[:10]
     'no server.'
     """
-    found = re.search(rf"^{label}: (.+(?:\n    .+)*)", inspect.getdoc(factory) or "", re.MULTILINE)
-    return " ".join(found[1].split()) if found else ""
+    match = re.search(rf"^{label}: (.+(?:\n    .+)*)", inspect.getdoc(factory) or "", re.MULTILINE)
+    return " ".join(match[1].split()) if match else ""
 
 
 def first_sentence(text: str) -> str:

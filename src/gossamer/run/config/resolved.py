@@ -122,10 +122,10 @@ class RunSettings(RunLength):
 
     def _options(self, table: str) -> dict[str, Any]:
         """The other keys of a table of the file, as far as they decide the numbers."""
-        found = {
+        options = {
             key.removeprefix(f"{table}."): value for key, value in self.decisive.items() if key.startswith(f"{table}.")
         }
-        return {key: value for key, value in found.items() if key != "name"}
+        return {key: value for key, value in options.items() if key != "name"}
 
     @property
     def fragments(self) -> tuple[int, Pattern]:

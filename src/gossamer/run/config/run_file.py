@@ -177,7 +177,7 @@ class LoopSettings:
     @property
     def shape(self) -> Mapping[str, Any] | None:
         """The shape of the local steps, where they follow the learning rate."""
-        return found if isinstance(found := self.local_steps, Mapping) and "shape" in found else None
+        return steps if isinstance(steps := self.local_steps, Mapping) and "shape" in steps else None
 
     @property
     def entries(self) -> tuple[tuple[int, Steps], ...]:
@@ -421,8 +421,8 @@ def has_shape(config: RunConfig) -> bool:
 def parse(document: Mapping[str, Any]) -> RunConfig:
     """The validated run in a document. Raises ConfigError for unknown keys (naming the nearest) and impossible values."""
     document = with_settings(document, {})
-    if found := [*_foreign(document), *_exclusive(document)]:
-        raise found[0]
+    if errors := [*_foreign(document), *_exclusive(document)]:
+        raise errors[0]
     return build(RunConfig, _completed(document))
 
 
@@ -456,10 +456,10 @@ def survey(document: Mapping[str, Any]) -> Survey:
     if foreign := _foreign(document):
         return Survey([str(error) for error in foreign], None)
     excluded, document = _exclusive(document), _completed(document)
-    found = [str(error) for error in (*excluded, *schema_faults(RunConfig, document))]
+    faults = [str(error) for error in (*excluded, *schema_faults(RunConfig, document))]
     left = soundest(RunConfig, document)
-    so_far = Survey(found, left.settings, left.unknown)
-    return so_far._replace(faults=[*found, *so_far.sure(map(str, left.noted))])
+    so_far = Survey(faults, left.settings, left.unknown)
+    return so_far._replace(faults=[*faults, *so_far.sure(map(str, left.noted))])
 
 
 def _foreign(document: Mapping[str, Any]) -> list[ConfigError]:
@@ -476,12 +476,12 @@ def _foreign(document: Mapping[str, Any]) -> list[ConfigError]:
                     f"the file has '{key}' at its top, so it is a network file; give a run file such as configs/gasloc.toml"
                 )
             ]
-    found: list[ConfigError] = []
+    errors: list[ConfigError] = []
     for (table, key), (default, advice) in _GONE.items():
         value = part.get(key, default) if isinstance(part := document.get(table), Mapping) else default
         if value != default:
-            found.append(ConfigError(f"{table}.{key} is {value!r:.60}, and this version has no such key: {advice}"))
-    return found
+            errors.append(ConfigError(f"{table}.{key} is {value!r:.60}, and this version has no such key: {advice}"))
+    return errors
 
 
 def _exclusive(document: Mapping[str, Any]) -> Sequence[ConfigError]:

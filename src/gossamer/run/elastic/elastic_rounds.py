@@ -442,5 +442,5 @@ def _taken_over(state: Mapping[str, Any]) -> Begun | None:
     Raises: DataError for an invalid line of the log.
     """
     line = state.get("taken_over")
-    found = None if line is None else OUTCOMES.parse(str(line), "a checkpoint").event
-    return found if isinstance(found, Begun) else None
+    event = None if line is None else OUTCOMES.parse(str(line), "a checkpoint").event
+    return event if isinstance(event, Begun) else None

@@ -69,14 +69,14 @@ def mixes_by_pull(rule: Rule) -> bool:
 def must_fit_a_store(config: ResolvedRun) -> None:
     """Raises ConfigError for a run that cannot use a store."""
     m = None if config.kind != "rounds" else config.in_rounds
-    why = {
+    obstacles = {
         f"it is of the kind '{config.kind}'": m is None,
         "run.elastic is false": not config.run.elastic,
         "data.constant_batch is true": config.data.constant_batch,
         "its workers are cut into stages or shards": max(config.processes) > 1,
     }
     if m is not None:
-        why |= {
+        obstacles |= {
             f"after a round of rule '{m.rule.name}' its workers are not equal in all, and it is no plain gossip": not (
                 is_equal_after_rounds(m.rule) or mixes_by_pull(m.rule)
             ),
@@ -85,9 +85,9 @@ def must_fit_a_store(config: ResolvedRun) -> None:
             "its local steps adapt": m.rule.adapted is not None or config.run.adapt,
             "its experts lie on some workers each": bool(m.holders),
         }
-    if found := next((reason for reason, holds in why.items() if holds), None):
+    if obstacle := next((reason for reason, holds in obstacles.items() if holds), None):
         raise ConfigError(
-            f"--store was given for a run that it does not carry: {found}; it carries runs with run.elastic = true of rules "
+            f"--store was given for a run that it does not carry: {obstacle}; it carries runs with run.elastic = true of rules "
             "such as gasloc, gossip, diloco, slowmo, fedopt and local_sgd with one exchange a round"
         )
 
@@ -282,9 +282,9 @@ class StoreWork:
         (stop,) = self._worker.loop.stops(round)
         loop = self._worker.loop
         forms = (loop.mean_forms if of == "means" else loop.payload_forms)(round, stop)
-        found = unpacked(bytes(body))
+        content = unpacked(bytes(body))
         try:
-            read = iter(found["leaves"])
+            read = iter(content["leaves"])
             some = [[next(read) for _ in leaves(form)] for form in forms]
             for tensors, form in zip(some, forms, strict=True):
                 must_fit(tensors, leaves(form))
@@ -373,15 +373,15 @@ def _packed_trees(trees: Sequence[Tree]) -> bytes:
 
 def _all_commits(one: Attendance, bucket: Bucket, terms: StoreTerms) -> list[Commit]:
     """The outcomes of all rounds, those from the store that this worker has not read."""
-    found: list[Commit] = []
+    commits: list[Commit] = []
     for round in range(one.seen.newest + 1 if one.slot >= 0 else terms.rounds):
         commit = perform(one.read_commit(round), bucket, wait=time.sleep)
         if commit is None:
             raise CheckpointError(
                 f"the store has no outcome of round {round + 1}, though later ones are there; somebody has removed it"
             )
-        found.append(commit)
-    return found
+        commits.append(commit)
+    return commits
 
 
 def write_outcomes(folder: Path, config: ResolvedRun, commits: Sequence[Commit]) -> None:

@@ -31,12 +31,12 @@ from gossamer.settings.schema import Records
 
 def doubts_about(runs: Iterable[ResolvedRun]) -> list[str]:
     """What to know before runs are compared, in sentences: methods whose outer momentum needs more rounds than they have."""
-    found = [
+    warnings = [
         few_rounds_warning(one.method.rule, one.rounds)
         for one in runs
         if one.kind == "rounds" and isinstance(one.method, Method)
     ]
-    return list(dict.fromkeys(sentence for sentence in found if sentence is not None))
+    return list(dict.fromkeys(sentence for sentence in warnings if sentence is not None))
 
 
 @with_config(ConfigDict(extra="ignore"))
@@ -102,9 +102,9 @@ def train_all(
             )
     if reuse:
         missing = [run for run in runs if run.label not in origins]
-        for run, found in _copied(missing, folders, reuse, some=not resume):
-            origins[run.label] = found
-            kept.append(_result(run, folders, found))
+        for run, run_origin in _copied(missing, folders, reuse, some=not resume):
+            origins[run.label] = run_origin
+            kept.append(_result(run, folders, run_origin))
     waiting = {run.label: run for run in _in_turn(runs) if run.label not in origins}
     jobs = min(jobs, max(1, len(waiting)))  # so that no cores are reserved for runs that do not exist
     origin("", None)  # caches the commit before the first run
@@ -117,18 +117,18 @@ def train_all(
         while apart.busy:
             for label, ended in apart.ended():
                 run = waiting[label]
-                origins[label] = found = origin(digest(run.config), ended.seconds, ended.text)
-                written.write(_result(run, folders, found))
+                origins[label] = run_origin = origin(digest(run.config), ended.seconds, ended.text)
+                written.write(_result(run, folders, run_origin))
                 on_end(run, ended)
             if enough():
                 apart.drop()
     return origins
 
 
-def _result(run: Point, folders: Mapping[str, Path], found: Origin | None) -> PointResult:
+def _result(run: Point, folders: Mapping[str, Path], run_origin: Origin | None) -> PointResult:
     """The line of a run that has ended in its folder, priced on its own networks."""
     (row,) = summary_rows({run.label: folders[run.label]}, None)
-    return PointResult(run.method, run.at, run.seed, row, found)
+    return PointResult(run.method, run.at, run.seed, row, run_origin)
 
 
 def _line_of(run: Point, line: PointResult | None) -> PointResult | None:
@@ -142,14 +142,14 @@ def _as_recorded(run: Point, folders: Mapping[str, Path], line: PointResult) -> 
     """The recomputed line of a finished run. Raises: DataError where its trace is missing, or lacks messages counted in
     the line.
     """
-    found = _result(run, folders, line.origin)
-    had, has = line.row["sent_bytes"], found.row["sent_bytes"]
+    recomputed = _result(run, folders, line.origin)
+    had, has = line.row["sent_bytes"], recomputed.row["sent_bytes"]
     if had is not None and (has is None or has < had):
         raise DataError(
             f"'{folders[run.label]}' has sent {had:,.0f} bytes per worker, as its line in outcomes.jsonl says, and its trace has "
             f"{has or 0:,.0f}; bring the trace back, or remove that folder to train the run again"
         )
-    return found
+    return recomputed
 
 
 def _copied(

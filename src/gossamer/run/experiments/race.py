@@ -132,11 +132,11 @@ def label_of(one: Candidate) -> str:
 
 def alone(made: RunPlan) -> list[Candidate]:
     """The quickest machine alone and, where there are sites, the quickest of these alone, as the plan prices them."""
-    found = list[Candidate]()
+    quickest = list[Candidate]()
     for method in (ALONE, SITE_ALONE):
         own = [one for one in made.candidates if one.method == method]
-        found += [min(own, key=lambda one: one.seconds_per_token)] if own else []
-    return found
+        quickest += [min(own, key=lambda one: one.seconds_per_token)] if own else []
+    return quickest
 
 
 def with_alone(made: RunPlan, some: Sequence[Candidate]) -> list[Candidate]:

@@ -66,7 +66,7 @@ class Space(NamedTuple):
         return self.tokens[trial.rung] if trial.rung < len(self.tokens) else self.final
 
 
-class Found(NamedTuple):
+class SearchResult(NamedTuple):
     """The result of a search."""
 
     best: GridPoint | None
@@ -78,7 +78,7 @@ class Found(NamedTuple):
     spent: int
 
 
-Search = Generator[tuple[Trial, ...], Mapping[Trial, float], Found]
+Search = Generator[tuple[Trial, ...], Mapping[Trial, float], SearchResult]
 """A generator that yields trials, receives their losses, and returns the result."""
 
 
@@ -126,7 +126,7 @@ def search(space: Space) -> Search:
     while final := state.final():
         losses = yield final
         state.losses |= {trial: _rank(losses[trial]) for trial in final}
-    return state.found()
+    return state.result()
 
 
 def _rank(loss: float) -> float:
@@ -153,13 +153,13 @@ class _State:
         if self._space.cross:
             return self._beyond_a_cross(rung, leading or ranked[:1])
         pairs = self._sound(self._best_of_each(rung), rung) if rung == 0 else []
-        found = [
+        settings = [
             near for one in dict.fromkeys([*leading, *pairs] or ranked[:1]) for near in self._neighbours(one, rung)
         ]
         # A larger γ moves further, so the learning rate may be halved with it, and doubled with a smaller one.
         for one in leading:
-            found += [GridPoint(one.doublings + k, pair) for pair, way in self._ends(one, _GAMMA) for k in (0, -way)]
-        return found
+            settings += [GridPoint(one.doublings + k, pair) for pair, way in self._ends(one, _GAMMA) for k in (0, -way)]
+        return settings
 
     def _beyond_a_cross(self, rung: int, leading: list[GridPoint]) -> list[GridPoint]:
         """What is missing around the best, and then around the second; before that the pairs of the first grid, each once."""
@@ -171,8 +171,8 @@ class _State:
         for one in leading:
             outer = rung == 0 and self._sound([one], rung)  # a later rung has the pairs that this one leaves it
             around = [*self._around(one, _ETA), *self._around(one, _GAMMA)] if outer else []
-            if found := [*self._neighbours(one, rung), *around]:
-                return found
+            if missing := [*self._neighbours(one, rung), *around]:
+                return missing
         return []
 
     def survivors(self, rung: int) -> list[GridPoint]:
@@ -198,19 +198,19 @@ class _State:
         left = (self._space.budget - self._spent(rungs + 1)) // self._space.final
         return tuple([trial for trial in trials if trial not in self.losses][: min(_FINALISTS, left)])
 
-    def found(self) -> Found:
+    def result(self) -> SearchResult:
         """The best of the final, and without one of the last rung."""
         last = len(self._space.tokens) - 1
         deciding = max(trial.rung for trial in self.losses)
         best = self._ranked(deciding)[0]
         spent = self._spent(deciding + 1)
         if not math.isfinite(self.losses[Trial(best, deciding)]):
-            return Found(None, (), spent)
+            return SearchResult(None, (), spent)
         edges = ["lr"] if self._neighbours(best, last) else []
         for name, which in (("outer_lr", _ETA), ("momentum", _GAMMA)):
             if self._around(best, which) if self._space.cross else self._ends(best, which):
                 edges.append(name)
-        return Found(best, tuple(edges), spent)
+        return SearchResult(best, tuple(edges), spent)
 
     def _spent(self, rungs: int) -> int:
         """The tokens of all trials on the first so many rungs."""
@@ -264,11 +264,11 @@ class _State:
         if setting.outer is None or (plain and which == _GAMMA):  # a grid without momentum stays without
             return []
         own, tried = setting.outer[which], self._tried(which)
-        found = []
+        ends = []
         for way in [way for way, end in ((1, max(tried)), (-1, min(tried))) if own == end]:
             if (value := _next(own, which, way)) is not None:
-                found.append((_with(setting.outer, which, value), way))
-        return found
+                ends.append((_with(setting.outer, which, value), way))
+        return ends
 
     def _around(self, setting: GridPoint, which: int) -> list[GridPoint]:
         """The pairs with the next η or γ on both sides of a setting's that have not run with its learning rate."""

@@ -108,8 +108,8 @@ def sweep(
     >>> import gossamer, torch
     >>> task = {"model": lambda: torch.nn.Linear(2, 1), "data": lambda worker, step: torch.full((4, 2), float(worker)),
     ...         "loss": lambda model, x: (model(x) - 1).square().mean()}
-    >>> found = gossamer.sweep({"inner.lr": [1e-3, 1e-1]}, workers=2, local_steps=5, rounds=2, **task)
-    >>> found.best().at
+    >>> result = gossamer.sweep({"inner.lr": [1e-3, 1e-1]}, workers=2, local_steps=5, rounds=2, **task)
+    >>> result.best().at
     {'inner.lr': 0.1}
     """
     lists = [isinstance(values, Sequence) and not isinstance(values, str) and values for values in grid.values()]

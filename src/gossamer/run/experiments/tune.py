@@ -24,7 +24,7 @@ from gossamer.run.config.experiment_file import OuterValues, TuneConfig, Variant
 from gossamer.run.config.recipes import TABLES
 from gossamer.run.config.run_file import RunConfig, digest, parse, shortened
 from gossamer.run.experiments.processes import RunEnd, RunPool
-from gossamer.run.experiments.search import Found, GridPoint, OuterPair, Search, Space, Trial, search
+from gossamer.run.experiments.search import GridPoint, OuterPair, Search, SearchResult, Space, Trial, search
 from gossamer.settings.options import Number, Positive, options_of
 from gossamer.settings.schema import RECORD, Records, build
 
@@ -121,7 +121,7 @@ class Tuned(NamedTuple):
     """The result of tuning a method."""
 
     contender: Contender
-    found: Found | None
+    result: SearchResult | None
     """None while its search has not ended."""
     losses: Mapping[Trial, Sequence[float]]
     """Losses by trial and seed; NaN where a run diverged. In the order of the trials."""
@@ -143,11 +143,11 @@ def contenders(document: Mapping[str, Any], *, scale: str = "") -> list[Contende
             f"the file has sweep = {document['sweep']!r:.60}, but gossamer tune has its own grid; remove [sweep]"
         )
     base, rows = laid_out(document, scale=scale)
-    found = [_contender(document["tune"], base, row) for row in rows]
-    places = [folder_name(one.row.label) for one in found]
-    if alike := [one.row.label for one, place in zip(found, places, strict=True) if places.count(place) > 1]:
+    methods = [_contender(document["tune"], base, row) for row in rows]
+    places = [folder_name(one.row.label) for one in methods]
+    if alike := [one.row.label for one, place in zip(methods, places, strict=True) if places.count(place) > 1]:
         raise ConfigError(f"the labels {alike} would share a folder; set labels that differ in a letter or digit")
-    return found
+    return methods
 
 
 def _contender(table: Any, base: Mapping[str, Any], row: Variant) -> Contender:
@@ -180,13 +180,13 @@ class _Method:
         self.losses: dict[Trial, list[float]] = {}
         self._batch: tuple[Trial, ...] = next(self.search)
         self._left: set[tuple[Trial, int]] = set()
-        self.found: Found | None = None
+        self.result: SearchResult | None = None
 
     def ready(self) -> list[tuple[Trial, int]]:
         """The runs, each a trial and a seed, of the next batch; empty while the last is in progress, and when the
         search is complete.
         """
-        while self.found is None and not self._left:
+        while self.result is None and not self._left:
             missing = []
             for trial in self._batch:
                 seeds = self.contender.seeds(trial.rung)
@@ -218,7 +218,7 @@ class _Method:
         try:
             self._batch = self.search.send({trial: statistics.fmean(self.losses[trial]) for trial in self._batch})
         except StopIteration as end:
-            self.found = end.value
+            self.result = end.value
 
 
 def tune(
@@ -264,7 +264,9 @@ def tune(
                 kept.write(outcome)
                 method.end(trial, seed, outcome)
     return [
-        Tuned(method.contender, method.found, method.losses) for method in searches.values() if method.found is not None
+        Tuned(method.contender, method.result, method.losses)
+        for method in searches.values()
+        if method.result is not None
     ]
 
 
@@ -275,7 +277,7 @@ def searched(methods: Sequence[Contender], outcomes: Path) -> list[Tuned]:
     Raises: DataError for an invalid line.
     """
     lines = [one for _, one in records(outcomes, _OUTCOMES)]
-    found = []
+    tuned = []
     for contender in methods:
         known = dict[str, RunOutcome]()
         for line in lines:
@@ -285,8 +287,8 @@ def searched(methods: Sequence[Contender], outcomes: Path) -> list[Tuned]:
                 known[_key(contender.run(Trial(setting, rung), line["seed"]))] = line
         method = _Method(contender, known)
         method.ready()
-        found.append(Tuned(contender, method.found, method.losses))
-    return found
+        tuned.append(Tuned(contender, method.result, method.losses))
+    return tuned
 
 
 class _Outcomes(LineWriter):
@@ -330,9 +332,9 @@ def tuned_file(document: Mapping[str, Any], tuned: Sequence[Tuned], source: str,
     """An experiment file with every method at the settings that were chosen for it; without those of which every run diverged."""
     base, _ = laid_out(document, scale=scale)
     rows = [
-        {"label": one.contender.row.label, **one.contender.row.settings, **one.contender.chosen(one.found.best)}
+        {"label": one.contender.row.label, **one.contender.row.settings, **one.contender.chosen(one.result.best)}
         for one in tuned
-        if one.found is not None and one.found.best is not None
+        if one.result is not None and one.result.best is not None
     ]
     extra = {"figure": document["figure"]} if "figure" in document else {}
     head = f"# The methods of {source} at the settings that `gossamer tune` chose for each, with the same budget for all.\n"

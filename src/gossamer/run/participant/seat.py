@@ -167,8 +167,8 @@ def started(
     def read(round: int) -> dict[int, Fault | None]:
         if past is None or not brought.one_round:  # each has read its own, and reported their faults
             return {}
-        found = store.fault(round, me, past.lineage) if round in own.kept.whole else None
-        return dict(enumerate(decode_faults(agree(member, common, found and found.encoded, timeout_s=wait_s))))
+        fault = store.fault(round, me, past.lineage) if round in own.kept.whole else None
+        return dict(enumerate(decode_faults(agree(member, common, fault and fault.encoded, timeout_s=wait_s))))
 
     try:
         compare_first_batches(member, task, wait_s)
@@ -223,8 +223,8 @@ def join_run(config: RunSettings, folder: Path, run: int, where: str, others: Se
     # A new nonce for each request: with the old one, a process presumed dead would be mistaken for its former self.
     nonce, deadline, tries = secrets.randbits(NONCE_BITS), time.monotonic() + wait_s, _Tries(wait_s)
     while True:
-        found = _addresses(folder, where, others)
-        for address in found:
+        addresses = _addresses(folder, where, others)
+        for address in addresses:
             if address in tries.final:
                 continue
             try:
@@ -255,9 +255,9 @@ def join_run(config: RunSettings, folder: Path, run: int, where: str, others: Se
             announce(folder, Address(offer.slot, own, run))
             members = Members(limits_of(config), offer.slot, offer.entries)
             return Seat(members, endpoint, line, after, offer.slot, goes_on=True)
-        if (found and tries.final.issuperset(found)) or time.monotonic() + _AGAIN_S >= deadline:
-            raise _nobody(folder, wait_s, tries, found)
-        tries.wait(folder, found)
+        if (addresses and tries.final.issuperset(addresses)) or time.monotonic() + _AGAIN_S >= deadline:
+            raise _nobody(folder, wait_s, tries, addresses)
+        tries.wait(folder, addresses)
 
 
 class _Tries:
@@ -281,25 +281,27 @@ class _Tries:
         elif isinstance(error, GossamerError | ValueError):
             self.final.add(address)
 
-    def wait(self, folder: Path, found: Sequence[str]) -> None:
+    def wait(self, folder: Path, addresses: Sequence[str]) -> None:
         """Waits a moment, and reports once that it waits."""
         if not self._told:
             self._told = True
-            where = ", ".join(one for one in found if one not in self.final) or f"an address of a worker in '{folder}'"
+            where = (
+                ", ".join(one for one in addresses if one not in self.final) or f"an address of a worker in '{folder}'"
+            )
             say(f"waiting for {where}, up to {self._wait_s:g} s{f' ({self.why})' if self.why else ''}")
         time.sleep(_AGAIN_S)
 
 
 def _addresses(folder: Path, where: str, others: Sequence[str]) -> list[str]:
     """The addresses to ask, including the current ones in the folder."""
-    found = [one.address for one in read_addresses(folder)] if where == "auto" else [where]
-    return [*found, *(address for address in others if address not in found)]
+    recorded = [one.address for one in read_addresses(folder)] if where == "auto" else [where]
+    return [*recorded, *(address for address in others if address not in recorded)]
 
 
-def _nobody(folder: Path, wait_s: float, tries: _Tries, found: Sequence[str]) -> GossamerError:
+def _nobody(folder: Path, wait_s: float, tries: _Tries, addresses: Sequence[str]) -> GossamerError:
     """The error to raise when no worker has given a slot."""
-    if found:
-        late = "" if tries.final.issuperset(found) else f" within {wait_s:g} s"
+    if addresses:
+        late = "" if tries.final.issuperset(addresses) else f" within {wait_s:g} s"
         return PeerError(
             f"no worker of the run could be joined{late} ({tries.why}); look whether it runs, with gossamer status "
             f"{quote(str(folder))}"

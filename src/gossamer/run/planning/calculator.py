@@ -104,10 +104,10 @@ class Calculator:
                 try:
                     part = "published" if kind == "published" else "plan"
                     asked = {one.key: _chosen(one, query) for one in self.inputs[part]}
-                    found = {"plan": self.sweep, "others": self.priced, "published": _published}[kind](asked)
+                    answer = {"plan": self.sweep, "others": self.priced, "published": _published}[kind](asked)
                 except GossamerError as error:
-                    found = {"error": str(error)}
-                self._kept[key] = _json(found)
+                    answer = {"error": str(error)}
+                self._kept[key] = _json(answer)
             return self._kept[key]
 
     def sweep(self, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -319,5 +319,5 @@ def _axes(points: Sequence[tuple[float, float]]) -> list[list[float]]:
     return [[float(f"{x:.4g}") for x, _ in points], [float(f"{y:.4g}") for _, y in points]]
 
 
-def _json(found: Mapping[str, Any]) -> bytes:
-    return json.dumps(finite(found), allow_nan=False).encode()
+def _json(answer: Mapping[str, Any]) -> bytes:
+    return json.dumps(finite(answer), allow_nan=False).encode()

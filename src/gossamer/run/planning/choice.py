@@ -263,14 +263,14 @@ def shortlist(choice: Pick, candidates: Iterable[Candidate], most: int = 6) -> l
     end more than a tenth of a nat above the choice even at the lower end of their interval.
     """
     known = [one for one in candidates if one.penalty(choice.scale) is not None]
-    best, found = choice.best, [choice.best]
+    best, tried = choice.best, [choice.best]
     own = [one for one in known if (one.family, one.left_out) == (best.family, best.left_out)]
     for side in (
         max((one.full_steps for one in own if one.full_steps < best.full_steps), default=None),
         min((one.full_steps for one in own if one.full_steps > best.full_steps), default=None),
     ):
         if side is not None:
-            found.append(pick([one for one in own if one.full_steps == side], choice.scale).best)
+            tried.append(pick([one for one in own if one.full_steps == side], choice.scale).best)
 
     def above(one: Candidate) -> Range:
         stands = choice.above_best(one)
@@ -278,8 +278,8 @@ def shortlist(choice: Pick, candidates: Iterable[Candidate], most: int = 6) -> l
         return stands
 
     others = [one for one in best_of_each(choice, known) if one.family != best.family]
-    found += sorted(others, key=lambda one: above(one).nats)
-    return [one for one in found if one is best or above(one).nats - above(one).half <= _HOPELESS][:most]
+    tried += sorted(others, key=lambda one: above(one).nats)
+    return [one for one in tried if one is best or above(one).nats - above(one).half <= _HOPELESS][:most]
 
 
 PLAN_HEADINGS = (
@@ -344,16 +344,16 @@ def leading(choice: Pick, candidates: Sequence[Candidate], most: int = 8) -> lis
 
     Of more than `most` the highest are left out, but none of data parallelism with all workers, of one machine and of one site.
     """
-    found = list(best_of_each(choice, candidates))
+    rows = list(best_of_each(choice, candidates))
 
     def stands(one: Candidate) -> tuple[bool, float]:
         above = choice.above_best(one)
         return one != choice.best, math.inf if above is None else above.nats
 
-    found.sort(key=stands)
-    kept = [one for one in found if one == choice.best or one.family in _ALWAYS or one.method in (ALONE, SITE_ALONE)]
-    kept += [one for one in found if one not in kept][: most - len(kept)]
-    return [one for one in found if one in kept]
+    rows.sort(key=stands)
+    kept = [one for one in rows if one == choice.best or one.family in _ALWAYS or one.method in (ALONE, SITE_ALONE)]
+    kept += [one for one in rows if one not in kept][: most - len(kept)]
+    return [one for one in rows if one in kept]
 
 
 _ALWAYS = (("data parallel", False),)

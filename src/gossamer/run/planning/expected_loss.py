@@ -372,8 +372,8 @@ def _exact(scale: LossScale, method: str, local_steps: int) -> tuple[list[tuple[
     by_seed = [tuple(share * scale.gap * part for part in one.by_seed) for share, one in weighed]
     if method not in PUBLISHED:
         return by_seed, scale.gap * beyond
-    found, more = _towards(scale, method, local_steps, by_seed, weighed)
-    return found, scale.gap * beyond + more
+    nats, more = _towards(scale, method, local_steps, by_seed, weighed)
+    return nats, scale.gap * beyond + more
 
 
 _Weighed = Sequence[tuple[float, RelativeLoss]]
@@ -405,11 +405,11 @@ def _towards(
     known = PUBLISHED[method]
     there, diloco = scale.on_the_way_to(known.parameters), _both_lengths(scale, "DiLoCo", local_steps)
     assert diloco is not None
-    found = list[tuple[float, ...]]()
+    nats = list[tuple[float, ...]]()
     for (share, _), own, beside in zip(weighed, by_seed, diloco, strict=True):
         published = [share * (scale.gap * part + known.share * scale.level) for part in beside.by_seed]
-        found.append(tuple((1 - there) * a + there * b for a, b in zip(own, published, strict=True)))
-    return found, there * known.half * scale.level
+        nats.append(tuple((1 - there) * a + there * b for a, b in zip(own, published, strict=True)))
+    return nats, there * known.half * scale.level
 
 
 _PAIRS = ("GASLoC 1-Peer", "noloco", "gossip", "gasloc_drift", "fgd_pairs")

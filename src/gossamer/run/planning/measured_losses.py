@@ -76,7 +76,7 @@ def _rising(above: _BySeed) -> _BySeed:
 
     Where they do, which is the chance of few seeds, neighbours have their common mean; differences between seeds stay.
     """
-    found = dict[str, dict[int, tuple[float, ...]]]()
+    rising = dict[str, dict[int, tuple[float, ...]]]()
     for method, own in above.items():
         pools = list[list[int]]()
         for steps in sorted(one for one in own if one >= _RISES_FROM):
@@ -85,11 +85,11 @@ def _rising(above: _BySeed) -> _BySeed:
                 last = pools.pop()
                 pools[-1] += last
         common = {steps: _mean_of(own, pool) for pool in pools for steps in pool}
-        found[method] = {
+        rising[method] = {
             steps: tuple(nats + common[steps] - fmean(some) for nats in some) if steps in common else some
             for steps, some in own.items()
         }
-    return found
+    return rising
 
 
 def _mean_of(own: Mapping[int, tuple[float, ...]], pool: Sequence[int]) -> float:

@@ -159,10 +159,10 @@ class _Sketch(NamedTuple):
         for method in PLANNED:
             config = parse(self.document(method, {}))
             try:
-                found = counted(resolve(config), self.layout, 1)
+                counts = counted(resolve(config), self.layout, 1)
             except ConfigError:  # two peers of two workers
                 continue
-            needed = max(needed, sum(kept.bytes for kept in found.kept))
+            needed = max(needed, sum(kept.bytes for kept in counts.kept))
         return needed / self.layout.numel
 
     def cut(self, cuts: tuple[int, ...], forward: str, micro_batches: int, stage_bytes: int) -> StagedReplica:

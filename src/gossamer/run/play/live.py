@@ -164,12 +164,12 @@ class Live:
                 speed = self._speed
             begun_s = time.monotonic()
             scene, frame = next_scene(studio, scene, actions)
-            found = scene_warnings(studio.seed, scene.conditions)
+            warnings = scene_warnings(studio.seed, scene.conditions)
             with self._changed:
                 if name == self._name:
                     before_s = self._frames[-1]["clock_s"] if self._frames else 0.0
                     self._frames.append(frame)
-                    self._warnings = found
+                    self._warnings = warnings
                     due_s = begun_s + TEMPO.shown_s(frame["clock_s"] - before_s) / speed
                     if len(self._frames) >= MOST_ROUNDS:
                         raise DataError(f"the film has {MOST_ROUNDS:,} rounds, and no more fit; begin a new one")

@@ -243,8 +243,8 @@ class _Process(Actor["Entered | OrderEvent"], Generic[Core]):
             return Missing(why, (worker, life))
         if not isinstance(event, (*self.kinds, Finished)):
             raise Contradiction(f"a run like this one has no '{type(event).__name__.lower()}'")
-        found = (self._run.messages.missing(key) for key in self.needs(event))
-        return next((one for one in found if one is not None), None)
+        reasons = (self._run.messages.missing(key) for key in self.needs(event))
+        return next((one for one in reasons if one is not None), None)
 
     def take(self, event: Entered | OrderEvent) -> None:
         """See `Actor`."""

@@ -116,16 +116,18 @@ def audit(
     with lanes.opened():
         for round, reports in repeat.rounds(lanes.each, snapshot, last):
             workers = [one for one, _ in reports]
-            found = {one.index: one.hashes() for one in workers}
+            repeated_hashes = {one.index: one.hashes() for one in workers}
             recorded_hashes = {
-                i: some for i, some in recorded.get(round, {}).items() if i in found and worker in (None, i)
+                i: some for i, some in recorded.get(round, {}).items() if i in repeated_hashes and worker in (None, i)
             }
             if round < first:
                 continue
             compared += sum(map(len, recorded_hashes.values()))
             overruled = script.turns[round].overruled
             checked = [one for one in workers if worker in (None, one.index) and one.index not in overruled]
-            difference = _difference(round, recorded_hashes, found) or _spoilt(round, checked, folder, line, sound)
+            difference = _difference(round, recorded_hashes, repeated_hashes) or _spoilt(
+                round, checked, folder, line, sound
+            )
             if difference is not None:
                 return Audit(first, last, snapshot, compared, difference)
     return Audit(first, last, snapshot, compared, None)
@@ -174,19 +176,19 @@ def _stretches(config: ResolvedRun, folder: Path, *, real: bool) -> list[Stretch
 
 def _hashes(folder: Path) -> Hashes:
     """The recorded hashes of each worker. Invalid ones match none. Raises: DataError for a round with two."""
-    found: Hashes = {}
+    by_round: Hashes = {}
     for line in read_metrics(folder):
         match line:
             case {"kind": "train", "worker": int(worker), "round": int(round), "hashes": some} if some is not None:
                 recorded_hashes = [str(one) for one in some] if isinstance(some, list) else [f"no list: {some!r:.60}"]
-                if found.setdefault(round, {}).setdefault(worker, recorded_hashes) != recorded_hashes:
+                if by_round.setdefault(round, {}).setdefault(worker, recorded_hashes) != recorded_hashes:
                     raise DataError(
                         f"'{folder}' has two lines of worker {worker} in round {round} with other hashes, and a run writes "
                         "one; restore its metrics as the run wrote them"
                     )
             case _:
                 pass
-    return found
+    return by_round
 
 
 def _must_be_of_this_run(recorded: Hashes, folder: Path, workers: int, rounds: int, *, real: bool) -> None:
@@ -270,8 +272,8 @@ def _sound(folder: Path, slots: Sequence[int], line: Lineage) -> _Sound:
     """The sound checkpoints of a run; reports damaged ones. Cost: reads them."""
     store, sound = folder / "checkpoints", set[tuple[int, int]]()
     for slot in slots:
-        for round, found in checkpoint.generation_faults(store, slot, line).items():
-            if (fault := found or checkpoint.fault(store, round, slot, line)) is None:
+        for round, known in checkpoint.generation_faults(store, slot, line).items():
+            if (fault := known or checkpoint.fault(store, round, slot, line)) is None:
                 sound.add((slot, round))
             else:
                 log.warning("the checkpoint of worker %d after round %d is left out: %s", slot, round, fault.why)
@@ -291,11 +293,13 @@ def _usable(script: Script, round: int, sound: _Sound) -> bool:
     return needed <= sound or round == 0
 
 
-def _difference(round: int, recorded_hashes: dict[int, list[str]], found: dict[int, list[str]]) -> Difference | None:
+def _difference(
+    round: int, recorded_hashes: dict[int, list[str]], repeated_hashes: dict[int, list[str]]
+) -> Difference | None:
     """The first differing hash, in sending order."""
-    for k in range(max(map(len, found.values()), default=0)):
+    for k in range(max(map(len, repeated_hashes.values()), default=0)):
         for worker in sorted(recorded_hashes):
-            if recorded_hashes[worker][k : k + 1] != found[worker][k : k + 1]:
+            if recorded_hashes[worker][k : k + 1] != repeated_hashes[worker][k : k + 1]:
                 return Difference(round, worker, "what it sent")
     return None
 
@@ -316,11 +320,11 @@ def _alike(saved: Mapping[Any, Any], mine: Mapping[str, Any]) -> bool:
     Ignores the position in the data, which is shared here, and messages in flight, which elastic workers do not take
     over.
     """
-    trees, found = list[Any](), list[dict[str, Tensor]]()
+    trees, tensors = list[Any](), list[dict[str, Tensor]]()
     for state in (saved, mine):
-        found.append({})
-        trees.append(checkpoint.encoded([state.get(key) for key in ("x", "outer", "inner")], "state", found[-1]))
-    theirs, own = found
+        tensors.append({})
+        trees.append(checkpoint.encoded([state.get(key) for key in ("x", "outer", "inner")], "state", tensors[-1]))
+    theirs, own = tensors
     return trees[0] == trees[1] and all(
         (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(_bits(a), _bits(b))
         for a, b in zip(theirs.values(), own.values(), strict=True)

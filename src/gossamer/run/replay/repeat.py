@@ -166,9 +166,9 @@ class Repeat:
 
         The choice affects results: a worker that took over another's state had two after the same round.
         """
-        found = self._kept.get((one.donor, one.after), [])
-        named = [raw for raw in found if one.sha256 in ("", hashlib.sha256(raw).hexdigest())]
-        return [*named, *found], bool(named)
+        kept = self._kept.get((one.donor, one.after), [])
+        named = [raw for raw in kept if one.sha256 in ("", hashlib.sha256(raw).hexdigest())]
+        return [*named, *kept], bool(named)
 
     def _reach(self, round: int) -> None:
         """Switches to the settings of a round, keeping the workers' states.
@@ -268,11 +268,11 @@ class _Begins(Actor[Begun]):
         if event.round > repeat.trained.next:
             return Missing("the rounds before have not been trained", repeat.trained.key)
         for one in () if repeat.script.is_first(self._slot, event) else (event,):
-            found, named = repeat.candidates(one)
+            states, named = repeat.candidates(one)
             # The donor may have taken over a state after the same round: then it has two, and the later one is meant.
             donor = next((other for other in repeat.begins if other.key == one.donor and other is not self), None)
             comes = donor is not None and bool(donor.left) and donor.left[0].round == event.round
-            if not found or (comes and not named):
+            if not states or (comes and not named):
                 return Missing(
                     f"it begins with the state of worker {one.donor} after {one.after} rounds, which that one never had",
                     one.donor if comes else None,

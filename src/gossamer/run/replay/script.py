@@ -90,13 +90,13 @@ class Script(NamedTuple):
 
     def running(self, round: int) -> set[int]:
         """The slots whose worker trains in this or a later round with its earlier state."""
-        found: set[int] = set()
+        slots: set[int] = set()
         for slot, lives in self.lives.items():
             for k, life in enumerate(lives):
                 lost = [r for r, turn in self.turns.items() if (slot, k) in turn.lost]
                 if life.begun.round < round <= max([_last(life), *lost]):
-                    found.add(slot)
-        return found
+                    slots.add(slot)
+        return slots
 
 
 def calm(timetable: Timetable, workers: int, rounds: int) -> Script:

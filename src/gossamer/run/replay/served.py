@@ -105,15 +105,15 @@ class _Unpushed:
 
 def _settings(begin: ServerInput, some: Sequence[Stretch], recorded: Path) -> ResolvedRun:
     """The settings of a process of the server. Raises ConfigError when it is of another run."""
-    found = [one.config for one in some if one.config.digest == begin.digest and one.first <= begin.round]
+    candidates = [one.config for one in some if one.config.digest == begin.digest and one.first <= begin.round]
     now = some[-1].config
-    if not found or begin.workers != now.workers:
+    if not candidates or begin.workers != now.workers:
         must_be_record_of(now, recorded)  # names the difference
         raise ConfigError(
             f"'{recorded}' is a run of {begin.workers} workers with digest {begin.digest} and the run file has {now.workers} "
             f"with {now.digest}; replay it with its own run.toml"
         )
-    return found[-1]
+    return candidates[-1]
 
 
 def _processes(inputs: Sequence[ServerInput]) -> Iterator[tuple[ServerInput, list[ServerInput]]]:

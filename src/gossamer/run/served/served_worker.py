@@ -124,14 +124,14 @@ class ServedWorker:
 
     def owned(self) -> list[int]:
         """The newest rounds of which it has a sound checkpoint; reports damaged ones."""
-        found = checkpoint.generation_faults(self._store, self.index, self._lineage)
-        newest = [r for r, why in found.items() if why is None][-OWNED:]
-        found |= {r: checkpoint.fault(self._store, r, self.index, self._lineage) for r in newest}
-        damaged = {r: fault for r, fault in found.items() if fault is not None}
+        faults = checkpoint.generation_faults(self._store, self.index, self._lineage)
+        newest = [r for r, why in faults.items() if why is None][-OWNED:]
+        faults |= {r: checkpoint.fault(self._store, r, self.index, self._lineage) for r in newest}
+        damaged = {r: fault for r, fault in faults.items() if fault is not None}
         for round, fault in damaged.items():
             log.warning("worker %d skips its round %d: %s", self.index, round, fault.why)
         self._damaged = max(damaged, default=0)
-        return [r for r in newest if found[r] is None]
+        return [r for r in newest if faults[r] is None]
 
     def join(self, starts: Mapping[int, StartingPoint], terms: Terms) -> None:
         """Starts from the server's reply, and its own checkpoint named there. Raises CheckpointError."""

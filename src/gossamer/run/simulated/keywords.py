@@ -245,10 +245,10 @@ def _name(value: object) -> str:
     """The run-file name of an object, or a placeholder if it has none."""
     name = name_of(value)
     module, _, attribute = name.partition(":")
-    found: Any = None if module == "__main__" else sys.modules.get(module)
+    resolved: Any = None if module == "__main__" else sys.modules.get(module)
     for part in attribute.split("."):
-        found = getattr(found, part, None)
-    return name if found is value and is_code(name) else _given(value)
+        resolved = getattr(resolved, part, None)
+    return name if resolved is value and is_code(name) else _given(value)
 
 
 def _given(value: object) -> str:
@@ -259,30 +259,30 @@ def _given(value: object) -> str:
 
 def _combination(given: Keywords, own: dict[str, Callable[..., Any]]) -> dict[str, Any]:
     """The settings for rule, topology, codec and schedule; objects are added to the user's parts."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if "rule" in given:
         rule = given["rule"]
         if isinstance(rule, str):
             kind = "server" if rule in SERVERS else "pair" if rule in PAIRS else "rule"
-            found[f"{kind}.name"] = rule
+            settings[f"{kind}.name"] = rule
         else:
             kind = "server" if isinstance(rule, ServerRule) else "pair" if isinstance(rule, PairRule) else "rule"
-            found |= _object(kind, rule, own)
+            settings |= _object(kind, rule, own)
     if "codec" in given:
         codec = given["codec"]
-        found |= {"codec.name": codec} if isinstance(codec, str) else _object("codec", codec, own)
+        settings |= {"codec.name": codec} if isinstance(codec, str) else _object("codec", codec, own)
     if "topology" in given:
         topology = given["topology"]
         if isinstance(topology, str):
-            found["topology.name"] = topology
+            settings["topology.name"] = topology
         elif isinstance(topology, Topology):
-            found |= {"workers": topology.n, **_object("topology", topology, own)}
+            settings |= {"workers": topology.n, **_object("topology", topology, own)}
         else:
             workers, edges = edges_of(topology)
-            found |= {"workers": workers, "topology.name": name_of(graph), "topology.edges": edges}
+            settings |= {"workers": workers, "topology.name": name_of(graph), "topology.edges": edges}
     if "schedule" in given:
-        found["schedule"] = toml_value(given["schedule"])
-    return found
+        settings["schedule"] = toml_value(given["schedule"])
+    return settings
 
 
 def _object(kind: str, value: Any, own: dict[str, Callable[..., Any]]) -> dict[str, Any]:
@@ -292,14 +292,14 @@ def _object(kind: str, value: Any, own: dict[str, Callable[..., Any]]) -> dict[s
 
 
 def _lengths(given: Keywords) -> dict[str, Any]:
-    found: dict[str, Any] = {name: given.get(name) for name in ("workers", "seed") if name in given}
+    settings: dict[str, Any] = {name: given.get(name) for name in ("workers", "seed") if name in given}
     if "local_steps" in given:
         steps = given["local_steps"]
         written = isinstance(steps, Mapping)
-        found["run.local_steps"] = (
+        settings["run.local_steps"] = (
             over_time.as_written(steps) if written else steps if isinstance(steps, int) else list(steps)
         )
-    return found
+    return settings
 
 
 def _steps(length: Mapping[str, Any], rounds: int) -> int:

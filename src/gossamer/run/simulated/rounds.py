@@ -274,13 +274,13 @@ def _record_seconds(record: RunFolder, steps: Mapping[str, InnerSteps], parts: i
         record.write_seconds(priced(read_trace(record.path, messages=False), None, None, parts))
         return {}
     trace = read_trace(record.path)
-    found = {name: priced(trace, one.network, name, parts, one.computing) for name, one in steps.items()}
-    record.write_seconds(seconds for some in found.values() for seconds in some)
+    by_network = {name: priced(trace, one.network, name, parts, one.computing) for name, one in steps.items()}
+    record.write_seconds(seconds for some in by_network.values() for seconds in some)
     if any(len(shares) > 1 for one in steps.values() for shares in one.by_stage):
         trained = [line for line in read_metrics(record.path) if line["kind"] == "train"]
-        stages = (stage_seconds(one, found[name], trained) for name, one in steps.items())
+        stages = (stage_seconds(one, by_network[name], trained) for name, one in steps.items())
         record.write_text(STAGES_FILE, stage_lines(chain.from_iterable(stages)))
-    return {name: max((one.end_s for one in some), default=0.0) for name, some in found.items()}
+    return {name: max((one.end_s for one in some), default=0.0) for name, some in by_network.items()}
 
 
 def _adapt(network: Network, workers: Sequence[Worker], round: int, reports: Sequence[RoundReport]) -> None:

@@ -189,7 +189,7 @@ class Stacks:
             return stack.train(segment.round, segment.first, segment.last)
 
         phases = zip(self._groups, each(together, self._groups), strict=True)
-        found = {
+        by_worker = {
             worker.index: phase for (workers, _), some in phases for worker, phase in zip(workers, some, strict=True)
         }
-        return [found[worker.index] for worker, _ in turns]
+        return [by_worker[worker.index] for worker, _ in turns]

@@ -258,8 +258,8 @@ class Replica:
     def take_step_of(self, other: "Replica", round: int) -> None:
         """Copies the step of `step_on_gradient` from an identical replica."""
         self.set_lr(self.optimizer, round, self.local_steps - 1)
-        for own, found in zip(self._stepped(), other._stepped(), strict=True):
-            own.copy_(found)
+        for target, source in zip(self._stepped(), other._stepped(), strict=True):
+            target.copy_(source)
 
     def _stepped(self) -> list[Tensor]:
         """The tensors that a step changes."""

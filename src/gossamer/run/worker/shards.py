@@ -103,11 +103,11 @@ class Shards:
         """The mean loss over batches, computed by all processes, as none has a whole model."""
         self._model.eval()
         with self._translate_errors(), torch.no_grad(), computing(self._config, self._device):
-            found = [loss(self._model, batch).item() for batch in batches]
+            losses = [loss(self._model, batch).item() for batch in batches]
         reshard(
             self._model
         )  # parameters gathered by a forward pass without backward would be stale after the next step
-        return math.fsum(found) / len(found)
+        return math.fsum(losses) / len(losses)
 
     def end_round(self, operations: Sequence[Sequence[Operation]]) -> list[list[Operation]]:
         """The operations of a round with the bytes of all shards."""

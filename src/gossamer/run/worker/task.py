@@ -157,14 +157,14 @@ TOKENIZER, MODEL = "the tokenizer of data.tokenizer", "the parameters of model.s
 
 def common_inputs(task: Task, parts: UserParts) -> dict[str, str]:
     """Hashes of the text, its tokenizer and the user's model, which all workers of a run share."""
-    found = {TEXT: text_fingerprint(task.data)}
+    hashes = {TEXT: text_fingerprint(task.data)}
     if isinstance(task.data, FileCorpus) and task.data.files:
-        found[FILES] = task.data.files
+        hashes[FILES] = task.data.files
     if task.tokenizer is not None:
-        found[TOKENIZER] = tokenizer_fingerprint(task.tokenizer)
+        hashes[TOKENIZER] = tokenizer_fingerprint(task.tokenizer)
     if "model" in parts.own:
-        found[MODEL] = _hash_of([*task.model().parameters()])
-    return found
+        hashes[MODEL] = _hash_of([*task.model().parameters()])
+    return hashes
 
 
 def found_by_each(task: Task, parts: UserParts) -> dict[str, str]:
@@ -243,24 +243,24 @@ def warn_of_equal_batches(fingerprints: Collection[object]) -> None:
 
 def _hash_of(batch: Any) -> str:
     """Sixteen hex digits that hash a batch of any type."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
 
     def add(one: Any) -> None:
         if isinstance(one, Tensor):
-            found.update(one.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(one.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
         elif isinstance(one, np.ndarray):
-            found.update(np.ascontiguousarray(one).tobytes())
+            digest.update(np.ascontiguousarray(one).tobytes())
         elif isinstance(one, Mapping):
             add([*one.items()])
         elif isinstance(one, Sequence) and not isinstance(one, str | bytes):
-            found.update(b"[")
+            digest.update(b"[")
             for part in one:
                 add(part)
         else:
-            found.update(repr(one).encode())
+            digest.update(repr(one).encode())
 
     add(batch)
-    return found.hexdigest()[:16]
+    return digest.hexdigest()[:16]
 
 
 def _equal(one: Any, other: Any) -> bool:

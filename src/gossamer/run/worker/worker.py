@@ -187,12 +187,12 @@ class Worker:
         return taken
 
     def _hash(self, stop: Stop) -> str:
-        replica, found = self.replica, hashlib.sha256(str(self.replica.steps_taken).encode())
+        replica, digest = self.replica, hashlib.sha256(str(self.replica.steps_taken).encode())
         parts = [self.loop.part(p) for p in stop.sends]
         trained = [] if replica.gradient is None else [replica.x]
         for t in [*trained, *(leaf for part in parts for leaf in (part.x, *leaves(part.s)))]:
-            found.update(t.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
-        return found.hexdigest()[:16]
+            digest.update(t.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()[:16]
 
     def receive(self, segment: Segment) -> None:
         """Waits for the exchanges due at the stop of a segment, and makes its outer updates."""
