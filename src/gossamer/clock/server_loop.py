@@ -166,7 +166,7 @@ class ServerRun(VirtualTimeLoop):
         events = self._queue.restore(saved.agenda, _EVENTS)
         within(events, **limits)
         x = self.learners[0].x
-        for p, tensor in (found for event in events for found in _of_fragments(event)):
+        for p, tensor in (payload for event in events for payload in _of_fragments(event)):
             if not 0 <= p < parts:
                 raise ValueError(f"a message of fragment {p}, of {parts}")
             must_fit([tensor], [x[slice(*self.spans[p])]])

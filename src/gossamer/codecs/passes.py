@@ -54,7 +54,7 @@ def passes_for(x: Tensor) -> Passes | None:
 @functools.cache
 def _compiled() -> Passes | None:
     compiler = next(
-        (found for name in (os.environ.get("CC"), "cc", "gcc", "clang") if (found := shutil.which(name or ""))), ""
+        (path for name in (os.environ.get("CC"), "cc", "gcc", "clang") if (path := shutil.which(name or ""))), ""
     )
     if not compiler or sys.byteorder != "little" or sys.platform == "win32":
         log.warning(

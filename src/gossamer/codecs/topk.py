@@ -215,9 +215,9 @@ def _gather(x: Tensor, plan: Cut, k: int, chunk: int) -> tuple[Tensor, Tensor]:
         if (passes := passes_for(rows)) is not None:
             passes("select_largest", rows, *rows.shape, count, indices[own], values[own])
             continue
-        found = _largest(rows, count)
-        indices[own] = found.view(-1)
-        values[own] = rows.gather(1, found).view(-1)
+        largest = _largest(rows, count)
+        indices[own] = largest.view(-1)
+        values[own] = rows.gather(1, largest).view(-1)
     return indices, values
 
 

@@ -214,18 +214,18 @@ def must_resume_alike(step: int, model: nn.Module, group: dist.ProcessGroup | No
         return
     device = next(model.parameters()).device if backend_of(group) == "nccl" else torch.device("cpu")
     mine = torch.tensor([step], device=device)
-    steps = [torch.zeros_like(mine) for _ in range(dist.get_world_size(group))]
+    gathered = [torch.zeros_like(mine) for _ in range(dist.get_world_size(group))]
     try:
-        dist.all_gather(steps, mine, group=group)
+        dist.all_gather(gathered, mine, group=group)
     except RuntimeError as error:
         raise PeerError(
             f"another worker ended before training began ({first_line(error)}); look at the logs of the others"
         ) from error
-    found = [int(one) for one in steps]
-    if len(set(found)) > 1:
-        theirs = ", ".join(f"worker {worker} from step {one}" for worker, one in enumerate(found))
+    steps = [int(one) for one in gathered]
+    if len(set(steps)) > 1:
+        each = ", ".join(f"worker {worker} from step {one}" for worker, one in enumerate(steps))
         raise CheckpointError(
-            f"workers resume from different steps: {theirs}; name a checkpoint that all of them have, or start all of "
+            f"workers resume from different steps: {each}; name a checkpoint that all of them have, or start all of "
             "them from the beginning"
         )
 

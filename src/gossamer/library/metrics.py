@@ -82,7 +82,7 @@ class Meter:
         disagreement = None
         if self._squares is not None and self._compared:
             disagreement = math.sqrt(self._squares.item() / self._compared)
-        found = OuterMetrics(
+        metrics = OuterMetrics(
             self.rounds,
             self.bytes_sent,
             self.bytes_received,
@@ -92,4 +92,4 @@ class Meter:
             disagreement,
         )
         self._start()
-        return found
+        return metrics

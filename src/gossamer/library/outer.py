@@ -537,8 +537,8 @@ class Outer(Generic[M]):
         >>> import gossamer, torch
         >>> with gossamer.Outer(torch.nn.Linear(2, 1), "gossip", local_steps=1) as outer:
         ...     _ = outer.step()
-        ...     found = outer.metrics()
-        >>> found.rounds, found.bytes_sent, found.disagreement
+        ...     metrics = outer.metrics()
+        >>> metrics.rounds, metrics.bytes_sent, metrics.disagreement
         (1, 0, None)
         """
         self._count_waits()

@@ -146,7 +146,7 @@ class Siblings:
                 f"another process of worker {self._lane.worker} is gone, or did not come in time ({first_line(error)}); look at "
                 f"the logs of its {self._lane.shards} processes"
             ) from error
-        fine, first, last, *found = least.tolist()
+        fine, first, last, *minima = least.tolist()
         if failure is not None:
             raise failure
         if not fine:
@@ -159,4 +159,4 @@ class Siblings:
                 f"the processes of worker {self._lane.worker} are not all in {what}, as this one is; let all make the same calls "
                 "of Outer"
             )
-        return found[: len(numbers)] if place != _Place.FIRST else found
+        return minima[: len(numbers)] if place != _Place.FIRST else minima

@@ -241,11 +241,11 @@ class ElasticSite:
         """See `gossamer.transport.contract.Closes`. Raises: LeftOutError, on all processes of the site."""
 
         def result() -> list[int] | None:
-            found = self._for_a_while(lambda: self._inner.proposed(round))
-            if found is None or isinstance(found, LeftOutError):
-                return found and [1, 0 if found.source is None else found.source + 1]
+            outcome = self._for_a_while(lambda: self._inner.proposed(round))
+            if outcome is None or isinstance(outcome, LeftOutError):
+                return outcome and [1, 0 if outcome.source is None else outcome.source + 1]
             line = self._inner.line
-            return [0, found[0], line >> 32, line & 0xFFFFFFFF, *self._mask(found[1])]
+            return [0, outcome[0], line >> 32, line & 0xFFFFFFFF, *self._mask(outcome[1])]
 
         left_out, *numbers = self._siblings.from_first(result, f"round {round}")
         self._must_not_be_left_out(left_out, numbers)
@@ -268,10 +268,10 @@ class ElasticSite:
         def result() -> list[int] | None:
             if self._is_cut_off([j for j, heard in enumerate(hears) if not (whole or heard)]):
                 return [2, 0]
-            found = self._for_a_while(lambda: self._inner.committed(attempt, whole=whole))
-            if found is None or isinstance(found, LeftOutError):
-                return found and [1, 0 if found.source is None else found.source + 1]
-            return [0, int(found)]
+            outcome = self._for_a_while(lambda: self._inner.committed(attempt, whole=whole))
+            if outcome is None or isinstance(outcome, LeftOutError):
+                return outcome and [1, 0 if outcome.source is None else outcome.source + 1]
+            return [0, int(outcome)]
 
         left_out, *numbers = self._siblings.from_first(result, f"round {self._round}")
         if left_out == 2:

@@ -250,8 +250,8 @@ class Scalers:
         Cost: the first call scans all objects of this process, some tens of milliseconds.
         """
         if self._scales is None:
-            found = [one for one in gc.get_objects() if issubclass(type(one), GradScaler) and one.is_enabled()]
-            self._scales = {weakref.ref(one): one._init_scale for one in found}
+            scalers = [one for one in gc.get_objects() if issubclass(type(one), GradScaler) and one.is_enabled()]
+            self._scales = {weakref.ref(one): one._init_scale for one in scalers}
         for reference, before in self._scales.items():
             if (scaler := reference()) is not None:
                 self._scales[reference] = now = scaler.get_scale()

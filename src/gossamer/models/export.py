@@ -133,11 +133,11 @@ def _spread(model: Llama) -> dict[str, Tensor]:
     if model.subspace is None:
         return {}
     basis, table = model.subspace.basis, model.subspace.table
-    found = {"model.embed_tokens.weight": table + model.model.embed_tokens.weight @ basis.T}
+    weights = {"model.embed_tokens.weight": table + model.model.embed_tokens.weight @ basis.T}
     for k in range(in_subspace(model.config)):
         for name in ("self_attn.o_proj", "mlp.down_proj"):
-            found[f"model.layers.{k}.{name}.weight"] = basis @ model.model.layers[k].get_parameter(f"{name}.weight")
-    return found
+            weights[f"model.layers.{k}.{name}.weight"] = basis @ model.model.layers[k].get_parameter(f"{name}.weight")
+    return weights
 
 
 _OF_MIXTRAL = {

@@ -152,11 +152,11 @@ def _groups(uses: Places, counts: NDArray[np.bool_]) -> Places:
     used = uses[rows, places]
     while True:
         of_link = _least(used, group[rows], links)
-        found = np.minimum(group, _least(rows, of_link[used], streams)).astype(np.int64)
-        found = found[found]  # the number of its representative, which may be lower by now
-        if (found == group).all():
+        joined = np.minimum(group, _least(rows, of_link[used], streams)).astype(np.int64)
+        joined = joined[joined]  # the number of its representative, which may be lower by now
+        if (joined == group).all():
             return group
-        group = found
+        group = joined
 
 
 def _least(places: Places, values: Places | Floats, count: int) -> Floats:

@@ -103,13 +103,13 @@ def _interleaved(stage: int, stages: int, micro_batches: int, chunks: int) -> li
     total = micro_batches * chunks
 
     def passes(*, forward: bool) -> list[Pass]:
-        done, found = [0] * chunks, list[Pass]()
+        done, ordered = [0] * chunks, list[Pass]()
         for k in range(total):
             chunk = k // group % chunks
             chunk = chunk if forward else chunks - 1 - chunk
-            found.append(Pass(forward, done[chunk], chunk))
+            ordered.append(Pass(forward, done[chunk], chunk))
             done[chunk] += 1
-        return found
+        return ordered
 
     ahead, behind = passes(forward=True), passes(forward=False)
     warm = min((chunks - 1) * group + 2 * (stages - 1 - stage), total)

@@ -567,7 +567,7 @@ def _exchange_of_everyone(
 
 def _extremes(groups: Integers, *terms: Floats) -> Integers:
     """The workers of each group with the largest sum of each choice of terms, and the next largest for that worker itself."""
-    found = set[int]()
+    extremes = set[int]()
     for group in np.unique(groups):
         members = np.flatnonzero(groups == group)
         for count in range(1, len(terms) + 1):
@@ -575,9 +575,9 @@ def _extremes(groups: Integers, *terms: Floats) -> Integers:
                 total = sum(some[1:], some[0])[members]
                 for _ in range(min(2, len(members))):
                     place = total.argmax()
-                    found.add(int(members[place]))
+                    extremes.add(int(members[place]))
                     total[place] = -math.inf
-    return np.array(sorted(found))
+    return np.array(sorted(extremes))
 
 
 class _Ways(NamedTuple):

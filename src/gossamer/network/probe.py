@@ -83,14 +83,14 @@ def probe(
     transport = GroupTransport(member, run=0, timeout_s=timeout_s, checksum=False)
     everyone = member.workers - 1 + member.workers % 2
     meetings = factors(member.workers, np.arange(min(everyone, max_rounds))).tolist()
-    found: dict[str, list[float]] = {}
+    measured: dict[str, list[float]] = {}
     for round, pairs in enumerate(meetings):
         for first, second in pairs:
             if member.worker in (first, second):
                 peer = second if member.worker == first else first
                 link = _Link(transport, peer, round)
-                found[str(peer)] = list(_measure(link, member.worker == first, max_bytes, test_s))
-    facts = agree(member, f"probe {max_bytes} {test_s} {max_rounds}", found, timeout_s=timeout_s)
+                measured[str(peer)] = list(_measure(link, member.worker == first, max_bytes, test_s))
+    facts = agree(member, f"probe {max_bytes} {test_s} {max_rounds}", measured, timeout_s=timeout_s)
     transport.close()
     if member.worker != 0:
         return None

@@ -38,15 +38,15 @@ def read_addresses(folder: Path) -> list[Address]:
     >>> read_addresses(folder)
     [Address(slot=3, address='127.0.0.1:4000', run=7)]
     """
-    found: list[tuple[float, Address]] = []
+    dated: list[tuple[float, Address]] = []
     for path in folder.glob("address-*.json"):
         try:
             match json.loads(path.read_bytes()[:1000]), path.stem.removeprefix("address-"):
                 case {"address": str(address), "run": str(run)}, slot if _is_sound(address, run, slot):
-                    found.append((path.stat().st_mtime, Address(int(slot), address, int(run, 16))))
+                    dated.append((path.stat().st_mtime, Address(int(slot), address, int(run, 16))))
         except (OSError, ValueError, RecursionError):
             continue
-    return [address for _, address in sorted(found, reverse=True)]
+    return [address for _, address in sorted(dated, reverse=True)]
 
 
 def _is_sound(address: str, run: str, slot: str) -> bool:

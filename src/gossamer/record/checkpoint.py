@@ -235,8 +235,8 @@ def saved_text(store: Path) -> str:
             data = dict(dict(_manifest(path, round, worker, None)["state"]["dict"])["data"]["dict"])
         except (CheckpointError, KeyError, TypeError, ValueError):
             continue  # skip damaged ones, and those without text
-        if isinstance(found := data.get("fingerprint"), str):
-            return found
+        if isinstance(fingerprint := data.get("fingerprint"), str):
+            return fingerprint
     return ""
 
 
@@ -261,10 +261,10 @@ def _fault(folder: Path, round: int, worker: int, digest: str | Lineage | None) 
 
 def _size(path: Path) -> int:
     """The size of a file. Raises OSError, also for a path that is not a file."""
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
         raise OSError("it is no file")
-    return found.st_size
+    return status.st_size
 
 
 def _of_another_size(size: int, saved: int) -> str:
@@ -331,8 +331,8 @@ def _scratch(folder: Path, worker: int) -> Path:
 
 def _rounds(folder: Path) -> list[int]:
     """The rounds that any worker has a folder for, ascending."""
-    found = (re.fullmatch(r"round-(\d{6,})", path.name) for path in folder.glob("round-*"))
-    return sorted(int(match[1]) for match in found if match)
+    matches = (re.fullmatch(r"round-(\d{6,})", path.name) for path in folder.glob("round-*"))
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def _forget(folder: Path, worker: int, gone: Sequence[int]) -> None:

@@ -127,8 +127,8 @@ def figure_table(results: Sequence[PointResult], figure: Figure) -> str:
     check_figure(results, figure)
     if figure.paired:
         once = validated_once(results)
-        found = ends(results, figure.target) if once else reach(results, figure.target, paired=True)
-        return paired_table(found, figure.target, margin=figure.margin, side=figure.side)
+        reaches = ends(results, figure.target) if once else reach(results, figure.target, paired=True)
+        return paired_table(reaches, figure.target, margin=figure.margin, side=figure.side)
     if figure.target:
         return _reach_table(results, figure.target)
     losses = _losses(results, figure)
@@ -209,13 +209,13 @@ _BySeed = dict[tuple[str, Any], dict[int, float]]
 
 def _by_seed(results: Sequence[PointResult], figure: Figure) -> _BySeed:
     """Final losses by method, x and seed; only finite ones."""
-    found: _BySeed = {}
+    by_point: _BySeed = {}
     for run in results:
         for (method, x, _), losses in _losses([run], figure).items():
-            here = found.setdefault((method, x), {})
+            here = by_point.setdefault((method, x), {})
             if losses:
                 here[run.seed] = losses[0]
-    return found
+    return by_point
 
 
 def _differences(losses: _BySeed, against: str) -> _BySeed:
@@ -244,9 +244,9 @@ def _against_tables(losses: _BySeed, figure: Figure) -> Iterable[str]:
 
 def _trend_table(losses: _BySeed, figure: Figure, slope: Slope) -> str:
     """A table with the p-value of the expected trend of each variant, over the seeds that have every point."""
-    found, rows = _differences(losses, figure.against) if figure.against else losses, []
-    for method in dict.fromkeys(method for method, _ in found):
-        points = [here for (name, _), here in found.items() if name == method]
+    values, rows = _differences(losses, figure.against) if figure.against else losses, []
+    for method in dict.fromkeys(method for method, _ in values):
+        points = [here for (name, _), here in values.items() if name == method]
         whole = sorted(set.intersection(*map(set, points)))
         rows.append([method, p_text(trend([[here[seed] for here in points] for seed in whole], slope))])
     what = f"differences from {figure.against}" if figure.against else "losses"
@@ -306,12 +306,12 @@ def _markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _reach_table(results: Sequence[PointResult], target: str) -> str:
-    found = reach(results, target)
+    reaches = reach(results, target)
     parts = []
-    for network in dict.fromkeys(one.network for one in found):
+    for network in dict.fromkeys(one.network for one in reaches):
         rows = []
-        for method in dict.fromkeys(one.method for one in found):
-            mine = [one for one in found if one.network == network and one.method == method]
+        for method in dict.fromkeys(one.method for one in reaches):
+            mine = [one for one in reaches if one.network == network and one.method == method]
             ratios = [one.ratio for one in mine if one.ratio is not None]
             behind = [one.behind for one in mine if one.behind is not None]
             each = ", ".join(DASH if one.ratio is None else f"{one.ratio:.3f}" for one in mine)
@@ -403,10 +403,10 @@ def _draw_maps(results: Sequence[PointResult], figure: Figure) -> Any:
 
 
 def _draw_reach(results: Sequence[PointResult], figure: Figure) -> Any:
-    found = reach(results, figure.target, paired=figure.paired)
+    reaches = reach(results, figure.target, paired=figure.paired)
     curves = [curves_of(run, paired=figure.paired) for run in results]
-    networks = list(dict.fromkeys(one.network for one in found))
-    methods = dict.fromkeys(one.method for one in found)
+    networks = list(dict.fromkeys(one.network for one in reaches))
+    methods = dict.fromkeys(one.method for one in reaches)
     styles = {name: line_style(place) for place, name in enumerate(methods)}
     canvas = _canvas(1.0 + 5.0 * len(networks), 4.0)
     panels = canvas.subplots(1, len(networks), squeeze=False)[0]
@@ -438,12 +438,12 @@ def _draw_reach(results: Sequence[PointResult], figure: Figure) -> Any:
 
 
 def _draw_ends(results: Sequence[PointResult], figure: Figure) -> Any:
-    found = ends(results, figure.target)
-    methods = [*dict.fromkeys(one.method for one in found)]
+    reaches = ends(results, figure.target)
+    methods = [*dict.fromkeys(one.method for one in reaches)]
     canvas = _canvas(6.0, 1.0 + 0.3 * len(methods))
     axes = canvas.subplots()
     for place, method in enumerate(methods):
-        pairs = [(one.behind, one.target_loss) for one in found if one.method == method and one.behind is not None]
+        pairs = [(one.behind, one.target_loss) for one in reaches if one.method == method and one.behind is not None]
         if not pairs:
             continue
         arm, (colour, _) = effect(pairs), line_style(place)

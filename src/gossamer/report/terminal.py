@@ -231,24 +231,24 @@ class _Shown:
             silence_s = min(silence_s, apart_s if self._has_line else _FIRST_LINE_S)
         late = now_s - self._told_s >= silence_s
         if run.file is None:
-            found = [f"{self.label}: no round yet"] if late else []
+            lines = [f"{self.label}: no round yet"] if late else []
         else:
-            found, rounds = [], run.file.rounds
+            lines, rounds = [], run.file.rounds
             for round, figures in self._evaluations(over=over):
                 shown, cells = round + 1, {"loss": _number(run.losses.mean_at(round)), **figures}
                 if shown == run.done:  # rates and bytes only apply to the current round
                     cells = {**self.cells, **figures}
                 elif shown < self._reported:  # a later round had its line before all workers had validated this one
                     shown, cells = run.done, {**self.cells, **_as_of(round, figures)}
-                found.append(f"{self.label}: round {shown} of {rounds}  {_words(cells)}")
+                lines.append(f"{self.label}: round {shown} of {rounds}  {_words(cells)}")
                 self._reported, self._evaluated = max(self._reported, shown), round
             passed = self._every > 0 and self._seen // self._every > self._reported // self._every
-            if (over and run.done > self._reported) or (not found and (late or passed)):
-                found.append(f"{self.label}: round {run.done} of {rounds}  {_words(self.cells)}")
+            if (over and run.done > self._reported) or (not lines and (late or passed)):
+                lines.append(f"{self.label}: round {run.done} of {rounds}  {_words(self.cells)}")
                 self._reported = run.done
             self._seen = run.done  # printed at the next read, when the round's validation is written too
-        self._told_s, self._has_line = (now_s, True) if found else (self._told_s, self._has_line)
-        return found
+        self._told_s, self._has_line = (now_s, True) if lines else (self._told_s, self._has_line)
+        return lines
 
     def _figures(self, now_s: float) -> dict[str, str]:
         run = self._run
@@ -333,13 +333,13 @@ def _scored(run: FollowedRun, *, whole: bool) -> list[tuple[int, dict[str, str]]
 
     Args: `whole` leaves out those that not all workers have.
     """
-    found: dict[int, dict[str, str]] = {}
+    by_round: dict[int, dict[str, str]] = {}
     for line in run.evaluations.lines():
-        found[line["round"]] = {one.live: _number(figure_of(line.get(one.name))) for one in _LIVE}
+        by_round[line["round"]] = {one.live: _number(figure_of(line.get(one.name))) for one in _LIVE}
     for round, loss in run.own_losses(whole=whole):
-        found.setdefault(round, {})["val of workers"] = _number(loss)
+        by_round.setdefault(round, {})["val of workers"] = _number(loss)
     return sorted(
-        ((round, {one.live: found[round].get(one.live, _UNKNOWN) for one in _LIVE}) for round in found),
+        ((round, {one.live: by_round[round].get(one.live, _UNKNOWN) for one in _LIVE}) for round in by_round),
         key=lambda one: one[0],
     )
 

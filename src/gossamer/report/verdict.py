@@ -70,8 +70,8 @@ def _besides(rows: Sequence[Mapping[str, Any]], losses: Mapping[str, Any]) -> st
 
 
 def _compared(first: str, second: str, losses: Mapping[str, Mapping[str, float]], shared: Sequence[str]) -> str:
-    found = effect([(losses[second][seed] - losses[first][seed], losses[first][seed]) for seed in shared])
-    mean, half = found.mean, found.half or 0.0
+    difference = effect([(losses[second][seed] - losses[first][seed], losses[first][seed]) for seed in shared])
+    mean, half = difference.mean, difference.half or 0.0
     interval = f"(95 % interval {mean - half:.4f} to {mean + half:.4f}, {len(shared)} seeds)"
     means = [statistics.fmean(losses[method][seed] for seed in shared) for method in (first, second)]
     if mean - half > 0:

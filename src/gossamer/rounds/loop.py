@@ -163,10 +163,10 @@ class OuterLoop:
 
     def update_norms(self) -> tuple[float, float] | None:
         """The norms of the last update of all fragments before and after clipping; None for a rule that does not clip."""
-        found = [setup.rule.norms(setup.part.s) for setup in self.fragments if setup.rule.norms is not None]
-        if not found:
+        norms = [setup.rule.norms(setup.part.s) for setup in self.fragments if setup.rule.norms is not None]
+        if not norms:
             return None
-        before, after = torch.stack(found).square().sum(0).sqrt().tolist()
+        before, after = torch.stack(norms).square().sum(0).sqrt().tolist()
         return before, after
 
     def trust_anew(self) -> None:
@@ -174,8 +174,8 @@ class OuterLoop:
         self._distrusted = self._counts()
 
     def _counts(self) -> tuple[Counter[int], Counter[int]]:
-        found = [setup.rule.distrusts(setup.part.s) for setup in self.fragments if setup.rule.distrusts is not None]
-        shortened, declined = torch.stack(found).sum(0).tolist() if found else ((), ())
+        counts = [setup.rule.distrusts(setup.part.s) for setup in self.fragments if setup.rule.distrusts is not None]
+        shortened, declined = torch.stack(counts).sum(0).tolist() if counts else ((), ())
         return Counter({j: int(k) for j, k in enumerate(shortened)}), Counter(
             {j: int(k) for j, k in enumerate(declined)}
         )

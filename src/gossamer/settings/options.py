@@ -217,8 +217,8 @@ def options_of(factory: Callable[..., Any]) -> tuple[Option, ...]:
 def _docs(function: Callable[..., Any]) -> dict[str, str]:
     """The line of each parameter in the docstring."""
     block = re.search(r"^Args:\n((?:    .*\n?)+)", inspect.getdoc(function) or "", re.MULTILINE)
-    found = re.findall(r"^    (\w+(?:, \w+)*): (.+(?:\n {8}.+)*)", block[1] if block else "", re.MULTILINE)
-    return {name: " ".join(text.split()) for names, text in found for name in names.split(", ")}
+    matches = re.findall(r"^    (\w+(?:, \w+)*): (.+(?:\n {8}.+)*)", block[1] if block else "", re.MULTILINE)
+    return {name: " ".join(text.split()) for names, text in matches for name in names.split(", ")}
 
 
 def listed(factory: Callable[..., Any]) -> str:

@@ -154,9 +154,9 @@ def changes_as_little_as_said(c: Combination) -> None:
     if combination_faults(c):
         return
     share, start = coding.change(c), random_vectors(1, CODED, seed=3, dtype=torch.float32)[0]
-    limit, found = (2e-6, distance_moved(c, start[:HALF])) if share is None else (share, distance_moved(c, start))
-    assert found <= limit, (
-        f"codec '{c.codec.name}' on topology '{c.topology.name}' moved workers that agree and stand still by {found:.3g} "
+    limit, moved = (2e-6, distance_moved(c, start[:HALF])) if share is None else (share, distance_moved(c, start))
+    assert moved <= limit, (
+        f"codec '{c.codec.name}' on topology '{c.topology.name}' moved workers that agree and stand still by {moved:.3g} "
         f"of the norm of their parameters in one exchange, and at most {limit:.3g} are said; let recv() "
         "take own_decoded for this worker's own message"
     )

@@ -209,10 +209,10 @@ def _where(processes: Sequence[BaseProcess], folder: Path, patience_s: float = 1
     deadline = time.monotonic() + patience_s
     while any(file.exists() and not file.stat().st_size for file in files.values()) and time.monotonic() < deadline:
         time.sleep(0.02)
-    found = {
+    traces = {
         i: file.read_text(encoding="utf-8") if file.exists() else "  it had not begun\n" for i, file in files.items()
     }
-    return "".join(f"\nworker {i} was here:\n{text}" for i, text in found.items())
+    return "".join(f"\nworker {i} was here:\n{text}" for i, text in traces.items())
 
 
 def _worker(run: _Run, rank: int, port: int, folder: Path) -> None:

@@ -110,8 +110,8 @@ class Keys:
 
     def numbers(self, certificate: bytes | None) -> frozenset[int]:
         """The numbers of workers, and of the server, allowed to the owner of a certificate."""
-        found = self._peers.get(certificate or b"")
-        return frozenset() if found is None else found.numbers
+        peer = self._peers.get(certificate or b"")
+        return frozenset() if peer is None else peer.numbers
 
     def are_one(self, number: int, other: int) -> bool:
         """Whether two numbers belong to one key, so that one may report on the other."""
@@ -119,8 +119,8 @@ class Keys:
 
     def name(self, certificate: bytes | None) -> str:
         """The run file's name for the owner of a certificate."""
-        found = self._peers.get(certificate or b"")
-        return "a stranger" if found is None else f"peer '{found.name}'"
+        peer = self._peers.get(certificate or b"")
+        return "a stranger" if peer is None else f"peer '{peer.name}'"
 
     def must_list(self, certificate: bytes | None) -> None:
         """Raises RefusedError unless the run file lists a certificate.
@@ -232,10 +232,10 @@ def keys_for(peers: Mapping[str, Peer], workers: int) -> Keys | None:
     if given := os.environ.get(KEY):
         return Keys(Path(given), peers, workers)
     listed = {_der(peer.certificate) for peer in peers.values()}
-    found = [path for path in own_keys() if certificate_of(path) in listed]
-    if len(found) == 1:
-        return Keys(found[0], peers, workers)
-    what = f"{len(found)} of the keys" if found else "none of the keys"
+    paths = [path for path in own_keys() if certificate_of(path) in listed]
+    if len(paths) == 1:
+        return Keys(paths[0], peers, workers)
+    what = f"{len(paths)} of the keys" if paths else "none of the keys"
     raise ConfigError(
         f"[peers] lists {what} in '{_home()}' on this machine, and one is needed; name the right one with --key FILE or "
         f"{KEY}, or make one with gossamer keys new NAME"

@@ -339,11 +339,11 @@ def goodput_curves(
     options: GoodputOptions = GoodputOptions(), chips: Sequence[float] | Floats = CHIPS
 ) -> dict[str, list[tuple[float, float]]]:
     """Goodput by the closed form against the number of chips, as points to draw, for each way to train."""
-    found: dict[str, list[tuple[float, float]]] = {}
+    curves: dict[str, list[tuple[float, float]]] = {}
     for n in chips:
         for group in fleets(options, float(n)):
-            found.setdefault(group.method, []).append((float(n), group.goodput))
-    return found
+            curves.setdefault(group.method, []).append((float(n), group.goodput))
+    return curves
 
 
 GOODPUT_HEADINGS = (

@@ -186,15 +186,15 @@ def read_order(run_folder: Path) -> dict[int, list[OrderLife]]:
 
     Raises: DataError for an invalid line, or one that cannot follow those before it.
     """
-    found = {slot: _lives(path) for slot, path in _LOG.paths(run_folder).items()}
+    by_slot = {slot: _lives(path) for slot, path in _LOG.paths(run_folder).items()}
     whose: dict[int, int] = {}
-    for slot, life in ((slot, one.life) for slot, lives in found.items() for one in lives):
+    for slot, life in ((slot, one.life) for slot, lives in by_slot.items() for one in lives):
         if whose.setdefault(life, slot) != slot:
             impossible(
                 f"{_LOG.path(run_folder, whose[life])} and {_LOG.path(run_folder, slot)}",
                 f"both have the life {life} of a process, so that one of them is of another worker",
             )
-    return found
+    return by_slot
 
 
 def phases_in(lives: Sequence[OrderLife]) -> int:

@@ -108,14 +108,14 @@ def places_of(methods: Sequence[str]) -> dict[str, int]:
     >>> places_of(["lr=0.001", "lr=0.002"])
     {'lr=0.001': 0, 'lr=0.002': 1}
     """
-    found = dict[str, int]()
+    places = dict[str, int]()
     for method in methods:
         word = re.match(r"[a-z]*", method.lower())
         own = _OWN_COLOURS.index(word[0]) if word is not None and word[0] in _OWN_COLOURS else None
-        if own is not None and own not in found.values():
-            found.setdefault(method, own)
-    free = itertools.count(len(_OWN_COLOURS) if found else 0)
-    return {method: found[method] if method in found else next(free) for method in dict.fromkeys(methods)}
+        if own is not None and own not in places.values():
+            places.setdefault(method, own)
+    free = itertools.count(len(_OWN_COLOURS) if places else 0)
+    return {method: places[method] if method in places else next(free) for method in dict.fromkeys(methods)}
 
 
 def _spread(views: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -148,11 +148,11 @@ def _axes(views: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     ]
     shared = set.intersection(*having) if having else set()
     times = [axis for view in views for axis in view.get("evals", {}).get("x", {}) if axis.startswith("time:")]
-    found = [{"key": key, "label": label} for key, label in _AXES if key in shared]
+    axes = [{"key": key, "label": label} for key, label in _AXES if key in shared]
     for axis in dict.fromkeys(times):
         name = axis.removeprefix("time:")
-        found.append({"key": axis, "label": f"seconds on {name}" if name else "measured seconds"})
-    return found
+        axes.append({"key": axis, "label": f"seconds on {name}" if name else "measured seconds"})
+    return axes
 
 
 def _default_axis(axes: Sequence[Mapping[str, str]], rows: Sequence[Mapping[str, Any]]) -> str:

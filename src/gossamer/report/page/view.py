@@ -38,14 +38,14 @@ def run_view(run: FollowedRun, now_s: float, priced: Mapping[str, NDArray[np.flo
         priced: the end of each round by name of network, `[rounds]`, for a run without recorded seconds.
     """
     file = run.file
-    found: dict[str, Any] = {"label": run.label, "complaints": [*run.complaints], "progress": round(run.progress, 3)}
+    head: dict[str, Any] = {"label": run.label, "complaints": [*run.complaints], "progress": round(run.progress, 3)}
     if file is None:
-        return {**found, "name": run.label, "empty": True}
+        return {**head, "name": run.label, "empty": True}
     axes = _Axes(run, priced or {})
     words = standings(run, now_s)
     losses, evals, own = run.losses.values(), _evals(run, axes), _own(run, axes)
     return {
-        **found,
+        **head,
         "empty": False,
         "name": file.name,
         "folder": str(run.folder.resolve()),
@@ -110,11 +110,11 @@ class _Axes:
     def tokens_per_s(self) -> dict[str, float]:
         """Tokens of all workers a second, on each clock."""
         (rounds, tokens) = self._tokens
-        found = {}
+        rates = {}
         for name, (_, end_s) in self.clocks.items():
             if len(end_s) and end_s[-1] > 0 and len(rounds):
-                found[name] = float(_along([int(rounds[-1])], rounds, tokens)[0] * self._workers / end_s[-1])
-        return found
+                rates[name] = float(_along([int(rounds[-1])], rounds, tokens)[0] * self._workers / end_s[-1])
+        return rates
 
 
 def _most(rounds: NDArray[np.int64], values: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -128,9 +128,9 @@ def _along(rounds: Sequence[int], at: NDArray[np.int64], values: NDArray[np.floa
     """A cumulative figure after these rounds: zero before the first, and unknown after the last recorded one."""
     if not len(at):
         return [math.nan] * len(rounds)
-    found = np.interp(np.array(rounds, float), np.concatenate([[-1], at]), np.concatenate([[0.0], values]))
+    interpolated = np.interp(np.array(rounds, float), np.concatenate([[-1], at]), np.concatenate([[0.0], values]))
     last = at[-1]
-    return [math.nan if r > last else float(x) for r, x in zip(rounds, found, strict=True)]
+    return [math.nan if r > last else float(x) for r, x in zip(rounds, interpolated, strict=True)]
 
 
 def _evals(run: FollowedRun, axes: _Axes) -> dict[str, Any]:
@@ -180,29 +180,29 @@ def _by_worker(run: FollowedRun, losses: NDArray[np.float64]) -> dict[str, Any]:
 
 def _spent(run: FollowedRun) -> dict[str, Any]:
     """By clock the seconds of each worker, and the longest waits of a worker for a peer."""
-    found = {}
+    spent = {}
     for name, seconds in run.spent_s.items():
         waits = heapq.nlargest(_MOST_WAITS, run.waits_s[name].items(), key=itemgetter(1))
-        found[name or MEASURED] = {
+        spent[name or MEASURED] = {
             "kinds": [[_rounded(float(x)) for x in row] for row in seconds],
             "waits": [[i, j, _rounded(s)] for (i, j), s in waits],
         }
-    return found
+    return spent
 
 
 def _happenings(run: FollowedRun) -> list[tuple[int, str]]:
     """Events, and workers that compute much longer than the others."""
-    found = list(run.happenings)
-    found += [(one["round"], f"settings changed {described(one)}") for one in run.branches]
+    happenings = list(run.happenings)
+    happenings += [(one["round"], f"settings changed {described(one)}") for one in run.branches]
     for name, seconds in run.spent_s.items():
         compute_s = [float(row[0]) for row in seconds if row[0] > 0]
         usual, where = statistics.median(compute_s) if len(compute_s) > 2 else math.inf, f" on {name}" if name else ""
-        found += [
+        happenings += [
             (max(0, run.done - 1), f"worker {worker} computes {row[0] / usual:.1f} times as long as the median{where}")
             for worker, row in enumerate(seconds)
             if row[0] > _STRAGGLES * usual
         ]
-    return sorted(found, key=lambda one: one[0])
+    return sorted(happenings, key=lambda one: one[0])
 
 
 def standings(run: FollowedRun, now_s: float) -> list[str]:

@@ -407,8 +407,8 @@ def _rounds_behind(lives: Sequence[Life], trained: Mapping[str, Any], entry: Slo
 
 
 def _steps(lives: Sequence[Life], trained: Mapping[str, Any]) -> int | None:
-    found = [life.rounds[-1].steps for life in lives if life.rounds] + [trained.get("step")]
-    return max((steps for steps in found if isinstance(steps, int)), default=None)
+    counts = [life.rounds[-1].steps for life in lives if life.rounds] + [trained.get("step")]
+    return max((steps for steps in counts if isinstance(steps, int)), default=None)
 
 
 def _failed(lives: Sequence[Life]) -> tuple[int, int]:

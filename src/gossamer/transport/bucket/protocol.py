@@ -271,25 +271,25 @@ class Sightings:
     def look(self, names: Sequence[str], now: float) -> None:
         """Adds a listing."""
         for match in filter(None, map(_NAMES.fullmatch, names)):
-            found = match.groupdict()
-            if int(found["sender"] or found["slot"] or 0) >= self._workers:
+            fields = match.groupdict()
+            if int(fields["sender"] or fields["slot"] or 0) >= self._workers:
                 continue
-            if found["commit"]:
-                self.newest = max(self.newest, int(found["round"]))
-            elif found["sender"]:
-                round, slot, life = int(found["round"]), int(found["sender"]), int(found["of"])
+            if fields["commit"]:
+                self.newest = max(self.newest, int(fields["round"]))
+            elif fields["sender"]:
+                round, slot, life = int(fields["round"]), int(fields["sender"]), int(fields["of"])
                 self.messages[round][slot] = max(life, self.messages[round].get(slot, 0))
                 self._moves(slot, life, (0, round + 1), now)
-            elif found["state"]:
-                self.states.add(int(found["state"]))
-                if found["holder"] and int(found["holder"]) < self._workers:
-                    self.holders[int(found["holder"])].add(int(found["state"]))
-            elif found["kind"]:
-                slot, life = int(found["slot"]), int(found["life"])
+            elif fields["state"]:
+                self.states.add(int(fields["state"]))
+                if fields["holder"] and int(fields["holder"]) < self._workers:
+                    self.holders[int(fields["holder"])].add(int(fields["state"]))
+            elif fields["kind"]:
+                slot, life = int(fields["slot"]), int(fields["life"])
                 self.lives[slot] = max(life, self.lives.get(slot, 0))
-                if found["kind"] == "v":
+                if fields["kind"] == "v":
                     self.ended.add((slot, life))
-                self._moves(slot, life, (int(found["beat"] or -1) + 1, 0), now)
+                self._moves(slot, life, (int(fields["beat"] or -1) + 1, 0), now)
         for old in [round for round in self.messages if round < self.newest]:
             del self.messages[old]
 

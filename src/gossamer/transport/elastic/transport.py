@@ -550,8 +550,8 @@ class ElasticTransport:
             return
         now = time.monotonic()
         for entry in claims:
-            found = any(link.nonce == entry.nonce for link in self._links.get(entry.slot, []))
-            if found or not entry.address or now < self._looked_s.get(entry.slot, -1e9) + self._beat_s:
+            connected = any(link.nonce == entry.nonce for link in self._links.get(entry.slot, []))
+            if connected or not entry.address or now < self._looked_s.get(entry.slot, -1e9) + self._beat_s:
                 continue
             self._looked_s[entry.slot] = now
             if entry.slot == self.worker:
