@@ -309,10 +309,14 @@ def _facts(
 ) -> dict[str, Any]:
     """A plan as JSON."""
 
-    def of(one: "Candidate") -> dict[str, Any]:
-        expected = {"loss": choice.loss(one), "above_choice": choice.above_best(one)}
-        read = {"hours": choice.hours_of(one), "tokens": choice.tokens_of(one), "whole_round": choice.whole_round(one)}
-        return {**one._asdict(), **read, **expected}
+    def of(candidate: "Candidate") -> dict[str, Any]:
+        expected = {"loss": choice.loss(candidate), "above_choice": choice.above_best(candidate)}
+        read = {
+            "hours": choice.hours_of(candidate),
+            "tokens": choice.tokens_of(candidate),
+            "whole_round": choice.whole_round(candidate),
+        }
+        return {**candidate._asdict(), **read, **expected}
 
     return {
         "parameters": made.parameters,
@@ -536,41 +540,41 @@ def _recommendation(choice: "Pick", candidates: "Sequence[Candidate]", *, asked:
     )
 
 
-def _codecs(one: "Candidate") -> str:
+def _codecs(candidate: "Candidate") -> str:
     """The codec of each direction, in words."""
     from gossamer.run.planning.choice import ALONE, codec_words
 
-    there, _, back = codec_words(one).partition(", ")
-    if one.method == ALONE:
+    there, _, back = codec_words(candidate).partition(", ")
+    if candidate.method == ALONE:
         return ""
     return f", {there} there and {back} back" if back and back != there else f", {there}"
 
 
-def _team(one: "Candidate") -> str:
+def _team(candidate: "Candidate") -> str:
     """The participants, in words."""
-    n, gone = len(one.local_steps) + len(one.left_out), {*one.left_out}
-    if one.site > 1:
-        return f" between {n} sites of {one.site} workers, each of which trains as one"
+    n, gone = len(candidate.local_steps) + len(candidate.left_out), {*candidate.left_out}
+    if candidate.site > 1:
+        return f" between {n} sites of {candidate.site} workers, each of which trains as one"
     staying = [i for i in range(n) if i not in gone]
     if not gone:
         return f" on all {n} workers" if n > 1 else ""
     if len(staying) == 1:
         return f" (worker {staying[0]})"
     if len(gone) < len(staying):
-        return f" without {one.dropped}"
+        return f" without {candidate.dropped}"
     return f" on workers {', '.join(map(str, staying))}" if len(staying) <= 8 else f" on {len(staying)} of {n} workers"
 
 
-def _as_ddp(choice: "Pick", one: "Candidate") -> str:
+def _as_ddp(choice: "Pick", candidate: "Candidate") -> str:
     """How data parallelism is priced, and its time with the messages as Gossamer sends them."""
     from gossamer.report.table import digits_text
     from gossamer.run.planning.plan import BACKWARD
 
-    assert one.unhidden_round_s is not None
+    assert candidate.unhidden_round_s is not None
     ways = {"owners": "through owners of chunks", "ring": "along a ring", "tree": "along a tree"}
-    hours = choice.hours_of(one) * one.unhidden_round_s / one.round_s
+    hours = choice.hours_of(candidate) * candidate.unhidden_round_s / candidate.round_s
     return (
-        f"data parallelism as DDP runs it: all-reduce {ways[one.collective]}, of which backward hides up to "
+        f"data parallelism as DDP runs it: all-reduce {ways[candidate.collective]}, of which backward hides up to "
         f"{BACKWARD:.0%} of a step; gossamer train sends after the step, in {digits_text(hours)} h"
     )
 

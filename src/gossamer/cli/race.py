@@ -266,14 +266,14 @@ def race_facts(result: Race) -> dict[str, Any]:
     """A race as JSON."""
     from gossamer.run.planning.choice import Candidate
 
-    def of(label: str, one: Candidate) -> dict[str, Any]:
+    def of(label: str, candidate: Candidate) -> dict[str, Any]:
         stands = None if result.standing is None else result.standing.above.get(label)
         return {
             "label": label,
             "chosen": label == result.choice,
             "rounds": result.rounds(label),
             "last_local_steps": result.last(label),
-            "round_s": one.round_s,
+            "round_s": candidate.round_s,
             "tokens": result.tokens(label),
             "losses": result.losses[label],
             "above": None if stands is None else {"nats": stands.mean, "half": stands.half},

@@ -113,11 +113,11 @@ def _age(age_s: float | None) -> str:
     return f"{age_s / 86400:.0f} d"
 
 
-def _seconds(one: "RoundSeconds | None") -> list[str]:
+def _seconds(spent: "RoundSeconds | None") -> list[str]:
     """The seconds of a round by kind, and the peer that was waited for longest."""
-    if one is None:
+    if spent is None:
         return ["-"] * 6
-    kinds = (one.total_s, one.compute_s, one.transfer_s, one.waiting_s, one.other_s)
-    peer = max(one.waiting_for, key=lambda peer: one.waiting_for[peer], default=None)
+    kinds = (spent.total_s, spent.compute_s, spent.transfer_s, spent.waiting_s, spent.other_s)
+    peer = max(spent.waiting_for, key=lambda peer: spent.waiting_for[peer], default=None)
     named = "-" if peer is None else "server" if peer < 0 else str(peer)
     return [*(f"{seconds:.2f}" for seconds in kinds), named]

@@ -464,9 +464,9 @@ class Outer(Generic[M]):
         rest = rest_of(self.model) if self._takes_rest else {}
         mine = [self.x, *self._outer_state(), *rest.values()]
 
-        def load(theirs: Sequence[torch.Tensor]) -> None:
+        def load(tensors: Sequence[torch.Tensor]) -> None:
             with torch.no_grad():
-                for own, other in zip(mine, theirs, strict=True):
+                for own, other in zip(mine, tensors, strict=True):
                     own.copy_(other)
                 self._loop.forget_unsent()
                 self._flat.write()
@@ -875,9 +875,9 @@ class Outer(Generic[M]):
             self._failed = error
 
     @contextlib.contextmanager
-    def _all_or_none(self, what: str, *numbers: int) -> Iterator[None]:
+    def _all_or_none(self, operation: str, *numbers: int) -> Iterator[None]:
         """See `Siblings.all_or_none`; raises inside it what has failed since the last stop."""
-        with self._siblings.all_or_none(what, *numbers):
+        with self._siblings.all_or_none(operation, *numbers):
             if self._failed is not None:
                 raise self._failed
             yield

@@ -237,17 +237,17 @@ class Peers:
                         latest[int(worker)] = facts
         return latest
 
-    def losses(self, mine: float) -> dict[int, float]:
+    def losses(self, loss: float) -> dict[int, float]:
         """The latest published losses of the others, and this one's."""
         if self._member is None:
-            return {0: mine}
-        if math.isfinite(mine):
-            self.publish("loss", mine)
+            return {0: loss}
+        if math.isfinite(loss):
+            self.publish("loss", loss)
         latest = dict[int, float]()
         if (entries := self._notices("loss")) is not None:
             with self._asking():
                 latest = read_losses(entries, self._member.workers)
-        return {**latest, self._member.worker: mine}
+        return {**latest, self._member.worker: loss}
 
     def _notices(self, topic: str) -> Entries | None:
         """The published entries of a topic; None once the store has failed, so that training does not wait at each step."""

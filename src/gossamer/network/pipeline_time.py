@@ -208,8 +208,8 @@ class _Run:
             self.computed_s[stage] += seconds
             heapq.heappush(self._events, (now + seconds, next(self._planned), True, stage, order[at]))
 
-    def _piece(self, stage: int, one: Pass) -> int:
-        return one.chunk * len(self._orders) + stage
+    def _piece(self, stage: int, step: Pass) -> int:
+        return step.chunk * len(self._orders) + stage
 
     def _send(self, stage: int, done: Pass, now: float) -> None:
         """Sends the output of a pass to the stage that needs it, if any."""

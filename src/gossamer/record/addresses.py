@@ -22,11 +22,11 @@ class Address(NamedTuple):
     """A 64-bit digest that all workers of the run share."""
 
 
-def write_address(folder: Path, own: Address) -> None:
+def write_address(folder: Path, address: Address) -> None:
     """Writes the address of this process. Raises: DiskError."""
     make_folder(folder)
-    content = {"address": own.address, "run": f"{own.run:016x}", "pid": os.getpid()}
-    atomic_write(folder / f"address{worker_suffix(own.slot)}.json", json.dumps(content).encode())
+    content = {"address": address.address, "run": f"{address.run:016x}", "pid": os.getpid()}
+    atomic_write(folder / f"address{worker_suffix(address.slot)}.json", json.dumps(content).encode())
 
 
 def read_addresses(folder: Path) -> list[Address]:

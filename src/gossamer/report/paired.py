@@ -220,11 +220,11 @@ def effect_cells(
     return lines
 
 
-def _verdict(one: Effect | None, p_apart: float | None) -> str:
-    if one is None or one.equivalent is None or p_apart is None:
+def _verdict(effect: Effect | None, p_apart: float | None) -> str:
+    if effect is None or effect.equivalent is None or p_apart is None:
         return DASH
-    words = ["lower" if one.mean < 0 else "higher"] if p_apart < _LEVEL else []
-    return ", ".join(words + ["equivalent"] * (one.equivalent < _LEVEL)) or "open"
+    words = ["lower" if effect.mean < 0 else "higher"] if p_apart < _LEVEL else []
+    return ", ".join(words + ["equivalent"] * (effect.equivalent < _LEVEL)) or "open"
 
 
 def p_text(p: float | None) -> str:

@@ -251,8 +251,8 @@ def least_stable(
 ) -> "tuple[int, Rule]":
     """Of the variants of a rule over its schedule, by inner step, the one whose disagreement shrinks least."""
 
-    def radius(one: "tuple[int, Rule]") -> float:
-        result = stability_of(one[1], topology, merge)
+    def radius(variant: "tuple[int, Rule]") -> float:
+        result = stability_of(variant[1], topology, merge)
         return 0.0 if result is None else result.radius
 
     return rules[0] if len(rules) == 1 else max(rules, key=radius)

@@ -384,11 +384,11 @@ def _asked(folder: Path, addresses: Collection[Address], limits: Limits, peers: 
         return _Answers({}, set(), f"no worker was asked: {error}")
     answers = _Answers({}, set(), None)
 
-    def ask(one: Address) -> None:
+    def ask(address: Address) -> None:
         try:
-            view = look(one.address, secret, run=one.run, limits=limits, timeout_s=PATIENCE_S, keys=keys)
+            view = look(address.address, secret, run=address.run, limits=limits, timeout_s=PATIENCE_S, keys=keys)
         except ConnectionRefusedError:
-            answers.refused.add(one.address)
+            answers.refused.add(address.address)
         except (OSError, PeerError):
             return
         else:

@@ -159,26 +159,28 @@ class PairParticipant(AsyncParticipant[PairWorker]):
             self.decline(peer, f"what worker {peer} sent is not finite or cannot be decoded")
         return sound
 
-    def _tell(self, one: Appointment) -> Tensor:
+    def _tell(self, appointment: Appointment) -> Tensor:
         dt = self._pass()
         self._sent_s = self.now_s()
         # Written before the message is sent, so that it is in the log of any meeting that uses it.
-        self.log.write(MeetingSent(one.peer, one.starter, one.life, one.number, dt, self._sent_s))
-        self._own_message, packed = self._messages.pack(self.core.tell(), one.number, one.starter)
+        self.log.write(
+            MeetingSent(appointment.peer, appointment.starter, appointment.life, appointment.number, dt, self._sent_s)
+        )
+        self._own_message, packed = self._messages.pack(self.core.tell(), appointment.number, appointment.starter)
         return packed
 
-    def _meet(self, one: Appointment, payload: Tensor) -> None:
-        theirs, own = self._messages.unpack(payload, one.peer), self._own_message
+    def _meet(self, appointment: Appointment, payload: Tensor) -> None:
+        theirs, own = self._messages.unpack(payload, appointment.peer), self._own_message
         assert isinstance(theirs, Tensor) and isinstance(own, Tensor)
         dt, now_s = self._pass(), self.now_s()
         # Both messages are here and the other end knows it: once logged, the meeting counts at this end.
-        self.log.write(Met(one.peer, one.starter, one.life, one.number, dt, now_s))
+        self.log.write(Met(appointment.peer, appointment.starter, appointment.life, appointment.number, dt, now_s))
         self.core.meet(own, theirs)
-        self.holds(one.peer, one.steps)
+        self.holds(appointment.peer, appointment.steps)
         self.events.write(
             self._round,
             "meet",
-            source=one.peer,
+            source=appointment.peer,
             target=self.slot,
             fragment=0,
             bytes=self._messages.bytes,

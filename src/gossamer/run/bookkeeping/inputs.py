@@ -299,7 +299,7 @@ def _is_marked(inputs: Inputs, key: bytes) -> bool:
     return bool(inputs["mark"]) and hmac.compare_digest(inputs["mark"].encode(), mark_of(inputs["code"], key).encode())
 
 
-def _was_run(one: CodeInput, known: Collection[CodeInput]) -> bool:
+def _was_run(code: CodeInput, known: Collection[CodeInput]) -> bool:
     """Whether code was run before; changes of its files are checked by `changed_code`."""
-    place = one["kind"], one["name"], one["options"], one["path"]
+    place = code["kind"], code["name"], code["options"], code["path"]
     return any((then["kind"], then["name"], then["options"], then["path"]) == place for then in known)

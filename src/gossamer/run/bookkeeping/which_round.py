@@ -146,10 +146,10 @@ def _newest_due(config: RunSettings, passed: int) -> int:
     return next((r for r in range(last, 0, -1) if config.due(every, r)), 0)
 
 
-def encode_kept(one: KeptRounds) -> list[Any]:
+def encode_kept(kept: KeptRounds) -> list[Any]:
     """A worker's checkpoints as JSON, to report to the others."""
-    newest = sorted(one.faults.items())[-_MOST_SAID:]
-    return [one.due, [[r, fault and fault.encoded, _listed(one.seen.get(r))] for r, fault in newest]]
+    newest = sorted(kept.faults.items())[-_MOST_SAID:]
+    return [kept.due, [[r, fault and fault.encoded, _listed(kept.seen.get(r))] for r, fault in newest]]
 
 
 def decode_kept(worker: int, value: object) -> KeptRounds:
@@ -517,9 +517,9 @@ def _may_start(config: RunSettings, kept: Mapping[int, KeptRounds]) -> bool:
     return all(_has_never_saved(one) or one.faults.get(first, "") is None for one in kept.values())
 
 
-def _has_never_saved(one: KeptRounds) -> bool:
+def _has_never_saved(kept: KeptRounds) -> bool:
     begun = (FaultKind.UNFINISHED, FaultKind.ABSENT)
-    return not one.due and all(fault is not None and fault.kind in begun for fault in one.faults.values())
+    return not kept.due and all(fault is not None and fault.kind in begun for fault in kept.faults.values())
 
 
 def _none_counts(store: Store, choice: ChosenRound) -> CheckpointError:

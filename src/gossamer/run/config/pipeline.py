@@ -143,17 +143,17 @@ class PipelineConfig:
         return tuple(self.stages if self.cuts_replica(worker) else 1 for worker in range(workers))
 
 
-def donor_of(one: LostStage, pipeline: PipelineConfig, workers: int) -> int | None:
+def donor_of(lost: LostStage, pipeline: PipelineConfig, workers: int) -> int | None:
     """The worker whose same stage replaces a lost one; None where the neighbours of that do.
 
     >>> lost = LostStage(worker=1, stage=1, after=6)
     >>> donor_of(lost, PipelineConfig(stages=3, lost=(lost,)), 4), donor_of(lost, PipelineConfig(stages=3, lost=(lost,)), 1)
     (2, None)
     """
-    gone = {each.worker for each in pipeline.lost if (each.stage, each.after) == (one.stage, one.after)}
-    others = ((one.worker + k) % workers for k in range(1, workers))
+    gone = {each.worker for each in pipeline.lost if (each.stage, each.after) == (lost.stage, lost.after)}
+    others = ((lost.worker + k) % workers for k in range(1, workers))
     donor = next((w for w in others if pipeline.cuts_replica(w) and w not in gone), None)
-    return None if one.source == "neighbours" else donor
+    return None if lost.source == "neighbours" else donor
 
 
 def boundary_of(choice: Choice) -> Boundary:

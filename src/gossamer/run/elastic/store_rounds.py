@@ -371,11 +371,11 @@ def _packed_trees(trees: Sequence[Tree]) -> bytes:
     return packed({"leaves": tensors})
 
 
-def _all_commits(one: Attendance, bucket: Bucket, terms: StoreTerms) -> list[Commit]:
+def _all_commits(attendance: Attendance, bucket: Bucket, terms: StoreTerms) -> list[Commit]:
     """The outcomes of all rounds, those from the store that this worker has not read."""
     commits: list[Commit] = []
-    for round in range(one.seen.newest + 1 if one.slot >= 0 else terms.rounds):
-        commit = perform(one.read_commit(round), bucket, wait=time.sleep)
+    for round in range(attendance.seen.newest + 1 if attendance.slot >= 0 else terms.rounds):
+        commit = perform(attendance.read_commit(round), bucket, wait=time.sleep)
         if commit is None:
             raise CheckpointError(
                 f"the store has no outcome of round {round + 1}, though later ones are there; somebody has removed it"

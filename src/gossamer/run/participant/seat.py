@@ -311,10 +311,10 @@ def _nobody(folder: Path, wait_s: float, tries: _Tries, addresses: Sequence[str]
     )
 
 
-def announce(folder: Path, own: Address) -> None:
+def announce(folder: Path, address: Address) -> None:
     """Writes the address of this process into the run folder, and logs it, for joining from elsewhere."""
-    write_address(folder, own)
-    say(f"worker {own.slot} listens on {own.address}: another takes a free slot with --join {own.address}")
+    write_address(folder, address)
+    say(f"worker {address.slot} listens on {address.address}: another takes a free slot with --join {address.address}")
 
 
 def addresses_in(folder: Path, config: RunSettings, run: int) -> list[tuple[int, str]]:

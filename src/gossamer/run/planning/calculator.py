@@ -283,13 +283,13 @@ def _inputs(network: Network | None) -> dict[str, tuple[_Input, ...]]:
     return {"plan": (*links, *model, *train), "published": figures}
 
 
-def _chosen(one: _Input, query: Mapping[str, str]) -> Any:
+def _chosen(field: _Input, query: Mapping[str, str]) -> Any:
     """The value of an input in a query. Raises ConfigError for one that is not offered."""
-    word = query.get(one.key, str(one.start))
-    for value in one.values:
+    word = query.get(field.key, str(field.start))
+    for value in field.values:
         if word == str(value) or (not isinstance(value, str) and _number(word) == value):
             return value
-    raise ConfigError(f"{one.key} is {word:.40} but must be one of {', '.join(map(str, one.values))}")
+    raise ConfigError(f"{field.key} is {word:.40} but must be one of {', '.join(map(str, field.values))}")
 
 
 def _number(word: str) -> float:

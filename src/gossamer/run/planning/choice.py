@@ -151,50 +151,52 @@ class Pick(NamedTuple):
         ]
         return ", ".join(words) or f"{self.best.name} with other settings"
 
-    def hours_of(self, one: Candidate) -> float:
+    def hours_of(self, candidate: Candidate) -> float:
         """The hours that a candidate needs for the tokens."""
-        return self.tokens * one.seconds_per_token / 3600
+        return self.tokens * candidate.seconds_per_token / 3600
 
-    def tokens_of(self, one: Candidate) -> float:
+    def tokens_of(self, candidate: Candidate) -> float:
         """The tokens that a candidate reads in the time."""
-        return 3600 * self.hours / one.seconds_per_token
+        return 3600 * self.hours / candidate.seconds_per_token
 
-    def hours_to_loss(self, one: Candidate) -> float:
+    def hours_to_loss(self, candidate: Candidate) -> float:
         """Hours until a candidate has the loss of data parallelism after the tokens; infinite where its own loss is not known."""
-        own = one.penalty(self.scale)
-        return math.inf if own is None else self.hours_of(one) * math.exp(own.nats / self.scale.per_e_fold)
+        own = candidate.penalty(self.scale)
+        return math.inf if own is None else self.hours_of(candidate) * math.exp(own.nats / self.scale.per_e_fold)
 
-    def loss(self, one: Candidate) -> Range | None:
+    def loss(self, candidate: Candidate) -> Range | None:
         """The loss in the time, above data parallelism after the tokens; None where it is not known."""
-        own = one.penalty(self.scale)
+        own = candidate.penalty(self.scale)
         if own is None:
             return None
         none = penalty(self.scale, "data parallel", 1, "exact")
         assert none is not None
-        return expected_difference(self.scale, own, none, self.tokens_of(one) / self.tokens)
+        return expected_difference(self.scale, own, none, self.tokens_of(candidate) / self.tokens)
 
-    def outside(self, one: Candidate) -> bool:
+    def outside(self, candidate: Candidate) -> bool:
         """Whether its loss is extrapolated."""
-        own = one.penalty(self.scale)
+        own = candidate.penalty(self.scale)
         return bool(self.scale.outside or (own is not None and own.beyond))
 
-    def whole_round(self, one: Candidate) -> bool:
+    def whole_round(self, candidate: Candidate) -> bool:
         """Whether a round of a candidate ends in the time, and needs no more tokens than there are."""
-        return _fits(one, self.scale, self.hours)
+        return _fits(candidate, self.scale, self.hours)
 
-    def above_best(self, one: Candidate) -> Range | None:
+    def above_best(self, candidate: Candidate) -> Range | None:
         """The loss in the time above that of the best; None where one of them is not known."""
-        own, best = one.penalty(self.scale), self.best.penalty(self.scale)
-        return None if own is None or best is None else _apart(self.scale, (one, own), (self.best, best))
+        own, best = candidate.penalty(self.scale), self.best.penalty(self.scale)
+        return None if own is None or best is None else _apart(self.scale, (candidate, own), (self.best, best))
 
 
-def more_steps_would_help(choice: Pick, one: Candidate) -> bool:
+def more_steps_would_help(choice: Pick, candidate: Candidate) -> bool:
     """Whether twice as many local steps are expected to end lower in the time, by more than 0.005 nats."""
-    twice = one._replace(local_steps=tuple(2 * steps for steps in one.local_steps), round_s=2 * one.round_s)
-    own, more = one.penalty(choice.scale), twice.penalty(choice.scale)
-    if own is None or more is None or one.full_steps == 1:
+    twice = candidate._replace(
+        local_steps=tuple(2 * steps for steps in candidate.local_steps), round_s=2 * candidate.round_s
+    )
+    own, more = candidate.penalty(choice.scale), twice.penalty(choice.scale)
+    if own is None or more is None or candidate.full_steps == 1:
         return False
-    busy = one.utilisation + one.between_stages
+    busy = candidate.utilisation + candidate.between_stages
     saved = -math.log(busy + (1 - busy) / 2)  # a round sends as much, in twice the steps
     return choice.scale.per_e_fold * saved - (more.nats - own.nats) > _AS_LOW
 
@@ -237,10 +239,10 @@ def pick(candidates: Iterable[Candidate], scale: LossScale, hours: float | None 
     return Pick(best, tuple(one for one in undecided if one is not best), scale, tokens, time)
 
 
-def _fits(one: Candidate, scale: LossScale, hours: float | None) -> bool:
+def _fits(candidate: Candidate, scale: LossScale, hours: float | None) -> bool:
     """Whether a round ends within the tokens, and within the hours where these are given."""
-    in_time = hours is None or one.round_s <= _EXACTLY * 3600 * hours
-    return in_time and one.round_s <= _EXACTLY * scale.tokens * one.seconds_per_token
+    in_time = hours is None or candidate.round_s <= _EXACTLY * 3600 * hours
+    return in_time and candidate.round_s <= _EXACTLY * scale.tokens * candidate.seconds_per_token
 
 
 def _apart(scale: LossScale, one: _Known, other: _Known) -> Range:
@@ -272,8 +274,8 @@ def shortlist(choice: Pick, candidates: Iterable[Candidate], most: int = 6) -> l
         if side is not None:
             tried.append(pick([one for one in own if one.full_steps == side], choice.scale).best)
 
-    def above(one: Candidate) -> Range:
-        stands = choice.above_best(one)
+    def above(candidate: Candidate) -> Range:
+        stands = choice.above_best(candidate)
         assert stands is not None
         return stands
 
@@ -295,21 +297,21 @@ PLAN_HEADINGS = (
 """Headings of the columns of `plan_rows`."""
 
 
-def codec_words(one: Candidate) -> str:
+def codec_words(candidate: Candidate) -> str:
     """The codec of each direction: of what goes to the owners of a mean, and of their sums; one where each message is whole.
 
     >>> codec_words(Candidate("DiLoCo", "fp4", "bf16", (30,) * 8, 1.0, 1.0, 0.9, 1.0))
     'fp4, bf16'
     """
-    if one.method == ALONE:
+    if candidate.method == ALONE:
         return "none"
-    whole = one.back is None and (one.codec not in EXACT_CODECS or one.method.startswith("GASLoC"))
-    return one.codec if whole else f"{one.codec}, {one.back or one.codec}"
+    whole = candidate.back is None and (candidate.codec not in EXACT_CODECS or candidate.method.startswith("GASLoC"))
+    return candidate.codec if whole else f"{candidate.codec}, {candidate.back or candidate.codec}"
 
 
-def hours_text(choice: Pick, one: Candidate) -> str:
+def hours_text(choice: Pick, candidate: Candidate) -> str:
     """The hours that a candidate needs for the tokens, with their spread by chance where that is a thousandth or more."""
-    hours, share = choice.hours_of(one), one.spread_s / one.round_s if one.round_s else 0.0
+    hours, share = choice.hours_of(candidate), candidate.spread_s / candidate.round_s if candidate.round_s else 0.0
     return digits_text(hours) + (f" ± {hours * share:.2g}" if share >= 0.001 else "")
 
 
@@ -346,9 +348,9 @@ def leading(choice: Pick, candidates: Sequence[Candidate], most: int = 8) -> lis
     """
     rows = list(best_of_each(choice, candidates))
 
-    def stands(one: Candidate) -> tuple[bool, float]:
-        above = choice.above_best(one)
-        return one != choice.best, math.inf if above is None else above.nats
+    def stands(candidate: Candidate) -> tuple[bool, float]:
+        above = choice.above_best(candidate)
+        return candidate != choice.best, math.inf if above is None else above.nats
 
     rows.sort(key=stands)
     kept = [one for one in rows if one == choice.best or one.family in _ALWAYS or one.method in (ALONE, SITE_ALONE)]

@@ -56,10 +56,10 @@ _BySeed = Mapping[str, Mapping[int, tuple[float, ...]]]
 """Losses by method and local steps, seed by seed."""
 
 
-def _above(one: TunedLoss) -> tuple[float, ...]:
+def _above(tuned: TunedLoss) -> tuple[float, ...]:
     """Nats above data parallelism, by seed."""
     least = MEASURED["data parallel"][1].losses
-    return tuple(loss - other for loss, other in zip(one.losses, least, strict=True))
+    return tuple(loss - other for loss, other in zip(tuned.losses, least, strict=True))
 
 
 def _in_units(above: _BySeed) -> _BySeed:
@@ -92,8 +92,8 @@ def _rising(above: _BySeed) -> _BySeed:
     return rising
 
 
-def _mean_of(own: Mapping[int, tuple[float, ...]], pool: Sequence[int]) -> float:
-    return fmean(fmean(own[steps]) for steps in pool)
+def _mean_of(by_steps: Mapping[int, tuple[float, ...]], pool: Sequence[int]) -> float:
+    return fmean(fmean(by_steps[steps]) for steps in pool)
 
 
 _LONG: _BySeed = {

@@ -184,18 +184,16 @@ class RunPlan(NamedTuple):
         """The number of all workers, including those that the choice leaves out."""
         return self.choice.scale.workers
 
-    def rounds_of(self, one: Candidate) -> int:
+    def rounds_of(self, candidate: Candidate) -> int:
         """Whole rounds of a run of a candidate, as many as the tokens or the hours pay for; at least one."""
-        tokens = self.choice.scale.tokens if self.options.hours is None else self.choice.tokens_of(one)
-        return max(1, math.floor(tokens / (self.options.step_tokens * one.taken) * (1 + 1e-9)))
+        tokens = self.choice.scale.tokens if self.options.hours is None else self.choice.tokens_of(candidate)
+        return max(1, math.floor(tokens / (self.options.step_tokens * candidate.taken) * (1 + 1e-9)))
 
-    def length_of(self, one: Candidate, rounds: int) -> str:
+    def length_of(self, candidate: Candidate, rounds: int) -> str:
         """Comments of a run file with so many rounds: how long they take, and whose vocabulary the text needs."""
-        tokens = rounds * self.options.step_tokens * one.taken
+        tokens = rounds * self.options.step_tokens * candidate.taken
         some = f"{rounds:,} round{'s' if rounds > 1 else ''}"
-        length = (
-            f"# {some}, {digits_text(rounds * one.round_s / 3600)} h: {tokens:.4g} tokens of all workers together.\n"
-        )
+        length = f"# {some}, {digits_text(rounds * candidate.round_s / 3600)} h: {tokens:.4g} tokens of all workers together.\n"
         if self.options.vocab_size == BYTES or self.options.tokenizer:
             return length
         return (
@@ -327,10 +325,10 @@ def _with_sites_as_workers(network: Network, candidates: Iterable[Candidate]) ->
     return sites_as_workers(network, step_s) if step_s.keys() == places.keys() else None
 
 
-def network_of(plan: RunPlan, one: Candidate) -> Network:
+def network_of(plan: RunPlan, candidate: Candidate) -> Network:
     """The network of the participants of a candidate, as its run file has it."""
-    if one.site == 1:
-        return network_without(plan.network, plan.workers, one.left_out)
+    if candidate.site == 1:
+        return network_without(plan.network, plan.workers, candidate.left_out)
     coarse = _with_sites_as_workers(plan.network, plan.candidates)
     assert coarse is not None, "it was priced there"
     return coarse
@@ -448,23 +446,23 @@ def back_of(bits: float, codec: str, n: int) -> str | None:
     return "bf16" if codec not in EXACT and (bits + _BACK_BITS) / n < bits else None
 
 
-def _behind_backward(one: Candidate, timeline: Timeline, collective: MeanKind) -> Candidate:
+def _behind_backward(candidate: Candidate, timeline: Timeline, collective: MeanKind) -> Candidate:
     """Data parallelism as DDP runs it: only the part of its all-reduce that outlasts backward takes time.
 
     Buckets leave as soon as their gradients are there, so all but the last are in flight during backward, which is
     `BACKWARD` of an inner step; here that of the slowest worker, whose gradients come last.
     """
     step_s = float(timeline.compute_s.max(axis=1).mean())
-    hidden_s = min(max(0.0, one.round_s - step_s), BACKWARD * step_s)
-    share = 1 - hidden_s / one.round_s
-    return one._replace(
-        round_s=one.round_s * share,
-        spread_s=one.spread_s * share,
-        seconds_per_token=one.seconds_per_token * share,
-        utilisation=one.utilisation / share,
-        between_stages=one.between_stages / share,
+    hidden_s = min(max(0.0, candidate.round_s - step_s), BACKWARD * step_s)
+    share = 1 - hidden_s / candidate.round_s
+    return candidate._replace(
+        round_s=candidate.round_s * share,
+        spread_s=candidate.spread_s * share,
+        seconds_per_token=candidate.seconds_per_token * share,
+        utilisation=candidate.utilisation / share,
+        between_stages=candidate.between_stages / share,
         collective=collective,
-        unhidden_round_s=one.round_s,
+        unhidden_round_s=candidate.round_s,
     )
 
 

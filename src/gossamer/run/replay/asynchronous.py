@@ -215,16 +215,16 @@ class _Process(Actor["Entered | OrderEvent"], Generic[Core]):
     kinds: ClassVar[tuple[type, ...]]
     """The events of such a run, except begin and end."""
 
-    def __init__(self, run: _Run, slot: int, one: OrderLife, later: Sequence[OrderLife], file: Path) -> None:
-        super().__init__((slot, one.life), f"worker {slot}", file, [one.begun, *one.events])
-        self.slot, self.life, self.ended, self._run = slot, one.life, one.ended is not None, run
+    def __init__(self, run: _Run, slot: int, life: OrderLife, later: Sequence[OrderLife], file: Path) -> None:
+        super().__init__((slot, life.life), f"worker {slot}", file, [life.begun, *life.events])
+        self.slot, self.life, self.ended, self._run = slot, life.life, life.ended is not None, run
         # The slot resumed from there, so this process's records from that round or phase on are void. A second resume
         # may go back further.
-        self._void_round = min((life.begun.round for life in later), default=_NEVER)
-        self._void_phase = min((life.begun.number for life in later), default=_NEVER)
+        self._void_round = min((other.begun.round for other in later), default=_NEVER)
+        self._void_phase = min((other.begun.number for other in later), default=_NEVER)
         self._taken = -1
         """The number of events, without the begin."""
-        self.round, self._phases = one.begun.round, one.begun.number
+        self.round, self._phases = life.begun.round, life.begun.number
 
     def named(self, event: Entered | OrderEvent) -> str:
         """See `Actor`."""
@@ -334,12 +334,12 @@ class _Process(Actor["Entered | OrderEvent"], Generic[Core]):
 class _Gossip(_Process[GossipWorker]):
     kinds = (Published, Mixed)
 
-    def __init__(self, run: _Run, slot: int, one: OrderLife, later: Sequence[OrderLife], file: Path) -> None:
-        super().__init__(run, slot, one, later, file)
+    def __init__(self, run: _Run, slot: int, life: OrderLife, later: Sequence[OrderLife], file: Path) -> None:
+        super().__init__(run, slot, life, later, file)
         assert isinstance(run.config.method, Method)
         self._method, self._own = run.config.method, dict[int, Tree]()
         # A published message depends on the peers, which are in the following mix event.
-        self._alive = {event.number: event.alive for event in one.events if isinstance(event, Mixed)}
+        self._alive = {event.number: event.alive for event in life.events if isinstance(event, Mixed)}
 
     def made(self) -> GossipWorker:
         return GossipWorker(self.slot, self._method.rule, self.replica, self._method.topology.mixing(0))

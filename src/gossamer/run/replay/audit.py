@@ -314,14 +314,14 @@ def _spoilt(round: int, workers: Sequence[Worker], folder: Path, line: Lineage, 
     return None
 
 
-def _alike(saved: Mapping[Any, Any], mine: Mapping[str, Any]) -> bool:
+def _alike(saved: Mapping[Any, Any], repeated: Mapping[str, Any]) -> bool:
     """Whether two states have the same parameters, outer state and inner optimizer, bit for bit.
 
     Ignores the position in the data, which is shared here, and messages in flight, which elastic workers do not take
     over.
     """
     trees, tensors = list[Any](), list[dict[str, Tensor]]()
-    for state in (saved, mine):
+    for state in (saved, repeated):
         tensors.append({})
         trees.append(checkpoint.encoded([state.get(key) for key in ("x", "outer", "inner")], "state", tensors[-1]))
     theirs, own = tensors

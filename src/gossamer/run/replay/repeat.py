@@ -161,13 +161,13 @@ class Repeat:
         since = round if begun is None else begun.round
         self.workers[slot].replica.threads = self._threads.at(slot, since)
 
-    def candidates(self, one: Begun) -> tuple[list[bytes], bool]:
+    def candidates(self, begun: Begun) -> tuple[list[bytes], bool]:
         """The donor's states after a number of rounds, and whether any matches the recorded hash.
 
         The choice affects results: a worker that took over another's state had two after the same round.
         """
-        kept = self._kept.get((one.donor, one.after), [])
-        named = [raw for raw in kept if one.sha256 in ("", hashlib.sha256(raw).hexdigest())]
+        kept = self._kept.get((begun.donor, begun.after), [])
+        named = [raw for raw in kept if begun.sha256 in ("", hashlib.sha256(raw).hexdigest())]
         return [*named, *kept], bool(named)
 
     def _reach(self, round: int) -> None:
@@ -229,9 +229,9 @@ class Repeat:
             membership=membership.__getitem__,
         )
 
-    def _taken(self, slot: int, one: Begun, round: int) -> dict[str, Any]:
+    def _taken(self, slot: int, begun: Begun, round: int) -> dict[str, Any]:
         """The state taken over by a process on this begin event."""
-        (raw, *_), named = self.candidates(one)
+        (raw, *_), named = self.candidates(begun)
         closes, streams = self._method.rule.needs == "everyone", "streams" in self._task.data.state()
         if not named and not closes and not streams:  # their states contain data not repeated here
             log.warning(
@@ -239,11 +239,11 @@ class Repeat:
                 "what was computed then to the last bit; use the same processor and version of torch",
                 slot,
                 round,
-                one.donor,
-                one.sha256[:12],
+                begun.donor,
+                begun.sha256[:12],
             )
         # The position in the data is the slot's; here all workers share one data object.
-        return {**unpacked(raw), "data": self._task.data.state(), "steps_taken": one.steps, "under_way": []}
+        return {**unpacked(raw), "data": self._task.data.state(), "steps_taken": begun.steps, "under_way": []}
 
     def _keep(self, worker: Worker, after: int) -> None:
         if (worker.index, after) in self._needed:

@@ -158,7 +158,7 @@ class Replica:
             }
         self.evaluated = self.x if self.averaged is None else self.averaged[: self.x.numel()]
         self.optimizer = (
-            build_optimizer(config.inner, self.model, **homes, own=task.optimizer)
+            build_optimizer(config.inner, self.model, **homes, factory=task.optimizer)
             if self.shards is None
             else self.shards.optimizer()
         )

@@ -82,14 +82,14 @@ class Shards:
         for p, own in zip(self._parameters, self._own.parameters(), strict=True):
             own.grad = None if p.grad is None else local(p.grad)
 
-    def all_losses(self, mine: Sequence[float]) -> list[float]:
+    def all_losses(self, losses: Sequence[float]) -> list[float]:
         """The losses of all micro-batches of a step, in order; the same on all processes of the worker."""
-        gathered = self._pipe.gather(torch.tensor(mine, dtype=torch.float64))
+        gathered = self._pipe.gather(torch.tensor(losses, dtype=torch.float64))
         return [loss for each in gathered for loss in each.tolist()]
 
-    def all_reduce_sum(self, mine: float) -> float:
+    def all_reduce_sum(self, value: float) -> float:
         """The sum over the shards, in order."""
-        gathered = self._pipe.gather(torch.tensor([mine], dtype=torch.float64))
+        gathered = self._pipe.gather(torch.tensor([value], dtype=torch.float64))
         return sum((float(one) for one in gathered[1:]), float(gathered[0]))
 
     def clip(self, max_norm: float) -> None:

@@ -245,35 +245,39 @@ def _hash_of(batch: Any) -> str:
     """Sixteen hex digits that hash a batch of any type."""
     digest = hashlib.sha256()
 
-    def add(one: Any) -> None:
-        if isinstance(one, Tensor):
-            digest.update(one.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
-        elif isinstance(one, np.ndarray):
-            digest.update(np.ascontiguousarray(one).tobytes())
-        elif isinstance(one, Mapping):
-            add([*one.items()])
-        elif isinstance(one, Sequence) and not isinstance(one, str | bytes):
+    def add(value: Any) -> None:
+        if isinstance(value, Tensor):
+            digest.update(value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, np.ndarray):
+            digest.update(np.ascontiguousarray(value).tobytes())
+        elif isinstance(value, Mapping):
+            add([*value.items()])
+        elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
             digest.update(b"[")
-            for part in one:
+            for part in value:
                 add(part)
         else:
-            digest.update(repr(one).encode())
+            digest.update(repr(value).encode())
 
     add(batch)
     return digest.hexdigest()[:16]
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(value: Any, other: Any) -> bool:
     """Whether two batches of any type are bitwise equal."""
-    if isinstance(one, Tensor):
-        return isinstance(other, Tensor) and one.shape == other.shape and torch.equal(one, other)
-    if isinstance(one, np.ndarray):
-        return np.array_equal(one, other)
-    if isinstance(one, Mapping):
-        return isinstance(other, Mapping) and one.keys() == other.keys() and all(_equal(one[k], other[k]) for k in one)
-    if isinstance(one, Sequence) and not isinstance(one, str | bytes):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return bool(one == other)
+    if isinstance(value, Tensor):
+        return isinstance(other, Tensor) and value.shape == other.shape and torch.equal(value, other)
+    if isinstance(value, np.ndarray):
+        return np.array_equal(value, other)
+    if isinstance(value, Mapping):
+        return (
+            isinstance(other, Mapping)
+            and value.keys() == other.keys()
+            and all(_equal(value[k], other[k]) for k in value)
+        )
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return len(value) == len(other) and all(map(_equal, value, other))
+    return bool(value == other)
 
 
 def on_device(batch: Any, device: torch.device) -> Any:

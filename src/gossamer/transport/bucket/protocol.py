@@ -634,8 +634,8 @@ class Attendance(SlotHolder[StoreWorker]):
         newest = max([own, *(after for after, slot in there if slot == self.slot)])
         young = finished - newest <= self.terms.rejoin_rounds
 
-        def order(one: tuple[int, int]) -> tuple[bool, int, bool, bool]:
-            return one[1] != self.slot and young, -one[0], one[1] != self.slot, one[0] != own
+        def order(donor: tuple[int, int]) -> tuple[bool, int, bool, bool]:
+            return donor[1] != self.slot and young, -donor[0], donor[1] != self.slot, donor[0] != own
 
         return sorted({(own, self.slot), (0, self.slot), *there}, key=order)
 
