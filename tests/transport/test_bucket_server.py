@@ -132,7 +132,7 @@ class Worker(ServerAttendance):
 
     def live(self) -> Steps[None]:
         work = self.replica
-        while (yield from self.enter()):
+        while (yield from self.take_slot()):
             work.answers.clear()
             try:
                 yield from self.join(())

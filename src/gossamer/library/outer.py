@@ -418,7 +418,7 @@ class Outer(Generic[M]):
 
     def _begin_round(self) -> None:
         if self._site is not None:
-            self._site.enter(self.rounds)
+            self._site.begin_round(self.rounds)
         self._loop.local_steps = self._watch.local_steps = self.local_steps
         self._loop.begin_round(self.rounds)
         self._stops = [stop for stop in self._loop.stops(self.rounds) if stop.step > self.steps]

@@ -220,7 +220,7 @@ class ElasticSite:
         """Takes from the outer loop, which is made after the connections, the peers to receive from."""
         self._peers = loop.peers_in
 
-    def enter(self, round: int) -> None:
+    def begin_round(self, round: int) -> None:
         """Begins a round, with the sites that the first process of this one sees alive."""
         self._round = round
 
@@ -244,8 +244,8 @@ class ElasticSite:
             outcome = self._for_a_while(lambda: self._inner.proposed(round))
             if outcome is None or isinstance(outcome, LeftOutError):
                 return outcome and [1, 0 if outcome.source is None else outcome.source + 1]
-            line = self._inner.line
-            return [0, outcome[0], line >> 32, line & 0xFFFFFFFF, *self._mask(outcome[1])]
+            history_hash = self._inner.history_hash
+            return [0, outcome[0], history_hash >> 32, history_hash & 0xFFFFFFFF, *self._mask(outcome[1])]
 
         left_out, *numbers = self._siblings.from_first(result, f"round {round}")
         self._must_not_be_left_out(left_out, numbers)
@@ -323,7 +323,7 @@ class ElasticSite:
 
     def keep(self, after: int, state: Mapping[str, Any]) -> None:
         """Keeps the state after so many rounds for sites that come back. Cost: a copy."""
-        kept, self._before = Handover(after, packable_snapshot({**state, "line": self._inner.line})), None
+        kept, self._before = Handover(after, packable_snapshot({**state, "line": self._inner.history_hash})), None
         with self._changed:
             self._kept = kept
             self._changed.notify_all()
@@ -388,7 +388,7 @@ class ElasticSite:
             load(_tensors_of(state))
         round = after
         if self._siblings.first and self._closes:
-            self._inner.go_on_from(after, state["line"])
+            self._inner.continue_from(after, state["line"])
         log.warning("site %d goes on with the state of site %d after round %d", me, donor, after)
         before = self._before
         self.keep(after, state)
@@ -457,9 +457,9 @@ class ElasticSite:
                 raise ValueError(f"it is a {type(state).__name__}")
             if "start" in state:  # the initial state, which the first round replaces
                 return None, ""
-            line = state["line"]
-            if type(line) is not int or not 0 <= line < 1 << 64:
-                raise ValueError(f"the hash of its closed rounds is {line!r:.40}")
+            history_hash = state["line"]
+            if type(history_hash) is not int or not 0 <= history_hash < 1 << 64:
+                raise ValueError(f"the hash of its closed rounds is {history_hash!r:.40}")
             theirs = _tensors_of(state)
             must_fit(theirs, mine)
             if not all_finite(tuple(theirs)):

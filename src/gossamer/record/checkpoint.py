@@ -109,7 +109,7 @@ def save(
     tensors: dict[str, Tensor] = {}
     tree = encoded(state, "state", tensors)
     check_finite(tensors, f"worker {worker} after round {round}")
-    line = _line(digest)
+    lineage = _as_lineage(digest)
     manifest, tensor_file = _paths(folder, round, worker)
     scratch = _scratch(folder, worker)
     try:
@@ -120,9 +120,9 @@ def save(
                 "format": FORMAT,
                 "round": round,
                 "worker": worker,
-                "digest": line.digest,
+                "digest": lineage.digest,
                 "step": _step_of(state),
-                "of": {**line.of},
+                "of": {**lineage.of},
                 "bytes": size,
                 "sha256": sha256,
                 "state": tree,
@@ -383,7 +383,7 @@ def _seal(body: bytes) -> bytes:
     return f'{{"manifest_sha256": "{hashlib.sha256(body).hexdigest()}",\n'.encode()
 
 
-def _line(digest: str | Lineage) -> Lineage:
+def _as_lineage(digest: str | Lineage) -> Lineage:
     return digest if isinstance(digest, Lineage) else Lineage(digest)
 
 
@@ -441,16 +441,16 @@ def _manifest(path: Path, round: int, worker: int, digest: str | Lineage | None)
                 FaultKind.MISPLACED,
             )
     if digest is not None:
-        _must_be_of(_line(digest), where, content, round)
+        _must_be_of(_as_lineage(digest), where, content, round)
     return content
 
 
-def _must_be_of(line: Lineage, where: str, content: _FirstManifest, round: int) -> None:
+def _must_be_of(lineage: Lineage, where: str, content: _FirstManifest, round: int) -> None:
     """Raises CheckpointError, naming the first field that differs, for a manifest of another run."""
     of = content.get("of")
-    odd = odd_field(of, line.of) if of and line.of else None  # a caller with only a digest compares that
-    if odd is None and not line.owns(content["digest"], round):
-        odd = OddField("digest", repr(content["digest"]), repr(line.digest))
+    odd = odd_field(of, lineage.of) if of and lineage.of else None  # a caller with only a digest compares that
+    if odd is None and not lineage.owns(content["digest"], round):
+        odd = OddField("digest", repr(content["digest"]), repr(lineage.digest))
     if odd is not None:
         raise CheckpointError(
             f"{where} has {odd.field} {odd.theirs} but needs {odd.mine}; resume with the run file, folder and version that wrote "

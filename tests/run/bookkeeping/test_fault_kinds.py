@@ -11,7 +11,7 @@ from commands import run
 from gossamer.errors import CheckpointError, PeerError
 from gossamer.record import checkpoint
 from gossamer.record.fault import FaultKind
-from gossamer.run.bookkeeping.resume import history, lineage, resumed
+from gossamer.run.bookkeeping.resume import history, lineage_of, resumed
 from gossamer.run.bookkeeping.which_round import (
     Agreement,
     KeptRounds,
@@ -90,7 +90,7 @@ def test_a_fault_of_the_only_checkpoint_is_of_its_kind_here_and_for_the_others_a
     config, past = settings_in(folder), history(settings_in(folder), folder)
     owner, store = config.owners[0], Store(config, folder)
     hurt(folder, fault, config)
-    kept = kept_by(store, config.owners, lineage(config, folder), past.before)
+    kept = kept_by(store, config.owners, lineage_of(config, folder), past.before)
     found = kept[owner].faults.get(4)
     if fault == "nothing":
         assert found is None and 4 not in kept[owner].faults

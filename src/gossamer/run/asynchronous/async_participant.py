@@ -324,6 +324,6 @@ def due_round(config: RunSettings, before: int, reached: int) -> int:
     return max((r for r in over if config.due(run.eval_every, r) or config.due(run.checkpoint_every, r)), default=0)
 
 
-def save_state(line: Lineage, folder: Path, finished: int, slot: int, state: dict[str, Any]) -> None:
+def save_state(lineage: Lineage, folder: Path, finished: int, slot: int, state: dict[str, Any]) -> None:
     """Saves one worker after `finished` rounds of the run."""
-    checkpoint.save(folder / "checkpoints", finished, slot, state, digest=line)
+    checkpoint.save(folder / "checkpoints", finished, slot, state, digest=lineage)

@@ -136,7 +136,7 @@ def take_over(state: AsyncState, core: GossipWorker | PairWorker, replica: Repli
 
 
 def newest_state(
-    config: RunSettings, folder: Path, slot: int, line: Lineage, before: RunSettings | None = None
+    config: RunSettings, folder: Path, slot: int, lineage: Lineage, before: RunSettings | None = None
 ) -> tuple[AsyncState | None, ChosenRound]:
     """The state of the newest sound checkpoint of a slot, with the faults of newer ones; None without one.
 
@@ -146,15 +146,15 @@ def newest_state(
 
     def read(round: int) -> Fault | None:
         try:
-            state_of(checkpoint.load(store, round, slot, line), round, limits)
+            state_of(checkpoint.load(store, round, slot, lineage), round, limits)
         except CheckpointError as error:
             return Fault.of(error)
         return None
 
-    choice = newest_of_own(Store(config, folder), slot, line, before, read)
+    choice = newest_of_own(Store(config, folder), slot, lineage, before, read)
     if not choice.round and read(0) is not None:  # else it left before the end of the first round
         return None, choice
-    return state_of(checkpoint.load(store, choice.round, slot, line), choice.round, limits), choice
+    return state_of(checkpoint.load(store, choice.round, slot, lineage), choice.round, limits), choice
 
 
 class _StateFacts(NamedTuple):

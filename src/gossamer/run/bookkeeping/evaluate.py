@@ -25,7 +25,7 @@ from gossamer.record.whole_files import atomic_write
 from gossamer.rounds.exchange import Each
 from gossamer.rounds.mean_model import mean_of
 from gossamer.run.bookkeeping.inputs import changed_code, must_have_inputs
-from gossamer.run.bookkeeping.resume import lineage
+from gossamer.run.bookkeeping.resume import lineage_of
 from gossamer.run.bookkeeping.which_round import to_evaluate
 from gossamer.run.config.layouts import arranged
 from gossamer.run.config.resolve import settings_in
@@ -288,7 +288,7 @@ def evaluate(
     """
     config = settings_in(folder, parts)
     is_changed = changed_code(config, folder, "evaluate", without=UNUSED, allowed=allow_code, speaks=False)
-    key, store = lineage(config, folder), Store(config, folder)
+    key, store = lineage_of(config, folder), Store(config, folder)
     finished, owners = to_evaluate(store, key, round)
     if source is None:
         task = task_of(config)

@@ -273,7 +273,7 @@ class EventJournal:
             self._log().write(self.round, "update", **fields)
             self.steps += sum(local_steps[i] for i in event.workers)
         else:
-            self._enter_phase(event, local_steps[event.worker])
+            self._log_phase(event, local_steps[event.worker])
         self.catch_up()
 
     def catch_up(self) -> None:
@@ -290,7 +290,7 @@ class EventJournal:
         self.round = self._journal.config.rounds
         self._end_round(self.round)
 
-    def _enter_phase(self, event: Phase, steps: int) -> None:
+    def _log_phase(self, event: Phase, steps: int) -> None:
         log_phase(self._journal.record, self._log(), self.round, event, steps)
         self.tokens += event.report.tokens
         if self._journal.config.kind != "server":

@@ -90,7 +90,7 @@ def history(config: RunSettings, folder: Path) -> History:
     return History(config, before, read_branches(folder), changes)
 
 
-def lineage(config: RunSettings, folder: Path) -> Lineage:
+def lineage_of(config: RunSettings, folder: Path) -> Lineage:
     """The lineage of the run in a folder with these settings."""
     return config.line._replace(earlier=_earlier(read_branches(folder)))
 

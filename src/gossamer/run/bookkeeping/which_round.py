@@ -29,7 +29,7 @@ from gossamer.record.logs.outcomes import read_outcomes
 from gossamer.record.progress import say
 from gossamer.record.whole_files import worker_suffix
 from gossamer.run.bookkeeping.inputs import must_have_inputs, why_settings_differ
-from gossamer.run.bookkeeping.resume import History, history, lineage
+from gossamer.run.bookkeeping.resume import History, history, lineage_of
 from gossamer.run.config.document import with_settings
 from gossamer.run.config.pipeline import LostStage, misfits
 from gossamer.run.config.resolve import resolve_document, settings_in
@@ -97,7 +97,7 @@ def _in_words(faults: Sequence[Fault]) -> str:
 
 
 def kept_by(
-    store: Store, owners: Iterable[int], line: Lineage, before: RunSettings | None = None
+    store: Store, owners: Iterable[int], lineage: Lineage, before: RunSettings | None = None
 ) -> dict[int, KeptRounds]:
     """The checkpoints of each owner in a run folder. If the log of outcomes is lost, all count as participants.
 
@@ -117,7 +117,7 @@ def kept_by(
         }
         seen |= {one.round + 1: one.alive for life in own for one in life.rounds}
         # A worker that leaves before the end of the first round saves round 0, to show that its slot is free.
-        kept[owner] = KeptRounds({r: fault for r, fault in store.faults(owner, line).items() if r}, due[owner], seen)
+        kept[owner] = KeptRounds({r: fault for r, fault in store.faults(owner, lineage).items() if r}, due[owner], seen)
     return kept
 
 
@@ -215,10 +215,10 @@ def lost_stages(folder: Path) -> tuple[LostStage, ...]:
     if not os.path.lexists(folder / "run.toml"):
         return ()
     config, has = settings_in(folder), dict[tuple[int, int], set[int]]()
-    line, known = lineage(config, folder), config.pipeline.lost
+    lineage, known = lineage_of(config, folder), config.pipeline.lost
     for worker, parts in enumerate(config.processes if config.pipeline.stages > 2 else ()):
         for part in range(parts):
-            faults = Store(config, folder, partition_of(config, worker), part).faults(worker, line)
+            faults = Store(config, folder, partition_of(config, worker), part).faults(worker, lineage)
             has[worker, part] = {round for round, fault in faults.items() if fault is None}
     left = [rounds for rounds in has.values() if rounds]
     after = max(set.intersection(*left), default=0) if left else 0
@@ -575,7 +575,7 @@ def how_to_score(config: RunSettings, folder: Path) -> str:
     """
     scores = f"gossamer evaluate {quote(str(folder))} scores it"
     store = Store(config, folder)
-    absent = on_other_machines(kept_by(store, config.owners, lineage(config, folder)))
+    absent = on_other_machines(kept_by(store, config.owners, lineage_of(config, folder)))
     return f"{_bring(config, folder, absent)}, then {scores}" if absent else scores
 
 
@@ -605,7 +605,7 @@ def _may_be_elastic(config: RunSettings) -> bool:
 def newest_of_own(
     store: Store,
     owner: int,
-    line: Lineage,
+    lineage: Lineage,
     before: RunSettings | None = None,
     read: Callable[[int], Fault | None] | None = None,
 ) -> ChosenRound:
@@ -613,9 +613,9 @@ def newest_of_own(
 
     Args: `before` as in `kept_by`; `read` returns the fault in the content of its checkpoint of a round.
     """
-    kept = kept_by(store, [owner], line, before)
+    kept = kept_by(store, [owner], lineage, before)
     choice = choose_round(
-        kept, newest_of_all, lambda r: {owner: store.fault(r, owner, line) if read is None else read(r)}
+        kept, newest_of_all, lambda r: {owner: store.fault(r, owner, lineage) if read is None else read(r)}
     )
     choice.tell(f"worker {owner}: ")
     tell_unverified(store, choice.round, [owner])
@@ -630,16 +630,16 @@ def ended(folder: Path, rounds: int, *, kept: bool = True) -> str:
 
 def has_ended(config: RunSettings, folder: Path) -> bool:
     """Whether all owners have sound checkpoints of the last round here. Cost: reads them, if they exist."""
-    store, line = Store(config, folder), lineage(config, folder)
-    if not all(config.rounds in store.sources(owner, line) for owner in config.owners):
+    store, lineage = Store(config, folder), lineage_of(config, folder)
+    if not all(config.rounds in store.sources(owner, lineage) for owner in config.owners):
         return False
-    return all(store.fault(config.rounds, owner, line) is None for owner in config.owners)
+    return all(store.fault(config.rounds, owner, lineage) is None for owner in config.owners)
 
 
 # --- scoring ----------------------------------------------------------------------------------------------------------
 
 
-def to_evaluate(store: Store, line: Lineage, round: int | None) -> tuple[int, list[int]]:
+def to_evaluate(store: Store, lineage: Lineage, round: int | None) -> tuple[int, list[int]]:
     """The round of a run to score, and the owners with sound checkpoints of it here.
 
     Args: `round` is the requested one; None takes the newest of all owners, or of most for an elastic run.
@@ -648,11 +648,11 @@ def to_evaluate(store: Store, line: Lineage, round: int | None) -> tuple[int, li
     """
     config = store.config
     every = config.kind == "server" or not (config.run.elastic or config.event_driven)
-    kept = kept_by(store, config.owners, line)
+    kept = kept_by(store, config.owners, lineage)
     requested = lambda held: round if round is not None and any(round in one for one in held.values()) else 0  # noqa: E731
     pick = requested if round is not None else newest_of_all if every else round_to_score
     choice = choose_round(
-        kept, pick, lambda r: {i: store.fault(r, i, line) for i, one in kept.items() if r in one.whole}
+        kept, pick, lambda r: {i: store.fault(r, i, lineage) for i, one in kept.items() if r in one.whole}
     )
     having = [owner for owner, one in choice.kept.items() if choice.round in one.whole]
     if round is not None and (not choice.round or (every and len(having) < len(kept))):

@@ -355,10 +355,10 @@ class ElasticRounds(Participant[ElasticTransport]):
 
     def save(self, finished: int) -> None:
         """See `Participant`."""
-        store, line = self.folder / "checkpoints", self.seat.line
+        store, lineage = self.folder / "checkpoints", self.seat.line
         with self.saving:
             checkpoint.save(
-                store, finished, self.slot, {**self._worker.state(), **self._whose()}, digest=line, keep=KEPT
+                store, finished, self.slot, {**self._worker.state(), **self._whose()}, digest=lineage, keep=KEPT
             )
             self.saved_after = finished
 
@@ -369,12 +369,12 @@ class ElasticRounds(Participant[ElasticTransport]):
         return {"taken_over": OUTCOMES.line(self._begun, time_s=0.0)}
 
     def _keep(self, after: int) -> None:
-        # Exchanges in flight are private; the line identifies the closed rounds of the state for a newcomer.
+        # Exchanges in flight are private; the hash of its closed rounds goes with the state of a newcomer.
         with self.saving:
-            line = self.transport.line
-            copy = self.keep(after, {**self._worker.state(), "under_way": [], "line": line})
+            history_hash = self.transport.history_hash
+            copy = self.keep(after, {**self._worker.state(), "under_way": [], "line": history_hash})
             if self._compares:
-                self.hashes.add(after, lambda: common_hash(line, copy.tensors("x", "outer")))
+                self.hashes.add(after, lambda: common_hash(history_hash, copy.tensors("x", "outer")))
             self._kept_whose = self._whose()
 
     def kept_for_checkpoint(self, kept: Handover) -> dict[str, Any]:
@@ -389,26 +389,28 @@ class ElasticRounds(Participant[ElasticTransport]):
         steps = max(members.own.steps, self.replica.steps_taken)
 
         def accept(offer: Offer, state: Any) -> int:
-            mine, line = self._accepted(offer, state, steps=steps), state["line"]
+            mine, history_hash = self._accepted(offer, state, steps=steps), state["line"]
             if self._compares:
-                must_be_common(common_hash(line, [mine["x"], *mine["outer"]]), offer, members, self.seat.endpoint)
+                must_be_common(
+                    common_hash(history_hash, [mine["x"], *mine["outer"]]), offer, members, self.seat.endpoint
+                )
             self._worker.take_over(mine)
-            return line
+            return history_hash
 
         self.hashes.abstains = True  # until it keeps that state
-        offer, line = self.fetch(accept, first=first, behind=begun.after, before=self._donor)
+        offer, history_hash = self.fetch(accept, first=first, behind=begun.after, before=self._donor)
         self._donor, round = offer.donor, max(begun.round, offer.after)
         if self._closes:
             round = offer.after
-            self.transport.go_on_from(offer.after, line)
+            self.transport.continue_from(offer.after, history_hash)
         return begun._replace(round=round, after=offer.after, donor=offer.donor, sha256=offer.sha256)
 
     def _accepted(self, offer: Offer, state: Any, *, steps: int) -> dict[str, Any]:
         """Another worker's state with this one's position in the data. Raises: CheckpointError unless all of it fits."""
-        line = state.get("line") if isinstance(state, dict) else None
-        if type(line) is not int or not 0 <= line < 1 << 64:
+        history_hash = state.get("line") if isinstance(state, dict) else None
+        if type(history_hash) is not int or not 0 <= history_hash < 1 << 64:
             raise CheckpointError(
-                f"it has {line!r:.40} in place of the hash of its closed rounds; look at that machine"
+                f"it has {history_hash!r:.40} in place of the hash of its closed rounds; look at that machine"
             )
         mine = {**state, "data": self._fresh, "steps_taken": steps, "under_way": []}
         self._worker.must_be_of_another(mine)

@@ -33,7 +33,7 @@ from gossamer.rules import Rule
 from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.inputs import note_inputs
 from gossamer.run.bookkeeping.journal import Journal
-from gossamer.run.bookkeeping.resume import lineage
+from gossamer.run.bookkeeping.resume import lineage_of
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.agreement import use_recorded_threads
 from gossamer.run.participant.in_store import bind_folder, open_store, renewing
@@ -122,7 +122,7 @@ class StoreWork:
         self, config: ResolvedRun, folder: Path, task: Task, asked: Asked, open_: contextlib.ExitStack
     ) -> None:
         self._config, self._folder, self._task, self._asked, self._open = config, folder, task, asked, open_
-        self._method, self._line = config.in_rounds, lineage(config, folder)
+        self._method, self._line = config.in_rounds, lineage_of(config, folder)
         self._device, self._fresh = device_of(config.run.device), task.data.state()
         self._means, self._gossip = GivenMeans(config.workers), self._method.rule.needs != "everyone"
         self._present = frozenset[int]()

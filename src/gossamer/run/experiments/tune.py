@@ -196,7 +196,7 @@ class _Method:
                     if outcome is None:
                         missing.append((trial, seed))
                     else:
-                        self._enter(trial, seed, outcome["loss"])
+                        self._record_loss(trial, seed, outcome["loss"])
             self._left = {*missing}
             if missing:
                 return missing
@@ -206,12 +206,12 @@ class _Method:
     def end(self, trial: Trial, seed: int, outcome: RunOutcome) -> None:
         """Takes the outcome of a run."""
         self._known[outcome["run"]] = outcome
-        self._enter(trial, seed, outcome["loss"])
+        self._record_loss(trial, seed, outcome["loss"])
         self._left.remove((trial, seed))
         if not self._left:
             self._advance()
 
-    def _enter(self, trial: Trial, seed: int, loss: float | None) -> None:
+    def _record_loss(self, trial: Trial, seed: int, loss: float | None) -> None:
         self.losses[trial][self.contender.seeds(trial.rung).index(seed)] = math.nan if loss is None else loss
 
     def _advance(self) -> None:

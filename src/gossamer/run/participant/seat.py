@@ -24,7 +24,7 @@ from gossamer.record.fault import Fault
 from gossamer.record.lineage import Lineage
 from gossamer.record.locks import holding
 from gossamer.record.progress import say
-from gossamer.run.bookkeeping.resume import History, Resume, lineage, resumed
+from gossamer.run.bookkeeping.resume import History, Resume, lineage_of, resumed
 from gossamer.run.bookkeeping.which_round import (
     Agreement,
     Held,
@@ -177,7 +177,7 @@ def started(
         start = begin_or_resume(store, task, past, Agreement(kept, read, brought.pick, speaks))
         after, kept = start.round, start.choice.kept
         newest = _own_round(own, kept[me], after)
-        line = start.go_on([me], back_to=after if brought.one_round else newest)
+        lineage = start.go_on([me], back_to=after if brought.one_round else newest)
     finally:  # also on refusal, so that each reports the reason rather than a lost store
         part(member, wait_s)
     warn_of_loopback(address, [one.address for one in known])
@@ -191,7 +191,7 @@ def started(
     endpoint = Endpoint(listener, run, member.secret, wait_s, config.run.round_deadline_s, keys)
     announce(folder, Address(me, address, run))
     members = Members(limits_of(config), me, _entries(known, how_far))
-    return Seat(members, endpoint, line, after, donor, past is not None, own.content if has_own and after else None)
+    return Seat(members, endpoint, lineage, after, donor, past is not None, own.content if has_own and after else None)
 
 
 def _own_round(own: Own, kept: KeptRounds, after: int) -> int:
@@ -218,7 +218,7 @@ def join_run(config: RunSettings, folder: Path, run: int, where: str, others: Se
         others: addresses to try after it.
     Raises: PeerError without an answer within `run.timeout_s`, or at once when all that answer refuse or are full.
     """
-    keys, wait_s, line = keys_for(config.peers, config.workers), config.run.timeout_s, lineage(config, folder)
+    keys, wait_s, lineage = keys_for(config.peers, config.workers), config.run.timeout_s, lineage_of(config, folder)
     secret = folder_secret(folder) if keys is None else b""
     # A new nonce for each request: with the old one, a process presumed dead would be mistaken for its former self.
     nonce, deadline, tries = secrets.randbits(NONCE_BITS), time.monotonic() + wait_s, _Tries(wait_s)
@@ -250,11 +250,11 @@ def join_run(config: RunSettings, folder: Path, run: int, where: str, others: Se
                 tries.failed(address, error)
                 continue
             # An asynchronous one reads its own when it begins.
-            after = 0 if config.event_driven else newest_of_own(Store(config, folder), offer.slot, line).round
+            after = 0 if config.event_driven else newest_of_own(Store(config, folder), offer.slot, lineage).round
             endpoint = Endpoint(listener, run, secret, wait_s, config.run.round_deadline_s, keys)
             announce(folder, Address(offer.slot, own, run))
             members = Members(limits_of(config), offer.slot, offer.entries)
-            return Seat(members, endpoint, line, after, offer.slot, goes_on=True)
+            return Seat(members, endpoint, lineage, after, offer.slot, goes_on=True)
         if (addresses and tries.final.issuperset(addresses)) or time.monotonic() + _AGAIN_S >= deadline:
             raise _nobody(folder, wait_s, tries, addresses)
         tries.wait(folder, addresses)

@@ -25,7 +25,7 @@ from gossamer.record.machines import read_machines, this_machine
 from gossamer.record.whole_files import worker_suffix
 from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.inputs import changed_code, must_have_inputs
-from gossamer.run.bookkeeping.resume import lineage
+from gossamer.run.bookkeeping.resume import lineage_of
 from gossamer.run.config.resolve import recorded_run, settings_in
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.config.user_parts import UserParts
@@ -99,22 +99,22 @@ def audit(
         )
     some = _stretches(config, folder, real=real)
     _must_be_of_this_run(recorded, folder, config.workers, max(one.config.rounds for one in some), real=real)
-    lives, line, device = read_outcomes(folder), lineage(config, folder), one_device(config.run.device)
+    lives, lineage, device = read_outcomes(folder), lineage_of(config, folder), one_device(config.run.device)
     if lives:
         script = script_of(lives, config.in_rounds, max(one.config.rounds for one in some), config.seed, folder)
     else:
         script = calm(config.timetable, config.workers, max(recorded) + 1)
-    sound = _sound(folder, sorted(script.lives), line)
+    sound = _sound(folder, sorted(script.lives), lineage)
     _must_be_whole(recorded, folder, script, sound, range(first, last + 1), worker, logged=bool(lives))
     snapshot = next(q for q in _candidates(sound, first) if _usable(script, q, sound))
     task, threads = task_of(config), threads_of(config, folder)
     must_have_inputs(config, task, folder, "repeat")
-    lanes, like = WorkerThreads(device, config, threads), Probe(config, task, device).x
+    worker_threads, like = WorkerThreads(device, config, threads), Probe(config, task, device).x
     repeat = Repeat(some, task, script, folder, like, logged=bool(lives), threads=threads)
-    repeat.restore(folder, snapshot, line)
+    repeat.restore(folder, snapshot, lineage)
     compared = 0
-    with lanes.opened():
-        for round, reports in repeat.rounds(lanes.each, snapshot, last):
+    with worker_threads.opened():
+        for round, reports in repeat.rounds(worker_threads.each, snapshot, last):
             workers = [one for one, _ in reports]
             repeated_hashes = {one.index: one.hashes() for one in workers}
             recorded_hashes = {
@@ -126,7 +126,7 @@ def audit(
             overruled = script.turns[round].overruled
             checked = [one for one in workers if worker in (None, one.index) and one.index not in overruled]
             difference = _difference(round, recorded_hashes, repeated_hashes) or _spoilt(
-                round, checked, folder, line, sound
+                round, checked, folder, lineage, sound
             )
             if difference is not None:
                 return Audit(first, last, snapshot, compared, difference)
@@ -268,12 +268,12 @@ _Sound = Set[tuple[int, int]]
 """Sound local checkpoints, by slot and round."""
 
 
-def _sound(folder: Path, slots: Sequence[int], line: Lineage) -> _Sound:
+def _sound(folder: Path, slots: Sequence[int], lineage: Lineage) -> _Sound:
     """The sound checkpoints of a run; reports damaged ones. Cost: reads them."""
     store, sound = folder / "checkpoints", set[tuple[int, int]]()
     for slot in slots:
-        for round, known in checkpoint.generation_faults(store, slot, line).items():
-            if (fault := known or checkpoint.fault(store, round, slot, line)) is None:
+        for round, known in checkpoint.generation_faults(store, slot, lineage).items():
+            if (fault := known or checkpoint.fault(store, round, slot, lineage)) is None:
                 sound.add((slot, round))
             else:
                 log.warning("the checkpoint of worker %d after round %d is left out: %s", slot, round, fault.why)
@@ -304,11 +304,11 @@ def _difference(
     return None
 
 
-def _spoilt(round: int, workers: Sequence[Worker], folder: Path, line: Lineage, sound: _Sound) -> Difference | None:
+def _spoilt(round: int, workers: Sequence[Worker], folder: Path, lineage: Lineage, sound: _Sound) -> Difference | None:
     """The first worker whose own checkpoint after this round holds another state, where it is here and sound."""
     for worker in workers:
         if (worker.index, round + 1) in sound:
-            saved = checkpoint.load(folder / "checkpoints", round + 1, worker.index, line)
+            saved = checkpoint.load(folder / "checkpoints", round + 1, worker.index, lineage)
             if not isinstance(saved, dict) or not _alike(saved, worker.state()):
                 return Difference(round, worker.index, "its checkpoint")
     return None

@@ -84,7 +84,7 @@ class Repeat:
         for worker in self.workers:
             self._keep(worker, 0)
 
-    def restore(self, folder: Path, round: int, line: Lineage) -> None:
+    def restore(self, folder: Path, round: int, lineage: Lineage) -> None:
         """Restores the start of a round from the checkpoints before it. Raises: CheckpointError."""
         store = folder / "checkpoints"
         if (there := stretch_of(round, self._stretches)) is not self.stretch:
@@ -92,10 +92,10 @@ class Repeat:
         self._needed = self.script.taken_over(round)
         for slot, after in self._needed:
             if 0 < after <= round:
-                self._kept[slot, after] = [_packed(checkpoint.load(store, after, slot, line))]
+                self._kept[slot, after] = [_packed(checkpoint.load(store, after, slot, lineage))]
         for slot in sorted(self.script.running(round)):
             self._processes[slot].number = self.script.life_at(slot, round)
-            self.workers[slot].restore(checkpoint.load(store, round, slot, line))
+            self.workers[slot].restore(checkpoint.load(store, round, slot, lineage))
             self._share(round, self.workers[slot])
 
     def rounds(self, each: Each, first: int = 0, last: int = _NEVER) -> Iterator[tuple[int, Reports]]:

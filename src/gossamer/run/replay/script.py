@@ -143,7 +143,7 @@ class _Reader:
             if slot >= self._n:
                 raise self._contradiction(slot, 0, f"the run has {self._n} slots")
             for k, life in enumerate(some):
-                self._enter((slot, k), life)
+                self._read_life((slot, k), life)
         if self._closes:
             self._overrule()
         for process, some in self._exchanges.items():
@@ -156,7 +156,7 @@ class _Reader:
     def _turn(self, round: int) -> RoundScript:
         return self.script.turns.setdefault(round, RoundScript({}, set(), {}, set()))
 
-    def _enter(self, process: Process, life: Life) -> None:
+    def _read_life(self, process: Process, life: Life) -> None:
         (slot, _), n, script, rounds = process, self._n, self.script, self._rounds
         begun, trained, ended, exchanges = life
         # A worker left out of the last round begins after it with the state of one that completed it, and trains no

@@ -85,7 +85,7 @@ class _StoreWorker:
 
     def live(self) -> None:
         """Takes part until the end of the run, or until asked to leave."""
-        while self._do(self.attendance.enter()):
+        while self._do(self.attendance.take_slot()):
             try:
                 self._work()
             except SlotLostError as error:

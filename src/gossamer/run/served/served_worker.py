@@ -31,7 +31,7 @@ from gossamer.rng import key as random_key
 from gossamer.rounds.stopwatch import Stopwatch
 from gossamer.run.bookkeeping.inputs import must_have_inputs, note_inputs
 from gossamer.run.bookkeeping.journal import log_phase, saved_when_unreadable
-from gossamer.run.bookkeeping.resume import History, Resume, lineage, resumed
+from gossamer.run.bookkeeping.resume import History, Resume, lineage_of, resumed
 from gossamer.run.bookkeeping.which_round import kept_by, must_lose_nothing, tell_unverified
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.run.participant.agreement import (
@@ -101,7 +101,7 @@ class ServedWorker:
     ) -> None:
         self.index, self.config = index, config
         self.learner = Replica(index, config, task, device)
-        self._store, self._lineage = folder / "checkpoints", line or lineage(config, folder)
+        self._store, self._lineage = folder / "checkpoints", line or lineage_of(config, folder)
         self._damaged = 0
         """The newest round with a damaged checkpoint."""
         self._terms: Terms

@@ -190,8 +190,8 @@ class _Ended:
 
     def models(self) -> list[Tensor]:
         """The parameters of each worker, or of the server."""
-        store, line = self.folder / "checkpoints", self.config.line
-        return [checkpoint.load(store, self.finished, owner, line)["x"] for owner in self.config.owners]
+        store, lineage = self.folder / "checkpoints", self.config.line
+        return [checkpoint.load(store, self.finished, owner, lineage)["x"] for owner in self.config.owners]
 
     def buffers(self) -> list[list[Tensor]]:
         """None, as its checkpoints hold none."""

@@ -139,7 +139,7 @@ class ServerAttendance(SlotHolder[ServerWork]):
 
     # --- what a worker does -------------------------------------------------------------------------------------------
 
-    def enter(self) -> Steps[bool]:
+    def take_slot(self) -> Steps[bool]:
         """Catches up with the log, and takes a slot; returns False where the run is over, or it was asked to leave.
 
         Raises: PeerError where all slots are taken, or it is another run.

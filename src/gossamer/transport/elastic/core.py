@@ -139,9 +139,9 @@ class ElasticCore:
                 del self._early[ticket, peer]
                 self._decline(ticket, peer)
 
-    def plan(self, workers: frozenset[int], line: int = 0) -> None:
+    def plan(self, workers: frozenset[int], history_hash: int = 0) -> None:
         """Fixes the participants of this round and its history; the other end of each exchange must agree."""
-        self._view = key(line, "view", *sorted(workers))
+        self._view = key(history_hash, "view", *sorted(workers))
 
     def expect(self, ticket: Ticket, peer: int, size: int, sound: Callable[[Tensor], bool] | None = None) -> None:
         """Announces an exchange with a peer whose payload has this many bytes; an invalid payload is declined."""

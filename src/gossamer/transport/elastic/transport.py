@@ -182,18 +182,18 @@ class ElasticTransport:
             self._flush()
         return alive
 
-    def lead(self, round: int, workers: frozenset[int], peers: Sequence[int], line: int = 0) -> None:
+    def lead(self, round: int, workers: frozenset[int], peers: Sequence[int], history_hash: int = 0) -> None:
         """Begins a round, or another attempt at its mean, over the participants chosen by the first process of this
         worker.
 
-        Args: `line` is the hash of the closed rounds before it, for a rule that needs everyone.
+        Args: `history_hash` is the hash of the closed rounds before it, for a rule that needs everyone.
         Raises: SlotTakenError.
         """
         with self.changed:
             self._must_fill_its_slot()
             if round != self.core.round:
                 self.core.begin_round(round, workers, peers)
-            self.core.plan(workers, line)
+            self.core.plan(workers, history_hash)
             self._flush()
 
     def _must_fill_its_slot(self) -> None:
@@ -209,7 +209,7 @@ class ElasticTransport:
             assert closing.proposed is not None
             self._tried = closing.proposed.attempt
             # The set is part of the view on which both ends of a payload must agree, so that attempts are not mixed.
-            self.core.plan(closing.proposed.workers, closing.line)
+            self.core.plan(closing.proposed.workers, closing.history_hash)
             return closing.proposed
 
     def committed(self, attempt: int, *, whole: bool) -> bool:
@@ -392,16 +392,16 @@ class ElasticTransport:
             over = lambda: self.members.newest_round > round or closing.nobody_ahead or self.stop()  # noqa: E731
             self.changed.wait_for(over, self._endpoint.timeout_s)
 
-    def go_on_from(self, round: int, line: int) -> None:
+    def continue_from(self, round: int, history_hash: int) -> None:
         """Takes part again with another worker's state, for a rule that needs everyone."""
         with self.changed:
-            self._closes().begin_round(round * self._closes().per_round, line)
+            self._closes().begin_round(round * self._closes().per_round, history_hash)
 
     @property
-    def line(self) -> int:
+    def history_hash(self) -> int:
         """The hash of the closed rounds, which accompanies a state; 0 for gossip."""
         with self.changed:
-            return 0 if self.closing is None else self.closing.line
+            return 0 if self.closing is None else self.closing.history_hash
 
     def view(self) -> View:
         """This worker's membership view, for status queries."""
