@@ -59,11 +59,11 @@ def must_fit(saved: Sequence[Any], own: "Sequence[Tensor]") -> None:
 
     if len(saved) != len(own):
         raise ValueError(f"{len(saved)} tensors for {len(own)}")
-    for theirs, mine in zip(saved, own, strict=True):
-        if not isinstance(theirs, Tensor):
-            raise ValueError(f"{type(theirs).__name__} for a tensor")
-        if theirs.shape != mine.shape or theirs.dtype != mine.dtype:
-            raise ValueError(f"a tensor of {tuple(theirs.shape)} {theirs.dtype} for {tuple(mine.shape)} {mine.dtype}")
+    for value, tensor in zip(saved, own, strict=True):
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{type(value).__name__} for a tensor")
+        if value.shape != tensor.shape or value.dtype != tensor.dtype:
+            raise ValueError(f"a tensor of {tuple(value.shape)} {value.dtype} for {tuple(tensor.shape)} {tensor.dtype}")
 
 
 def nbytes(tree: Tree) -> int:

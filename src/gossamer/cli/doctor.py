@@ -194,9 +194,10 @@ def _key(config: "RunConfig", keys: "Keys | None") -> _Finding:
             f"the run file has no [peers], so what the machines send is not encrypted; {known}",
             "make keys with gossamer keys new NAME, unless all machines are in one network that you trust",
         )
-    mine = sorted(keys.numbers(keys.certificate))
+    numbers_held = sorted(keys.numbers(keys.certificate))
     numbers = (
-        ", ".join("the server" if number == config.workers else f"worker {number}" for number in mine) or "no worker"
+        ", ".join("the server" if number == config.workers else f"worker {number}" for number in numbers_held)
+        or "no worker"
     )
     return _Finding(
         "key", "ok", f"'{keys.path}' is {keys.name(keys.certificate)} of the run file, which may be {numbers}"

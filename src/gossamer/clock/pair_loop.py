@@ -148,13 +148,13 @@ class PairRun(VirtualTimeLoop):
     def restore(self, state: Any) -> None:
         """Continues from a state. Raises ValueError, TypeError or KeyError when it does not fit."""
         saved, n = rebuilt(_PairState, state), len(self.learners)
-        for mine, theirs in zip(self._peers, saved.peers, strict=True):
-            worker = mine.worker
-            must_fit([theirs.x, theirs.start, *theirs.s], [worker.x, worker.start, *leaves(worker.s)])
-        for mine, (x, s, start, at_s, meets) in zip(self._peers, saved.peers, strict=True):
-            worker = mine.worker
+        for peer, saved_peer in zip(self._peers, saved.peers, strict=True):
+            worker = peer.worker
+            must_fit([saved_peer.x, saved_peer.start, *saved_peer.s], [worker.x, worker.start, *leaves(worker.s)])
+        for peer, (x, s, start, at_s, meets) in zip(self._peers, saved.peers, strict=True):
+            worker = peer.worker
             worker.x, worker.s, worker.start = x, refill(worker.s, s), start
-            mine.time_s, mine.meets = at_s, meets
+            peer.time_s, peer.meets = at_s, meets
         self._rng.bit_generator.state = saved.rng
         self._meetings, self._meeting_planned = saved.meetings, saved.planned
         self._phases.restore(saved.phases)

@@ -280,7 +280,7 @@ class ServerCore:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continues from a checkpoint, with nobody present. Raises CheckpointError when it does not fit."""
         try:
-            must_fit(state["outer"], [leaf for mine in self.states() for leaf in leaves(mine)])
+            must_fit(state["outer"], [leaf for state_here in self.states() for leaf in leaves(state_here)])
             supply = iter(state["outer"])
             for fragment, updates in zip(self._fragments, state["updates"], strict=True):
                 fragment.state, fragment.updates = refill(fragment.state, supply), int(updates)

@@ -65,8 +65,8 @@ class SourceRead(NamedTuple):
         "text of 'texts': 2 files, 5,000 bytes, 7 documents, 1,200 tokens; left out: 1 .zst"
         """
         counts = (
-            f"{count:,} {what if count != 1 else what[:-1]}"
-            for what, count in zip(self._fields[1:5], self[1:5], strict=True)
+            f"{count:,} {unit if count != 1 else unit[:-1]}"
+            for unit, count in zip(self._fields[1:5], self[1:5], strict=True)
             if count is not None
         )
         return f"text of '{self.source}': {', '.join(counts)}{besides(self.left_out)}"
@@ -422,11 +422,11 @@ class FileCorpus:
                 f"one window needs data.seq_len + 1 = {self._window}; give more text, none that a source before it has too, or "
                 "raise data.max_bytes"
             )
-        for what, got in [("the training text", shard), ("the validation text", len(self._val))]:
+        for text, got in [("the training text", shard), ("the validation text", len(self._val))]:
             if got < self._window:
-                per_worker = " of one worker" if what == "the training text" and shard < len(self._train) else ""
+                per_worker = " of one worker" if text == "the training text" and shard < len(self._train) else ""
                 raise DataError(
-                    f"{what}{per_worker} has {got} tokens, but one window needs data.seq_len + 1 = {self._window}; "
+                    f"{text}{per_worker} has {got} tokens, but one window needs data.seq_len + 1 = {self._window}; "
                     f"give more text, lower data.seq_len, or change data.val_fraction = {self._config.val_fraction}"
                 )
 

@@ -69,13 +69,13 @@ def must_have_rounds(outer: Outer[Any], total: float) -> None:
         take unequally many steps; logs a warning when the last steps are not exchanged. PeerError as `common_steps` does.
     """
     known = 0 < total < _UNKNOWN
-    mine = int(total) if known else _UNKNOWN
-    fewest = outer.common_steps(mine)
-    most = _UNKNOWN - outer.common_steps(_UNKNOWN - mine)
+    steps = int(total) if known else _UNKNOWN
+    fewest = outer.common_steps(steps)
+    most = _UNKNOWN - outer.common_steps(_UNKNOWN - steps)
     if fewest == _UNKNOWN:
         return
     timetable, wrong = outer._timetable, ""
-    left = mine - timetable.begin(rounds := timetable.rounds_within(mine))
+    left = steps - timetable.begin(rounds := timetable.rounds_within(steps))
     if fewest < most:
         wrong = (
             f"workers take {fewest} to {'an unknown number of' if most == _UNKNOWN else most} optimizer steps, and those that "
@@ -83,8 +83,8 @@ def must_have_rounds(outer: Outer[Any], total: float) -> None:
         )
     elif outer.n > 1 and not rounds:
         wrong = (
-            f"training takes {mine} optimizer steps and a round has {timetable.begin(1)}, so that none would end and the "
-            f"{outer.n} workers would train apart; set local_steps to at most {mine}, or train for longer"
+            f"training takes {steps} optimizer steps and a round has {timetable.begin(1)}, so that none would end and the "
+            f"{outer.n} workers would train apart; set local_steps to at most {steps}, or train for longer"
         )
     if wrong:
         outer.close()
@@ -94,7 +94,7 @@ def must_have_rounds(outer: Outer[Any], total: float) -> None:
             "the last %d of %d optimizer steps of worker %d will not be exchanged, as a round has %d; let the number of steps be "
             "a multiple of local_steps",
             left,
-            mine,
+            steps,
             outer.worker,
             timetable.at(rounds).full_steps,
         )
@@ -213,10 +213,10 @@ def must_resume_alike(step: int, model: nn.Module, group: dist.ProcessGroup | No
     if not dist.is_initialized():
         return
     device = next(model.parameters()).device if backend_of(group) == "nccl" else torch.device("cpu")
-    mine = torch.tensor([step], device=device)
-    gathered = [torch.zeros_like(mine) for _ in range(dist.get_world_size(group))]
+    own_step = torch.tensor([step], device=device)
+    gathered = [torch.zeros_like(own_step) for _ in range(dist.get_world_size(group))]
     try:
-        dist.all_gather(gathered, mine, group=group)
+        dist.all_gather(gathered, own_step, group=group)
     except RuntimeError as error:
         raise PeerError(
             f"another worker ended before training began ({first_line(error)}); look at the logs of the others"

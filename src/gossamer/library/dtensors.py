@@ -75,11 +75,11 @@ def mesh_of(parameters: Iterable[tuple[str, Tensor]], given: "DeviceMesh | None"
             f"Outer got a mesh of the processes {processes_of(mesh)}, and this process is none of them; give the mesh of its "
             "own worker, such as mesh['shard']"
         )
-    own = {*processes_of(mesh)}
+    in_mesh = {*processes_of(mesh)}
     for name, t in shared:
-        if not own.issuperset(theirs := processes_of(t.device_mesh)):
+        if not in_mesh.issuperset(processes := processes_of(t.device_mesh)):
             raise ConfigError(
-                f"parameter '{name}' lies on the processes {theirs}, and the mesh of its worker has {sorted(own)}; give "
+                f"parameter '{name}' lies on the processes {processes}, and the mesh of its worker has {sorted(in_mesh)}; give "
                 "Outer(mesh=...) the mesh of all processes of one worker"
             )
         if any(place.is_partial() for place in t.placements):

@@ -137,10 +137,12 @@ def fingerprints(tensors: Mapping[str, Tensor], *, numbers: bool) -> list[str]:
 
 def must_be_alike(of_workers: Sequence[object], names: Sequence[str]) -> None:
     """Raises PeerError when the workers' fingerprints differ, naming the first tensor that differs if it can be known."""
-    others = [worker for worker, theirs in enumerate(of_workers) if theirs != of_workers[0]]
+    others = [worker for worker, fingerprint in enumerate(of_workers) if fingerprint != of_workers[0]]
     if not others:
         return
-    lists = [theirs for theirs in of_workers if isinstance(theirs, list) and len(theirs) == len(names)]
+    lists = [
+        fingerprint for fingerprint in of_workers if isinstance(fingerprint, list) and len(fingerprint) == len(names)
+    ]
     odd = [name for name, *hashes in zip(names, *lists, strict=True) if len(set(map(str, hashes))) > 1]
     which = f", {len(odd)} of {len(names)} tensors and first '{odd[0]}'" if odd else ""
     raise PeerError(

@@ -233,18 +233,18 @@ def claimed(lane: Lane, join: str, timeout_s: float, *, elastic: bool) -> bool:
     """
     assert lane.joint is not None
     entries = Entries(lane.joint, environment_secret(), timeout_s)
-    mine = f"{lane.sites} sites that {'come and go' if elastic else 'all stay'}"
+    description = f"{lane.sites} sites that {'come and go' if elastic else 'all stay'}"
     with store_answers():
-        theirs = entries.first("run", mine)
-    if theirs is None:
+        published = entries.first("run", description)
+    if published is None:
         raise PeerError(
             f"what is said at '{join}' does not carry the code of this run's secret; give all sites the same GOSSAMER_SECRET, "
             "and each run its own address"
         )
-    if theirs != mine.encode():
+    if published != description.encode():
         raise PeerError(
             f"site {lane.worker} of {lane.sites} is at '{join}', where another run is, of "
-            f"{theirs.decode(errors='replace'):.60}, and not one of {mine}; give each run an address of its "
+            f"{published.decode(errors='replace'):.60}, and not one of {description}; give each run an address of its "
             "own, and all its sites the same number of sites and the same elastic=..."
         )
     with store_answers():

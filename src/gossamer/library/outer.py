@@ -462,16 +462,16 @@ class Outer(Generic[M]):
         self._loop.in_flight.clear()
 
         rest = rest_of(self.model) if self._takes_rest else {}
-        mine = [self.x, *self._outer_state(), *rest.values()]
+        tensors_here = [self.x, *self._outer_state(), *rest.values()]
 
         def load(tensors: Sequence[torch.Tensor]) -> None:
             with torch.no_grad():
-                for own, other in zip(mine, tensors, strict=True):
+                for own, other in zip(tensors_here, tensors, strict=True):
                     own.copy_(other)
                 self._loop.forget_unsent()
                 self._flat.write()
 
-        self.rounds, self.steps, self._stops = max(round, self._site.take(mine, load, source)), 0, []
+        self.rounds, self.steps, self._stops = max(round, self._site.take(tensors_here, load, source)), 0, []
         self._check.forget_start()
         self._record.drop_round()
 
@@ -615,8 +615,8 @@ class Outer(Generic[M]):
         self._peers.publish("mean", self._means)
 
         def missing() -> list[int]:
-            entered, mine = self._peers.published("mean"), self._means
-            return [worker for worker in range(self.n) if worker != self.worker and entered.get(worker) != mine]
+            entered, count = self._peers.published("mean"), self._means
+            return [worker for worker in range(self.n) if worker != self.worker and entered.get(worker) != count]
 
         with in_own_words(), waiting_for(missing, self.worker, min(_PATIENCE_S, self._timeout_s / 4)):
             try:

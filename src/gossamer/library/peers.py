@@ -81,7 +81,7 @@ def model_in_words(layout: Layout, dtype: torch.dtype, shard: str) -> str:
     return f"{len(layout.leaves)} tensors of {layout.numel} numbers in {dtype}, whose names and shapes hash to {shapes}{shard}"
 
 
-def must_agree(statements: Sequence[object], mine: Common) -> None:
+def must_agree(statements: Sequence[object], common: Common) -> None:
     """Raises PeerError, with what each of two workers has, for the first thing in which workers differ from worker 0."""
     # The schedule first: other fragments change the layout of the same model, and so its hash.
     for key in sorted(Common._fields, key=lambda one: one != "schedule"):
@@ -94,15 +94,15 @@ def must_agree(statements: Sequence[object], mine: Common) -> None:
                 f"{words[odd[0]]:.{_LONGEST}} and worker 0 {words[0]:.{_LONGEST}}; make Outer with the same on all workers"
             )
     for worker, theirs in enumerate(statements):
-        if not isinstance(theirs, list) or len(theirs) != len(mine):
+        if not isinstance(theirs, list) or len(theirs) != len(common):
             raise PeerError(
-                f"worker {worker} compares other things than the {len(mine)} of this worker; install the same gossamer version "
+                f"worker {worker} compares other things than the {len(common)} of this worker; install the same gossamer version "
                 "everywhere"
             )
 
 
-def _stated(theirs: object, place: int) -> str:
-    return str(theirs[place]) if isinstance(theirs, list) and place < len(theirs) else "nothing"
+def _stated(statement: object, place: int) -> str:
+    return str(statement[place]) if isinstance(statement, list) and place < len(statement) else "nothing"
 
 
 def _codec(codec: Codec) -> str:
@@ -167,7 +167,7 @@ class Peers:
     @classmethod
     def of(
         cls,
-        theirs: dist.ProcessGroup | None,
+        user_group: dist.ProcessGroup | None,
         lane: Lane,
         common: Common,
         x: Tensor,
@@ -178,13 +178,13 @@ class Peers:
         """Meets the other workers: checks that all have the same configuration, and broadcasts what worker 0 starts from.
 
         Args:
-            theirs: the user's group, which only determines the backend.
+            user_group: the user's group, which only determines the backend.
             lane: of this process; it meets those that hold the same shard of the other workers.
             x: the parameters; they become those of worker 0.
             others: frozen parameters and buffers, compared or broadcast as `common.rest` says.
         Raises: PeerError when workers differ or do not come.
         """
-        backend, store = "gloo" if lane.joint is not None else backend_of(theirs), lane.store
+        backend, store = "gloo" if lane.joint is not None else backend_of(user_group), lane.store
         member = Member.at(lane.worker, lane.n, x.device, store, secret=environment_secret())
         rest = fingerprints(others, numbers=common.rest == "compare") if common.rest != "own" else []
         # Listens before it publishes its address: a reader may connect at once.

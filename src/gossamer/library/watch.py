@@ -328,14 +328,14 @@ def warn_of_phases(facts: Mapping[int, Any], workers: int, start: str) -> bool:
     return True
 
 
-def explained(error: PeerError, left: Mapping[int, Any], means: Mapping[int, Any], mine: int) -> PeerError:
+def explained(error: PeerError, left: Mapping[int, Any], means: Mapping[int, Any], entered: int) -> PeerError:
     """The error of an exchange, extended by the workers that have left their loop before, or are in `mean_model()` alone.
 
     Args:
         left: by worker after how many rounds and steps it has left.
-        means: by worker how often it has entered `mean_model()`; `mine` is how often this one has.
+        means: by worker how often it has entered `mean_model()`; `entered` is how often this one has.
     """
-    inside = [worker for worker, count in sorted(means.items()) if type(count) is int and count > mine]
+    inside = [worker for worker, count in sorted(means.items()) if type(count) is int and count > entered]
     if inside and not left:
         return PeerError(
             f"worker {inside[0]} has entered mean_model(), which this one did not: {error}; let all workers enter it, after the "

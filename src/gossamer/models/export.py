@@ -153,8 +153,8 @@ def _name(name: str) -> str:
     """The name of a parameter in the files of `transformers`."""
     if ".mlp.router." not in name and ".mlp.experts." not in name:
         return name
-    for ours, theirs in _OF_MIXTRAL.items():
-        name = name.replace(ours, theirs)
+    for name_here, mixtral_name in _OF_MIXTRAL.items():
+        name = name.replace(name_here, mixtral_name)
     return name
 
 

@@ -290,9 +290,9 @@ class Fluid(Generic[T]):
             return math.inf
         return min(self._ends[0][0], self._changes[-1].at_s) if self._changes else self._ends[0][0]
 
-    def start(self, what: T, bits: float, way: StreamWay) -> None:
+    def start(self, payload: T, bits: float, way: StreamWay) -> None:
         """Adds a stream, now, under the name that `advance` returns."""
-        name, stream = next(self._names), _Stream(what, way, bits, self.now_s)
+        name, stream = next(self._names), _Stream(payload, way, bits, self.now_s)
         self._streams[name] = stream
         for link, _ in way.uses:
             self._on[link][name] = stream

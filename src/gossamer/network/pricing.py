@@ -362,10 +362,10 @@ def _overlapping(trace: Trace, network: Network, links: Links) -> Timeline:
         if r + 1 == trace.rounds:
             longest_s = end - local_end
             for one in under_way:
-                mine, waited_s = one.after < _NEVER, one.done_s - one.entered_s
-                waits_on = np.where(mine & (waited_s > longest_s), one.waits_on, waits_on)
-                longest_s = np.where(mine, np.maximum(longest_s, waited_s), longest_s)
-                end = np.where(mine, np.maximum(end, one.done_s), end)
+                included, waited_s = one.after < _NEVER, one.done_s - one.entered_s
+                waits_on = np.where(included & (waited_s > longest_s), one.waits_on, waits_on)
+                longest_s = np.where(included, np.maximum(longest_s, waited_s), longest_s)
+                end = np.where(included, np.maximum(end, one.done_s), end)
         timeline.compute_s[r], timeline.communication_s[r] = seconds, np.maximum(0.0, end - start - seconds)
         timeline.waits_on[r], timeline.end_s[r] = waits_on, end
     return timeline

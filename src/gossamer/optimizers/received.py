@@ -46,10 +46,10 @@ def must_be_state_of(optimizer: InnerOptimizer, saved: object) -> None:
         return
     kind = vars(type(optimizer)).get("plain", type(optimizer))  # see `gossamer.optimizers.inner.uncompiled`
     is_ours = kind in _OURS or kind.__module__.startswith("gossamer.")
-    groups, theirs = own["param_groups"], saved["param_groups"]
-    if not isinstance(theirs, list) or len(theirs) != len(groups):
+    groups, received = own["param_groups"], saved["param_groups"]
+    if not isinstance(received, list) or len(received) != len(groups):
         raise ValueError(f"the inner optimizer has {len(groups)} groups of parameters, and other ones came")
-    for group, other in zip(groups, theirs, strict=True):
+    for group, other in zip(groups, received, strict=True):
         _must_be_group(group, other, is_ours)
     places = [(group, p) for group in optimizer.param_groups for p in group["params"]]
     state = saved["state"]

@@ -453,8 +453,8 @@ def _must_be_of(lineage: Lineage, where: str, content: _FirstManifest, round: in
         odd = OddField("digest", repr(content["digest"]), repr(lineage.digest))
     if odd is not None:
         raise CheckpointError(
-            f"{where} has {odd.field} {odd.theirs} but needs {odd.mine}; resume with the run file, folder and version that wrote "
-            "it",
+            f"{where} has {odd.field} {odd.saved} but needs {odd.current}; resume with the run file, folder and version that "
+            "wrote it",
             FaultKind.FOREIGN,
         )
 

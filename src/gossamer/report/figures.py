@@ -278,8 +278,8 @@ def swept(value: Any) -> Any:
 
 
 def _axes_of(losses: _Losses, method: str) -> tuple[list[Any], list[Any]]:
-    mine = [(x, y) for name, x, y in losses if name == method]
-    return list(dict.fromkeys(x for x, _ in mine)), list(dict.fromkeys(y for _, y in mine))
+    points = [(x, y) for name, x, y in losses if name == method]
+    return list(dict.fromkeys(x for x, _ in points)), list(dict.fromkeys(y for _, y in points))
 
 
 def _axis(key: str) -> str:
@@ -311,12 +311,14 @@ def _reach_table(results: Sequence[PointResult], target: str) -> str:
     for network in dict.fromkeys(one.network for one in reaches):
         rows = []
         for method in dict.fromkeys(one.method for one in reaches):
-            mine = [one for one in reaches if one.network == network and one.method == method]
-            ratios = [one.ratio for one in mine if one.ratio is not None]
-            behind = [one.behind for one in mine if one.behind is not None]
-            each = ", ".join(DASH if one.ratio is None else f"{one.ratio:.3f}" for one in mine)
+            of_method = [one for one in reaches if one.network == network and one.method == method]
+            ratios = [one.ratio for one in of_method if one.ratio is not None]
+            behind = [one.behind for one in of_method if one.behind is not None]
+            each = ", ".join(DASH if one.ratio is None else f"{one.ratio:.3f}" for one in of_method)
             share = (
-                mean_and_deviation(ratios, ".3f") if len(ratios) == len(mine) else f"{len(ratios)} of {len(mine)} runs"
+                mean_and_deviation(ratios, ".3f")
+                if len(ratios) == len(of_method)
+                else f"{len(ratios)} of {len(of_method)} runs"
             )
             rows.append([method, share, each, mean_and_deviation(behind, "+.4f").replace("± +", "± ")])
         headings = [f"on {network}", f"time to {target}'s last loss, over {target}'s time", "each seed"]
@@ -378,12 +380,12 @@ def _draw_maps(results: Sequence[PointResult], figure: Figure) -> Any:
     canvas = _canvas(1.2 + 4.4 * len(methods), 3.9)
     for place, method in enumerate(methods):
         axes = canvas.add_subplot(1, len(methods), place + 1)
-        mine = {(x, y): loss for (name, x, y), loss in losses.items() if name == method}
-        x_values, y_values = ([*dict.fromkeys(part)] for part in zip(*mine, strict=True))
-        grid = [[mine.get((x, y), math.nan) for x in x_values] for y in y_values]
+        of_method = {(x, y): loss for (name, x, y), loss in losses.items() if name == method}
+        x_values, y_values = ([*dict.fromkeys(part)] for part in zip(*of_method, strict=True))
+        grid = [[of_method.get((x, y), math.nan) for x in x_values] for y in y_values]
         axes.imshow(grid, cmap="viridis_r", vmin=low, vmax=high, aspect="auto", origin="lower")
-        best = min(mine.values())
-        for (x, y), loss in mine.items():
+        best = min(of_method.values())
+        for (x, y), loss in of_method.items():
             dark = loss > (low + high) / 2
             axes.text(
                 x_values.index(x),

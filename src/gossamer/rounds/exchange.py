@@ -404,8 +404,8 @@ def _through_owners(job: _Job) -> _Legs:
     pieces = _decoded_sums(job, owners, total, message)
     whole = sent.message if codec.exact else refill(sent.message, map(torch.cat, zip(*map(leaves, own), strict=True)))
     if job.setup.compare is not None:
-        for mine, piece in zip(own, pieces, strict=True):
-            job.setup.compare(mine, [tuple(piece)])
+        for chunk_here, piece in zip(own, pieces, strict=True):
+            job.setup.compare(chunk_here, [tuple(piece)])
     yield _Complete()
     _finish_with_mean(job, sent, whole, pieces)
 
@@ -442,16 +442,16 @@ def _mean_of(job: _Job, members: Sequence[int], there: Sequence[int], back: Sequ
 def _sum_of_chunk(job: _Job, owners: _Owners, own: Sequence[Tree], message: Sequence[Tree]) -> Tree:
     """The payload of the sum of this worker's chunk."""
     setup, ctx, i = job.setup, job.ctx, job.ctx.worker
-    mine, row = owners.place[i], job.mixing.rows[i]
+    place, row = owners.place[i], job.mixing.rows[i]
     came = {j: refill(owners.share, frames) for j, frames in setup.transport.collect(job.ticket()).items()}
     _must_be_whole(ctx, owners.others, came)
     if not setup.codec.exact:
         _must_be_finite(ctx, "message", {i: tuple(own)})
-    decoded = {j: _decoded(setup.codec, payload, message[mine]) for j, payload in came.items()}
+    decoded = {j: _decoded(setup.codec, payload, message[place]) for j, payload in came.items()}
     chunks_of = {j: chunk for j, chunk in decoded.items() if chunk is not None}
     bad = [j for j in decoded if j not in chunks_of]
     _decline(job, bad)  # all get the sums of the same owners, so they stay equal
-    total = setup.rule.combine(own[mine], chunks_of, i, _over_the_rest(row, i, bad) if bad else row)
+    total = setup.rule.combine(own[place], chunks_of, i, _over_the_rest(row, i, bad) if bad else row)
     return encode(owners.back, total, job.key("back"))
 
 

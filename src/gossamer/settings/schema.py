@@ -454,10 +454,10 @@ def _sentence(items: list[ErrorDetails], place: _Place, where: str, root: Any) -
     name, owner = _dotted(where, path), _dotted(where, path[:-1])
     given: Any = first["input"].kwargs if isinstance(first["input"], ArgsKwargs) else first["input"]
     if hint is None:
-        what, key, known = f"key in [{owner}]" if owner else "key", str(path[-1]), {*_hints(table), *_also(table)}
+        noun, key, known = f"key in [{owner}]" if owner else "key", str(path[-1]), {*_hints(table), *_also(table)}
         if not any(key.casefold() in one.casefold() for one in known) and (homes := _homes(root, key)):
-            return f"unknown {what} '{key}'; it is {' or '.join(homes)}: write it there"
-        return choose(what, key, known) + "; correct the name"
+            return f"unknown {noun} '{key}'; it is {' or '.join(homes)}: write it there"
+        return choose(noun, key, known) + "; correct the name"
     if first["type"] == "missing" and first["loc"][-1:] == path[-1:]:
         key, near = path[-1], nearest(str(path[-1]), {*map(str, given)} - {*_hints(table), *_also(table)})
         add = f"write '{near:.60}' as '{key}'" if near else "add it"

@@ -194,7 +194,7 @@ def _files_of(base: Path, path: list[str]) -> Iterator[Path]:
         yield from (one for one in (place / "__init__.py", place.with_suffix(".py")) if one.is_file())
 
 
-def calling(what: str, function: Callable[..., T]) -> Callable[..., T]:
+def calling(subject: str, function: Callable[..., T]) -> Callable[..., T]:
     """The user's function, with exceptions turned into a UserCodeError that names their origin; Gossamer's own pass through."""
 
     def call(*args: Any, **kwargs: Any) -> T:
@@ -203,14 +203,14 @@ def calling(what: str, function: Callable[..., T]) -> Callable[..., T]:
         except GossamerError:
             raise
         except Exception as error:
-            raise _failed(f"{what} '{name_of(function)}' failed", error) from error
+            raise _failed(f"{subject} '{name_of(function)}' failed", error) from error
 
     return call
 
 
-def _failed(what: str, error: Exception) -> UserCodeError:
+def _failed(subject: str, error: Exception) -> UserCodeError:
     text = " ".join(str(error).split())[:200]
-    return UserCodeError(f"{what} with {type(error).__name__}{f': {text}' if text else ''}; its traceback is above")
+    return UserCodeError(f"{subject} with {type(error).__name__}{f': {text}' if text else ''}; its traceback is above")
 
 
 def _public(module: object) -> list[str]:

@@ -164,5 +164,5 @@ def changes_as_little_as_said(c: Combination) -> None:
 
 def _different(a: DriftedWorkers, b: DriftedWorkers) -> list[int]:
     """The workers whose parameters or states differ."""
-    mine, theirs = ([[x, *leaves(s)] for x, s in zip(workers.xs, workers.states, strict=True)] for workers in (a, b))
-    return [i for i, both in enumerate(zip(mine, theirs, strict=True)) if not all(map(torch.equal, *both))]
+    first, second = ([[x, *leaves(s)] for x, s in zip(workers.xs, workers.states, strict=True)] for workers in (a, b))
+    return [i for i, both in enumerate(zip(first, second, strict=True)) if not all(map(torch.equal, *both))]

@@ -261,9 +261,9 @@ def pull(own_decoded: Tree, received: Mapping[int, Tree], i: int, row: Row) -> T
     Cost: reads 1 + |row| messages, writes one.
     """
 
-    def one(mine: "Tensor", *theirs: "Tensor") -> "Tensor":
-        me = widen(mine)
-        return _added((w * (widen(other) - me) for w, other in zip(weights, theirs, strict=True)), me)
+    def one(message: "Tensor", *others: "Tensor") -> "Tensor":
+        me = widen(message)
+        return _added((w * (widen(other) - me) for w, other in zip(weights, others, strict=True)), me)
 
     peers = [j for j, _ in row if j != i]
     weights = [w for j, w in row if j != i]

@@ -146,9 +146,9 @@ class Keys:
     def must_own(self, number: int) -> None:
         """Raises ConfigError unless this machine may have this number."""
         if number not in self.numbers(self.certificate):
-            mine = ", ".join(map(str, sorted(self.numbers(self.certificate)))) or "none"
+            allowed = ", ".join(map(str, sorted(self.numbers(self.certificate)))) or "none"
             raise ConfigError(
-                f"this machine's key '{self.path}' is {self.name(self.certificate)} in [peers], with the workers {mine}, and "
+                f"this machine's key '{self.path}' is {self.name(self.certificate)} in [peers], with the workers {allowed}, and "
                 f"this process is worker {number}; start the right one here, or deal the workers otherwise"
             )
 
@@ -156,19 +156,19 @@ class Keys:
         """Raises ConfigError unless this machine may have the first `here` workers of a run, as the machine that starts
         it does.
         """
-        mine = self.numbers(self.certificate)
-        if mine.issuperset(range(here)):
+        allowed = self.numbers(self.certificate)
+        if allowed.issuperset(range(here)):
             return
         me, first = self.name(self.certificate), self._whose.get(0, "")
         instead = (
-            f"give --local at most {len(mine)}, or that peer more workers"
-            if 0 in mine
+            f"give --local at most {len(allowed)}, or that peer more workers"
+            if 0 in allowed
             else f"let the machine of peer '{first}' start the run and join it from here, or list this peer first, in the run "
             "file of every machine"
         )
         raise ConfigError(
             f"who starts a run has its workers from 0 on, here {here}, and this machine's key is {me} in [peers], with the "
-            f"workers {', '.join(map(str, sorted(mine))) or 'none'}; {instead}"
+            f"workers {', '.join(map(str, sorted(allowed))) or 'none'}; {instead}"
         )
 
     def _new(self, protocol: int) -> ssl.SSLContext:
@@ -235,9 +235,9 @@ def keys_for(peers: Mapping[str, Peer], workers: int) -> Keys | None:
     paths = [path for path in own_keys() if certificate_of(path) in listed]
     if len(paths) == 1:
         return Keys(paths[0], peers, workers)
-    what = f"{len(paths)} of the keys" if paths else "none of the keys"
+    listed_keys = f"{len(paths)} of the keys" if paths else "none of the keys"
     raise ConfigError(
-        f"[peers] lists {what} in '{_home()}' on this machine, and one is needed; name the right one with --key FILE or "
+        f"[peers] lists {listed_keys} in '{_home()}' on this machine, and one is needed; name the right one with --key FILE or "
         f"{KEY}, or make one with gossamer keys new NAME"
     )
 

@@ -119,15 +119,15 @@ def adopt(state: AsyncState, core: GossipWorker | PairWorker, replica: Replica) 
 
 def take_over(state: AsyncState, core: GossipWorker | PairWorker, replica: Replica) -> None:
     """Loads the state of another worker. Raises CheckpointError, without changes, unless all of it fits."""
-    mine = {**state.content, "data": replica.task.data.state()}
+    taken = {**state.content, "data": replica.task.data.state()}
     try:
-        theirs = [mine["x"], *mine["outer"]]
-        must_fit(theirs, [core.x, *leaves(core.s)])
-        if not all_finite(tuple(theirs)):
+        tensors = [taken["x"], *taken["outer"]]
+        must_fit(tensors, [core.x, *leaves(core.s)])
+        if not all_finite(tuple(tensors)):
             raise ValueError("it has numbers that are not finite")
-        replica.must_be_of_another(mine)
-        core.restore(mine["x"], mine["outer"])
-        replica.load(mine)
+        replica.must_be_of_another(taken)
+        core.restore(taken["x"], taken["outer"])
+        replica.load(taken)
     except MISFITS as error:
         raise CheckpointError(
             f"the state of worker {state.source[0]} does not fit this model and rule ({first_line(error)}); look at that "

@@ -69,8 +69,8 @@ class GossipParticipant(AsyncParticipant[GossipWorker]):
                 self.decline(peer, str(error))
         now_s, everyone = self.now_s(), len(alive) == self.config.workers
         # Logged before it is computed: a worker killed in between loses the mix, and its next life begins before it.
-        heard = tuple((peer, came[peer].version, came[peer].life) for peer in received)
-        self.log.write(Mixed(number, None if everyone else alive, heard, now_s))
+        mixed = tuple((peer, came[peer].version, came[peer].life) for peer in received)
+        self.log.write(Mixed(number, None if everyone else alive, mixed, now_s))
         for peer in received:
             # From now on the peer's slot continues after these steps, as they are in this worker's parameters.
             self.holds(peer, came[peer].steps)

@@ -178,8 +178,8 @@ class EventSeconds:
         saved = rebuilt(_SecondsState, state)
         if len(saved.spans) != len(self._tallies) or len(saved.waits_for) != len(self._tallies):
             raise ValueError(f"seconds of {len(saved.spans)} workers for {len(self._tallies)}")
-        for mine, theirs in zip(self._tallies, saved.tallies, strict=True):
-            mine.end_s, mine.compute_s, mine.transfer_s, mine.other_s, mine.waiting_for = theirs
+        for tally, saved_tally in zip(self._tallies, saved.tallies, strict=True):
+            tally.end_s, tally.compute_s, tally.transfer_s, tally.other_s, tally.waiting_for = saved_tally
         self._spans, self._away_until, self._waits_for = saved.spans, saved.away_until, saved.waits_for
         self._pushed_s = {(p, worker): when_s for p, worker, when_s in saved.pushed_s}
 

@@ -337,8 +337,8 @@ class ElasticRounds(Participant[ElasticTransport]):
 
     def _show(self, alive: frozenset[int]) -> None:
         """Reports the outcomes of a round's exchanges, and clears them."""
-        everyone, heard = frozenset(range(self.config.workers)), self._worker.loop.receives_from
-        made = sum(len({*heard(one.of, one.fragment, one.alive or everyone)} - one.lost) for one in self._ended)
+        everyone, receives_from = frozenset(range(self.config.workers)), self._worker.loop.receives_from
+        made = sum(len({*receives_from(one.of, one.fragment, one.alive or everyone)} - one.lost) for one in self._ended)
         missed, unsure = sum(len(one.missed) for one in self._ended), sum(len(one.unsure) for one in self._ended)
         self.record.show_exchanges(alive=len(alive), made=made, missed=missed, unsure=unsure)
         self._ended.clear()
@@ -389,12 +389,12 @@ class ElasticRounds(Participant[ElasticTransport]):
         steps = max(members.own.steps, self.replica.steps_taken)
 
         def accept(offer: Offer, state: Any) -> int:
-            mine, history_hash = self._accepted(offer, state, steps=steps), state["line"]
+            taken, history_hash = self._accepted(offer, state, steps=steps), state["line"]
             if self._compares:
                 must_be_common(
-                    common_hash(history_hash, [mine["x"], *mine["outer"]]), offer, members, self.seat.endpoint
+                    common_hash(history_hash, [taken["x"], *taken["outer"]]), offer, members, self.seat.endpoint
                 )
-            self._worker.take_over(mine)
+            self._worker.take_over(taken)
             return history_hash
 
         self.hashes.abstains = True  # until it keeps that state
@@ -412,9 +412,9 @@ class ElasticRounds(Participant[ElasticTransport]):
             raise CheckpointError(
                 f"it has {history_hash!r:.40} in place of the hash of its closed rounds; look at that machine"
             )
-        mine = {**state, "data": self._fresh, "steps_taken": steps, "under_way": []}
-        self._worker.must_be_of_another(mine)
-        return mine
+        taken = {**state, "data": self._fresh, "steps_taken": steps, "under_way": []}
+        self._worker.must_be_of_another(taken)
+        return taken
 
     def part(self, *, failed: bool) -> None:
         """See `Participant`."""

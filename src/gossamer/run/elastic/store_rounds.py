@@ -200,9 +200,9 @@ class StoreWork:
             raise CheckpointError(
                 f"the state after {after} rounds in the store is none; start again with an empty store"
             )
-        mine = {**state, "data": self._fresh, "under_way": []}
-        self._worker.must_be_of_another(mine)
-        self._worker.take_over(mine)
+        taken = {**state, "data": self._fresh, "under_way": []}
+        self._worker.must_be_of_another(taken)
+        self._worker.take_over(taken)
         return hashlib.sha256(raw).hexdigest()
 
     def add(self, commit: Commit, mean: memoryview) -> None:

@@ -217,7 +217,7 @@ def _in_turn(runs: Sequence[Point]) -> list[Point]:
     points, seeds = dict[str, list[str]](), [*dict.fromkeys(run.seed for run in runs)]
     places = []
     for run in runs:
-        mine, here = points.setdefault(run.method, []), place_in_experiment(run)[1]
-        mine += [] if here in mine else [here]
-        places.append((mine.index(here), seeds.index(run.seed)))
+        point_order, here = points.setdefault(run.method, []), place_in_experiment(run)[1]
+        point_order += [] if here in point_order else [here]
+        places.append((point_order.index(here), seeds.index(run.seed)))
     return [run for _, run in sorted(zip(places, runs, strict=True), key=lambda pair: pair[0])]

@@ -281,8 +281,8 @@ def searched(methods: Sequence[Contender], outcomes: Path) -> list[Tuned]:
     for contender in methods:
         known = dict[str, RunOutcome]()
         for line in lines:
-            rung, mine = line["rung"], line["method"] == contender.row.label
-            if mine and rung <= contender.deciding and line["tokens"] == contender.tokens(rung):
+            rung, is_of_method = line["rung"], line["method"] == contender.row.label
+            if is_of_method and rung <= contender.deciding and line["tokens"] == contender.tokens(rung):
                 setting = GridPoint(round(math.log2(line["lr"] / contender.asked.lr[0])), line["outer"])
                 known[_key(contender.run(Trial(setting, rung), line["seed"]))] = line
         method = _Method(contender, known)

@@ -462,8 +462,8 @@ def _stages(run: ResolvedRun, layout: Layout, kept: Sequence[Copies]) -> tuple[S
         copies = sum(one.copies for one in kept if not one.what.startswith(("server", "inner optimizer")))
         if not is_code(run.inner.optimizer):
             copies += inner_copies(run.inner, Layout(leaves, parameters))
-        mine = tuple(k for piece in layers[stage :: run.pipeline.stages] for k in piece)
-        stages.append(StageSize(mine, parameters, round(copies * parameters * _BYTES)))
+        stage_layers = tuple(k for piece in layers[stage :: run.pipeline.stages] for k in piece)
+        stages.append(StageSize(stage_layers, parameters, round(copies * parameters * _BYTES)))
     return tuple(stages)
 
 

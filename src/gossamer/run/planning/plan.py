@@ -141,8 +141,8 @@ class PlanSettings:
         ensure("local_steps", steps, held, f"a list of whole numbers from 1 to {_LARGEST}, such as [15, 30]")
         for name in ("seq_len", "batch_size", "vocab_size"):
             value = getattr(self, name)
-            what = "the text has" if name == "vocab_size" else "a worker's inner step has"
-            ensure(name, value, 1 <= value <= _LARGEST, f"a whole number from 1 to {_LARGEST}; give what {what}")
+            source = "the text has" if name == "vocab_size" else "a worker's inner step has"
+            ensure(name, value, 1 <= value <= _LARGEST, f"a whole number from 1 to {_LARGEST}; give what {source}")
         bounded(
             Positive,
             **{

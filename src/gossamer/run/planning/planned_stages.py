@@ -199,8 +199,8 @@ def _fewest(sketch: _Sketch, per_number: float, memory_bytes: float) -> tuple[tu
             held = [each * (stop - start) for start, stop in pairwise((0, *cuts, layers))]
             return cuts, round(per_number * max(held[0] + outside[0], held[-1] + outside[1], *held))
     parts = ", ".join(
-        f"{what} {size * per_number:.4g}"
-        for what, size in (("a layer takes", each), ("the embeddings", outside[0]), ("the head", outside[1]))
+        f"{part} {size * per_number:.4g}"
+        for part, size in (("a layer takes", each), ("the embeddings", outside[0]), ("the head", outside[1]))
     )
     raise ConfigError(
         f"a process has {memory_bytes:.4g} bytes, and the model does not fit {max(numbers, default=1)} of them: {parts}, without "

@@ -122,8 +122,8 @@ def _played(
                 loop.pop_due(t, stop)  # and never finished: what is received changes no byte
             in_flight = [sum(nbytes(tuple(one["sent"])) for one in loop.state_in_flight()) for loop in loops]
             flight = max(flight, *in_flight)
-    totals = [sum(operation.sent_bytes for operation in mine) / rounds for mine in sent]
-    every = [operation for mine in sent for operation in mine]
+    totals = [sum(operation.sent_bytes for operation in of_worker) / rounds for of_worker in sent]
+    every = [operation for of_worker in sent for operation in of_worker]
     counted = Traffic(
         sum(totals) / n,
         max(totals),

@@ -186,8 +186,8 @@ class _Messages:
         """The reason for waiting for a message."""
         if key in self._held:
             return None
-        what = f"its version {key[2]}" if len(key) == 3 else f"of meeting {key[3]} that worker {key[1]} started"
-        why = f"it heard a message of worker {key[0]} that was never sent: {what}"
+        which = f"its version {key[2]}" if len(key) == 3 else f"of meeting {key[3]} that worker {key[1]} started"
+        why = f"it heard a message of worker {key[0]} that was never sent: {which}"
         return Missing(why, self._senders.get(key))
 
     def keep(self, key: Key, replica: Replica, message: Tree, number: int, fragment: int = 0) -> Tree:
@@ -418,7 +418,7 @@ class _PairReplay(_Process[PairWorker]):
             (key,) = self.sends(event)
             self._run.messages.keep(key, self.replica, self.core.tell(), event.number, event.starter)
             return []
-        own, theirs = map(self._run.messages.take, self.needs(event))
-        assert isinstance(own, Tensor) and isinstance(theirs, Tensor)
-        self.core.meet(own, theirs)
+        sent, received = map(self._run.messages.take, self.needs(event))
+        assert isinstance(sent, Tensor) and isinstance(received, Tensor)
+        self.core.meet(sent, received)
         return [("meet", event.peer)]

@@ -324,10 +324,10 @@ def _alike(saved: Mapping[Any, Any], repeated: Mapping[str, Any]) -> bool:
     for state in (saved, repeated):
         tensors.append({})
         trees.append(checkpoint.encoded([state.get(key) for key in ("x", "outer", "inner")], "state", tensors[-1]))
-    theirs, own = tensors
+    saved_tensors, repeated_tensors = tensors
     return trees[0] == trees[1] and all(
         (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(_bits(a), _bits(b))
-        for a, b in zip(theirs.values(), own.values(), strict=True)
+        for a, b in zip(saved_tensors.values(), repeated_tensors.values(), strict=True)
     )
 
 

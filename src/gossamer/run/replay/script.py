@@ -236,8 +236,8 @@ class _Reader:
         """The process of slot j that sent the message counted by worker i in an exchange."""
         key = outcome.of, outcome.fragment
         for k in range(len(self.script.lives.get(j, ()))):
-            theirs = self._exchanges[j, k].get(key)
-            if theirs is not None and i not in theirs.missed and theirs.alive == outcome.alive:
+            counted = self._exchanges[j, k].get(key)
+            if counted is not None and i not in counted.missed and counted.alive == outcome.alive:
                 return j, k
         for k, life in enumerate(self.script.lives.get(j, ())):
             # Killed, or left out, before this exchange had ended at its side.

@@ -113,8 +113,8 @@ class _StoreWorker:
                 slot, self._config, self._folder, self._task, device_of(self._config.run.device, slot)
             )
             # Its checkpoints count if no other process has had the slot since.
-            last, mine = self._folder / "slot.txt", f"{slot} {self.attendance.lives.get(slot)}"
-            owned = served.owned() if last.exists() and last.read_text(errors="replace").strip() == mine else []
+            last, claim = self._folder / "slot.txt", f"{slot} {self.attendance.lives.get(slot)}"
+            owned = served.owned() if last.exists() and last.read_text(errors="replace").strip() == claim else []
             self._do(self.attendance.join(tuple(owned)))
             atomic_write(last, f"{slot} {life}\n".encode())
             say(f"worker {slot} takes part in the run of the store, as number {life + 1} in its slot")

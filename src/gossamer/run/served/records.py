@@ -129,12 +129,12 @@ class ServerRecords:
         self._write(write)
         self._stopped = finished if stops else None
 
-    def _write(self, what: Callable[[], None]) -> None:
+    def _write(self, task: Callable[[], None]) -> None:
         """Runs a task in the writing thread, or at once without one."""
         if self._aside is None:
-            what()
+            task()
         else:
-            self._in_flight = self._aside.submit(what)
+            self._in_flight = self._aside.submit(task)
 
     def _assess(self) -> dict[str, Any]:
         return {"loss": self._snapshots.probe.loss(self._ended["x"])}

@@ -166,8 +166,8 @@ class Events:
         try:
             state = on_device(saved["run"], self._device)
             self._run.restore(state["loop"])
-            for learner, theirs in zip(self._learners, state["learners"], strict=True):
-                learner.restore(theirs)
+            for learner, saved_learner in zip(self._learners, state["learners"], strict=True):
+                learner.restore(saved_learner)
             self._tally.steps = int(state["steps"])
             self._events.restore(state["journal"])
             records = [rebuilt(_RECORDS[name], record) for name, record in state["pending"]]

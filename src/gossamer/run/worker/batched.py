@@ -131,11 +131,11 @@ class Stack:
                 weight, (shared, own) = self._weights[name], self._states(replica, name, p)
                 p.copy_(weight[r])
                 for key, value in shared.items():
-                    mine = value[r] if _is_one_for_each(value, weight) else value
+                    state = value[r] if _is_one_for_each(value, weight) else value
                     if isinstance(own.get(key), Tensor):
-                        own[key].copy_(mine)
+                        own[key].copy_(state)
                     else:
-                        own[key] = _copied(mine)
+                        own[key] = _copied(state)
 
     def _states(self, replica: Replica, name: str, p: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
         """The optimizer's state for a parameter of all replicas, and that of one."""

@@ -250,10 +250,10 @@ class Replica:
             return False  # the effect of a user's step is unknown
         if self.threads != other.threads:
             return False
-        mine, theirs = self._stepped(), other._stepped()
-        if len(mine) != len(theirs) or len(mine) == 2:
+        states, other_states = self._stepped(), other._stepped()
+        if len(states) != len(other_states) or len(states) == 2:
             return False  # no moments before the first step
-        return all(map(torch.equal, mine, theirs))
+        return all(map(torch.equal, states, other_states))
 
     def take_step_of(self, other: "Replica", round: int) -> None:
         """Copies the step of `step_on_gradient` from an identical replica."""

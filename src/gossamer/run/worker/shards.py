@@ -175,9 +175,9 @@ class Shards:
         """A vector `[k P]` of the whole model from those of all parts; other values are the same on all."""
         layout = self._whole.fragment(fragment)
         sizes = self._sizes(layout)
-        mine = sum(sizes[self.part])
-        times = value.numel() // mine if mine else 0
-        if not times or value.shape != (times * mine,):
+        size_here = sum(sizes[self.part])
+        times = value.numel() // size_here if size_here else 0
+        if not times or value.shape != (times * size_here,):
             return value
         vectors = self._gather(value, [times * sum(one) for one in sizes])
         if self.part:

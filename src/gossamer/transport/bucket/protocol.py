@@ -376,7 +376,7 @@ class SlotHolder(Generic[P]):
 
     def _claim(self) -> Steps[None]:
         """Takes a free slot, or one whose worker was silent for too long. Raises: PeerError."""
-        waited_s, said = 0.0, False
+        waited_s, was_reported = 0.0, False
         while not self._work.asked():
             # Names after all rounds: claims, signs of life and ends.
             yield from self._look(None)
@@ -406,8 +406,8 @@ class SlotHolder(Generic[P]):
                     f"all {self.terms.workers} slots of the run are filled, or all that this machine's key may have; wait until "
                     "one has left, or start a run with more workers"
                 )
-            if not said:
-                said = True
+            if not was_reported:
+                was_reported = True
                 self._work.say(
                     f"all slots are taken; a worker that has died frees its own within {self.terms.timeout_s:g} s"
                 )
@@ -485,7 +485,7 @@ class SlotHolder(Generic[P]):
 
     def _ask(self, asking: Asking) -> Steps[Any]:
         """The answer of a store, with retries for ten times the patience of the run. Raises: PeerError."""
-        waited_s, said = 0.0, False  # its own pauses: time in which this process was stopped does not count
+        waited_s, was_reported = 0.0, False  # its own pauses: time in which this process was stopped does not count
         while True:
             try:
                 return (yield asking)
@@ -496,8 +496,8 @@ class SlotHolder(Generic[P]):
                     raise PeerError(
                         f"the store has not done what it was asked for {waited_s:.0f} s ({error}); start again when it does"
                     ) from None
-                if not said and waited_s > self.terms.rest_s:
-                    said = True
+                if not was_reported and waited_s > self.terms.rest_s:
+                    was_reported = True
                     self._work.say(f"the store does not answer ({error}); it is asked again")
                 waited_s += yield from self._pause(waited_s)
 
@@ -576,7 +576,7 @@ class Attendance(SlotHolder[StoreWorker]):
                 return
 
     def _await_company(self) -> Steps[None]:
-        start_s, said = self._clock(), False
+        start_s, was_reported = self._clock(), False
         while self.terms.workers > 1 and not self._work.asked():
             yield from self._look(self.round)
             waited_s = self._clock() - start_s
@@ -585,8 +585,8 @@ class Attendance(SlotHolder[StoreWorker]):
             if waited_s >= self.terms.timeout_s:
                 self._work.say(f"nobody else has come within {self.terms.timeout_s:g} s, so this worker trains alone")
                 return
-            if not said:
-                said = True
+            if not was_reported:
+                was_reported = True
                 self._work.say(f"waiting for another worker, for up to {self.terms.timeout_s:g} s")
             yield from self._pause(waited_s)
 
@@ -705,8 +705,8 @@ class Attendance(SlotHolder[StoreWorker]):
             now = self._clock()
             commit = yield from self.read_commit(round) if self.seen.newest >= round else _nothing()
             if commit is None and self.seen.newest < round:
-                mine = self.seen.messages[round] | {self.slot: self.life}
-                sent = {slot: life for slot, life in mine.items() if (slot, life) not in bad}
+                present = self.seen.messages[round] | {self.slot: self.life}
+                sent = {slot: life for slot, life in present.items() if (slot, life) not in bad}
                 late = now - start_s >= terms.deadline_s
                 if late or self.seen.live(now, terms.timeout_s) <= sent.keys():
                     whole_s = now if whole_s is None else whole_s

@@ -348,10 +348,10 @@ class Closing:
             self._tell_all(LetterKind.PROPOSAL, self._proposal(self.proposed))
 
     def _has_failed(self, proposed: Proposal) -> bool:
-        said = [self._reports[j] for j in proposed.workers if j in self._reports]
+        reports = [self._reports[j] for j in proposed.workers if j in self._reports]
         return any(
             (one.round, one.history_hash, one.failed) == (self.round, self.history_hash, proposed.attempt)
-            for one in said
+            for one in reports
         )
 
     def _contradicts(self, j: int) -> bool:
@@ -463,8 +463,8 @@ class Closing:
             self._answered[sender] = round, now
             self._say(sender, LetterKind.REPORT, _plain(self._own))
 
-    def _heard_proposal(self, sender: int, what: _Closed, workers: list[int], now: float) -> None:
-        round, history_hash, attempt = what
+    def _heard_proposal(self, sender: int, place: _Closed, workers: list[int], now: float) -> None:
+        round, history_hash, attempt = place
         self._places[sender] = _Place(round, history_hash)
         if round < self.round:
             self._answer(sender, round, now)  # so that it learns how its round was closed
@@ -472,9 +472,9 @@ class Closing:
             self._settle(now)
         elif attempt > self._attempt and not self.closed:
             self._attempt, self._held, self._proposed_s = attempt, -1, now
-            mine = self.members.me in workers and self._ready_s is not None
-            self.proposed = Proposal(attempt, frozenset(workers)) if mine else None
-            if self.members.me in workers and not mine:
+            takes_part = self.members.me in workers and self._ready_s is not None
+            self.proposed = Proposal(attempt, frozenset(workers)) if takes_part else None
+            if self.members.me in workers and not takes_part:
                 self.fail(attempt, now)  # it refers to an earlier process of this slot
         elif attempt < self._attempt:
             self._say(sender, LetterKind.REPORT, _plain(self._own))  # it leads and does not know of the later one

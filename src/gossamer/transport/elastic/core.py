@@ -67,7 +67,7 @@ class _Pact:
         self.steps = 0
         """Inner steps of this worker's slot that its payload contains."""
         self.posted_s: float | None = None
-        self.theirs: Letter | None = None
+        self.received: Letter | None = None
         self.committed = False
         self.confirmed = False
         self.outcome: Outcome | None = None
@@ -76,7 +76,7 @@ class _Pact:
         """Ends it without counting it, unless it has ended."""
         if self.outcome is None:
             self.outcome = Outcome.UNSURE if self.committed else why
-            self.theirs = None
+            self.received = None
 
 
 class ElasticCore:
@@ -304,9 +304,9 @@ class ElasticCore:
             self._over.add((ticket, peer))
             outcomes[peer] = pact.outcome
             if pact.outcome is Outcome.MADE:
-                assert pact.theirs is not None
-                payloads[peer] = pact.theirs.body
-                for slot, steps in ((peer, pact.theirs.steps), (self.me, pact.steps)):
+                assert pact.received is not None
+                payloads[peer] = pact.received.body
+                for slot, steps in ((peer, pact.received.steps), (self.me, pact.steps)):
                     self._held_steps[slot] = max(steps, self._held_steps.get(slot, 0))
         if self.limit_bytes is None:
             self.count_steps()
@@ -388,10 +388,10 @@ class ElasticCore:
 
     def _ask_the_doubted(self, now: float) -> None:
         doubts, self.members.doubts = self.members.doubts, {}
-        for slot, said in doubts.items():
+        for slot, claim in doubts.items():
             known = self.members.entries.get(slot)
-            if known is None or known.nonce != said.nonce:
-                self.claims.append(said)
+            if known is None or known.nonce != claim.nonce:
+                self.claims.append(claim)
             elif known.status <= MemberStatus.ALIVE and slot not in self._doubted_s:
                 self._doubted_s[slot] = now
                 self.tell_again(slot)  # it answers if it has newer information
@@ -423,7 +423,7 @@ class ElasticCore:
             pact.close(Outcome.DECLINED)
             self._decline(ticket, peer)
         else:
-            pact.theirs = letter
+            pact.received = letter
             self._commit(ticket, peer, pact)
 
     def _may_come(self, ticket: Ticket, peer: int) -> bool:
@@ -446,7 +446,7 @@ class ElasticCore:
 
     def _commit(self, ticket: Ticket, peer: int, pact: _Pact) -> None:
         """Sends the COMMIT once one payload is sent and the other received."""
-        if pact.posted_s is not None and pact.theirs is not None and not pact.committed:
+        if pact.posted_s is not None and pact.received is not None and not pact.committed:
             pact.committed = True
             self._send(peer, LetterKind.COMMIT, ticket)
             self._conclude(peer, pact)
@@ -454,8 +454,8 @@ class ElasticCore:
     def _conclude(self, peer: int, pact: _Pact) -> None:
         if pact.committed and pact.confirmed:
             pact.outcome = Outcome.MADE
-            if self.limit_bytes is None and pact.theirs is not None:  # the slot's next process must know it at once
-                self.members.progress(peer, 0, pact.theirs.steps)
+            if self.limit_bytes is None and pact.received is not None:  # the slot's next process must know it at once
+                self.members.progress(peer, 0, pact.received.steps)
 
     def _decline(self, ticket: Ticket, peer: int) -> None:
         self._send(peer, LetterKind.DECLINE, ticket)

@@ -251,13 +251,13 @@ class ElasticTransport:
 
         Raises: SlotTakenError.
         """
-        start_s, told = time.monotonic(), False
+        start_s, was_reported = time.monotonic(), False
         with self.changed:
             while self.members.expects_company and not self.stop():
                 self._must_fill_its_slot()
                 self.changed.wait(self._beat_s)
-                if not told and time.monotonic() > start_s + _FEW_S:
-                    told = True
+                if not was_reported and time.monotonic() > start_s + _FEW_S:
+                    was_reported = True
                     log.warning(
                         "worker %d waits for another to join: of %d workers it is the only one here, and alone it has nobody to "
                         "exchange with; a run of one has workers = 1",
@@ -644,10 +644,10 @@ class ElasticTransport:
                 elif same and peer == WATCHER:
                     show(channel, self.view(), self._endpoint.run)
                 else:
-                    kind, what = (
+                    kind, why = (
                         ("bounds", f"it calls itself worker {peer}") if same else ("other run", "it is of another run")
                     )
-                    self.refusals.add(host, RefusedError(kind, what))
+                    self.refusals.add(host, RefusedError(kind, why))
         finally:
             self._guests.release(channel)
 
