@@ -87,9 +87,9 @@ def _findings(file: Path | None, join: str | None, listen: str | None) -> Iterat
         here = None if listen is None else split(listen)
     except ValueError as error:
         raise ConfigError(f"{error}; write HOST:PORT, such as 10.0.0.1:{PORT}") from None
-    far, own = (_or_none(own_address, *towards) for towards in ([], [] if peer is None else [peer[0]]))
-    yield _name(far if own is None or is_loopback(own) else own)
-    yield _address(own, None if peer is None else peer[0])
+    far, towards_peer = (_or_none(own_address, *towards) for towards in ([], [] if peer is None else [peer[0]]))
+    yield _name(far if towards_peer is None or is_loopback(towards_peer) else towards_peer)
+    yield _address(towards_peer, None if peer is None else peer[0])
     yield _clock()
     config, keys = None, None
     if file is not None:
@@ -113,9 +113,9 @@ def _findings(file: Path | None, join: str | None, listen: str | None) -> Iterat
         yield _key(config, keys)
         yield from _room(config, _workers_here(config, keys))
     if peer is not None:
-        yield from _way(*peer, own, keys)
+        yield from _way(*peer, towards_peer, keys)
     else:
-        yield from _port(here, own, keys)
+        yield from _port(here, towards_peer, keys)
 
 
 def _or_none(ask: Callable[..., str], *words: str) -> str | None:

@@ -390,17 +390,17 @@ def _vocabulary(options: PlanOptions) -> int | None:
         return options.vocab
     from gossamer.data.tokenizer import vocabulary
 
-    own = vocabulary(options.tokenizer)
-    if own is None and options.vocab is None:
+    size = vocabulary(options.tokenizer)
+    if size is None and options.vocab is None:
         raise ConfigError(
             f"--tokenizer is '{options.tokenizer}', which is not on this machine, so nothing says how many tokens it has; give "
             "--vocab, or the path of its file"
         )
-    if own is not None and options.vocab not in (None, own):
+    if size is not None and options.vocab not in (None, size):
         raise ConfigError(
-            f"--vocab is {options.vocab:,} and '{options.tokenizer}' has {own:,} tokens; leave --vocab out, or correct it"
+            f"--vocab is {options.vocab:,} and '{options.tokenizer}' has {size:,} tokens; leave --vocab out, or correct it"
         )
-    return options.vocab if own is None else own
+    return options.vocab if size is None else size
 
 
 def _check_seconds(network: "Network", options: PlanOptions, file: Path) -> None:
@@ -506,12 +506,12 @@ def _print(made: "RunPlan", cut: "StagePlan | None", priced: "Priced", choice: "
 
 def _hours_to_loss(made: "RunPlan", choice: "Pick", options: PlanOptions) -> float | None:
     """Hours until the choice reaches the loss asked for; infinite where a law excludes it, None where it is unknown."""
-    own, law = choice.best.penalty(choice.scale), made.options.law
-    if options.loss is None or own is None:
+    penalty, law = choice.best.penalty(choice.scale), made.options.law
+    if options.loss is None or penalty is None:
         return None
     if law is None:
         return choice.hours_to_loss(choice.best)
-    return choice.hours_of(choice.best) * law.times_as_many(options.loss, own.nats)
+    return choice.hours_of(choice.best) * law.times_as_many(options.loss, penalty.nats)
 
 
 def _recommendation(choice: "Pick", candidates: "Sequence[Candidate]", *, asked: bool) -> str:

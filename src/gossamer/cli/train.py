@@ -309,8 +309,8 @@ def _join_at(address: str, config: "ResolvedRun") -> None:
         ) from None
     for name in ("RANK", "TORCHELASTIC_USE_AGENT_STORE"):  # of a launcher: the number follows from the key
         os.environ.pop(name, None)
-    own = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "WORLD_SIZE": str(config.workers)}
-    os.environ.update({**own, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
+    rendezvous = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "WORLD_SIZE": str(config.workers)}
+    os.environ.update({**rendezvous, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
 
 
 def _goes_on(config: "ResolvedRun") -> bool:
@@ -404,7 +404,7 @@ def _result(config: "ResolvedRun", folder: Path, local: int | None, served: Serv
     # An evaluation may be of an earlier round than what the workers have validated since.
     newest = max([-1, *(line["round"] for line in (scored, *validated.values()) if line is not None)])
     losses = [line.get("loss") for line in validated.values() if line["round"] == newest]
-    own = [] if None in losses else [float(loss) for loss in losses if loss is not None]
+    finished_losses = [] if None in losses else [float(loss) for loss in losses if loss is not None]
     return {
         "folder": folder,
         "name": config.name,
@@ -412,7 +412,7 @@ def _result(config: "ResolvedRun", folder: Path, local: int | None, served: Serv
         "rounds": config.rounds,
         "round": newest + 1,
         "loss": scored.get("loss") if scored is not None and scored["round"] == newest else None,
-        "loss_of_workers": math.fsum(own) / len(own) if own else None,
+        "loss_of_workers": math.fsum(finished_losses) / len(finished_losses) if finished_losses else None,
         "validation": {worker: line.get("loss") for worker, line in validated.items()},
     }
 

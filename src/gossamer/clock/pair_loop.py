@@ -218,8 +218,8 @@ class PairRun(VirtualTimeLoop):
     ) -> list[Record]:
         if any(self._peers[k].meets != number for k in (i, j)):
             return []
-        for k, own, other in ((i, sent[0], sent[1]), (j, sent[1], sent[0])):
-            self._now(k).meet(own, other)
+        for k, message, other in ((i, sent[0], sent[1]), (j, sent[1], sent[0])):
+            self._now(k).meet(message, other)
             self._peers[k].meets = None
         return [
             Transfer("meet", start_s, self.time_s, i, j, 0, size),

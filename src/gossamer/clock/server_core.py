@@ -132,7 +132,9 @@ class ServerCore:
         self._rule, self._budget, self._expected_until_s = rule, budget, expected_until_s
         self.layouts = [layout.slice(a, b) for a, b in spans]
         """The layout of each fragment."""
-        self._fragments = [FragmentState(rule, x[a:b], own) for (a, b), own in zip(spans, self.layouts, strict=True)]
+        self._fragments = [
+            FragmentState(rule, x[a:b], part_layout) for (a, b), part_layout in zip(spans, self.layouts, strict=True)
+        ]
         self._members = [_Member(steps) for steps in local_steps]
         self._seen = set[int]()  # workers that joined since this core was made
         self._sent: dict[tuple[int, int], tuple[int, int]] = {}  # worker and fragment: updates and phases at that time

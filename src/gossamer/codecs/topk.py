@@ -211,13 +211,13 @@ def _gather(x: Tensor, plan: Cut, k: int, chunk: int) -> tuple[Tensor, Tensor]:
     for view in plan.views(x):
         rows = view.flatten(2).flatten(0, 1)
         count = num_blocks(rows.shape[1] * k, chunk)
-        own = slice(start, start := start + rows.shape[0] * count)
+        here = slice(start, start := start + rows.shape[0] * count)
         if (passes := passes_for(rows)) is not None:
-            passes("select_largest", rows, *rows.shape, count, indices[own], values[own])
+            passes("select_largest", rows, *rows.shape, count, indices[here], values[here])
             continue
         largest = _largest(rows, count)
-        indices[own] = largest.view(-1)
-        values[own] = rows.gather(1, largest).view(-1)
+        indices[here] = largest.view(-1)
+        values[here] = rows.gather(1, largest).view(-1)
     return indices, values
 
 
@@ -226,9 +226,9 @@ def _place(indices: Tensor, values: Tensor, like: Tensor, plan: Cut, k: int, chu
     for view in plan.views(x):
         rows = view.flatten(2).flatten(0, 1)  # of tiles a copy, and zeros as x is
         shape = rows.shape[0], num_blocks(rows.shape[1] * k, chunk)
-        own = slice(start, start := start + shape[0] * shape[1])
-        _inside(indices[own], rows.shape[1])
-        rows.scatter_(1, indices[own].view(shape), values[own].view(shape).to(x.dtype))
+        here = slice(start, start := start + shape[0] * shape[1])
+        _inside(indices[here], rows.shape[1])
+        rows.scatter_(1, indices[here].view(shape), values[here].view(shape).to(x.dtype))
         if rows.data_ptr() != view.data_ptr():
             view.copy_(rows.view(view.shape))
     return x

@@ -194,17 +194,17 @@ def _ready_tokens(config: DataConfig, tokenizer: Tokenizer, sources: Sequence[So
     """
     train, val, ends, read = TokenArray([]), TokenArray([]), list[int](), list[SourceRead]()
     for source, files in zip(sources, opened_binaries(config, tokenizer.vocab_size, sources), strict=True):
-        own, kept = (
+        tokens, kept = (
             TokenArray([one.tokens for path, one in files.items() if is_for_validation(path) is held])
             for held in (False, True)
         )
-        size, total = sum(one.tokens.nbytes for one in files.values()), len(own) + len(kept)
+        size, total = sum(one.tokens.nbytes for one in files.values()), len(tokens) + len(kept)
         if not len(kept):
-            own, kept = own.cut(len(own) - int(config.val_fraction * len(own)))
-        train, val = train + own, val + kept
+            tokens, kept = tokens.cut(len(tokens) - int(config.val_fraction * len(tokens)))
+        train, val = train + tokens, val + kept
         ends.append(len(train))
         documents = _documents(files.values())
-        read.append(SourceRead(source.source, len(files), size, documents, total, source.left_out, len(own)))
+        read.append(SourceRead(source.source, len(files), size, documents, total, source.left_out, len(tokens)))
     parts = [*train.parts, *val.parts]
     split = f"{len(train)} {len(val)} {sampled_hash(parts)}"
     fingerprint = hashlib.blake2b(split.encode(), digest_size=16).hexdigest()
@@ -327,10 +327,12 @@ def _content(sources: Sequence[SourceFiles], cache: Path) -> str:
         for path in source.files:
             try:
                 with path.open("rb") as file:
-                    own = hashlib.file_digest(file, hashlib.blake2b).hexdigest()
+                    file_hash = hashlib.file_digest(file, hashlib.blake2b).hexdigest()
             except OSError as error:
                 raise DataError(f"'{path}' cannot be read ({error}); correct it, or leave it out") from error
-            digest.update(f"{own} {''.join(path.suffixes[-2:]).lower()}\n".encode())  # the suffix gives the format
+            digest.update(
+                f"{file_hash} {''.join(path.suffixes[-2:]).lower()}\n".encode()
+            )  # the suffix gives the format
     with contextlib.suppress(OSError):  # a read-only cache works too; the text is then hashed each time
         cache.mkdir(parents=True, exist_ok=True)
         scratch = known.with_name(f".{known.name}.{os.getpid()}.{threading.get_ident()}")
@@ -507,9 +509,11 @@ class FileCorpus:
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `Corpus.restore`."""
         if state["fingerprint"] != self._fingerprint:
-            own = ", or if they spell special tokens of its tokenizer, with the version of Gossamer that it began with"
-            own = own if self.tokenizer.special else ""
+            remedy = (
+                ", or if they spell special tokens of its tokenizer, with the version of Gossamer that it began with"
+            )
+            remedy = remedy if self.tokenizer.special else ""
             raise DataError(
                 f"the text of data.source {self._config.source!r:.80} is another than when the checkpoint was saved: its tokens "
-                f"hash to {self._fingerprint} and hashed to {state['fingerprint']!r:.60}; restore its files as they were{own}"
+                f"hash to {self._fingerprint} and hashed to {state['fingerprint']!r:.60}; restore its files as they were{remedy}"
             )

@@ -50,13 +50,13 @@ def begin_outer(
         let_every_worker_save(model)
     if saved is None:
         return Outer(model, rule, **options)
-    own = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    initial = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     options = {**options, "rest": "own"}  # buffers such as batch-norm statistics were alike at the start only
     outer = Outer(model, rule, **options)  # which begins with the parameters of worker 0
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if name in own:
-                p.copy_(own[name])
+            if name in initial:
+                p.copy_(initial[name])
     outer.load_state_dict(saved)
     return outer
 
@@ -177,22 +177,22 @@ def save_outer(outer: Outer[Any], folder: Path, options: OuterOptions) -> None:
 
 def load_outer(folder: Path, options: OuterOptions) -> Any:
     """The outer state of this process. Raises CheckpointError if there is none, or it is damaged."""
-    own, place = _own(folder, options), place_in(options)
+    store, place = _own(folder, options), place_in(options)
     digest = _digest(place.workers)
-    faults = checkpoint.generation_faults(own, place.worker, digest)
+    faults = checkpoint.generation_faults(store, place.worker, digest)
     newest = max(faults, default=0)
     fault = faults.get(newest)
     if not faults or (fault is not None and fault.kind == FaultKind.FOREIGN):
         raise CheckpointError(
-            f"'{own}' has no outer state of worker {place.worker} of {place.workers}; resume from a checkpoint of this worker "
+            f"'{store}' has no outer state of worker {place.worker} of {place.workers}; resume from a checkpoint of this worker "
             "that was saved with Gossamer, by as many processes, and name it to the framework if it is elsewhere"
         )
     if fault is not None:  # an older one there would not fit the new weights
         raise CheckpointError(
-            f"'{own}' has an outer state of worker {place.worker} that is not whole: {fault.why}; resume all workers from an "
+            f"'{store}' has an outer state of worker {place.worker} that is not whole: {fault.why}; resume all workers from an "
             "older checkpoint"
         )
-    return checkpoint.load(own, newest, place.worker, digest)
+    return checkpoint.load(store, newest, place.worker, digest)
 
 
 def _own(folder: Path, options: OuterOptions) -> Path:

@@ -466,8 +466,8 @@ class Outer(Generic[M]):
 
         def load(tensors: Sequence[torch.Tensor]) -> None:
             with torch.no_grad():
-                for own, other in zip(tensors_here, tensors, strict=True):
-                    own.copy_(other)
+                for target, other in zip(tensors_here, tensors, strict=True):
+                    target.copy_(other)
                 self._loop.forget_unsent()
                 self._flat.write()
 
@@ -682,14 +682,14 @@ class Outer(Generic[M]):
                 f"a state was given after {self.steps} steps of round {self.rounds}, with {len(self._loop.in_flight)} exchanges "
                 "in flight; load it into a new Outer"
             )
-        mine = self._outer_state()
+        tensors = self._outer_state()
         if isinstance(state, Mapping):
             layouts = layouts_with_wrappers(self.model, self.layout)
             must_be_of(state, self._is_of, [model_in_words(one, self.x.dtype, self._flat.words) for one in layouts])
         try:
             rounds, steps, saved = state["rounds"], state["steps"], list(state["outer"])
             self._must_be_place(rounds, steps)
-            must_fit(saved, mine)
+            must_fit(saved, tensors)
             in_flight = {(one["round"], one["fragment"]) for one in state["under_way"]}
             if in_flight and in_flight != (expected := self._sent_by(rounds, steps)):  # none after `finish`
                 raise ValueError(f"{sorted(in_flight)} are in flight where the schedule has {sorted(expected)}")
@@ -700,8 +700,8 @@ class Outer(Generic[M]):
                 f"the outer state does not fit rule '{self.method.rule.name}' with {self.local_steps} local steps on this model "
                 f"({error!r:.200}); load it with the rule, the model, the schedule and the local steps it was saved with"
             ) from None
-        for own, other in zip(mine, saved, strict=True):
-            own.copy_(other)
+        for target, other in zip(tensors, saved, strict=True):
+            target.copy_(other)
         self._continue_from(rounds, steps, state.get("start"))
 
     def shared_state_dict(self) -> dict[str, Any]:
@@ -750,13 +750,13 @@ class Outer(Generic[M]):
         self._must_be_open("load_shared_state_dict")
         self._must_not_have_begun()
         self._watch.begin()  # the model was loaded, whether the state is accepted or refused
-        own = self.shared_state_dict()
+        current = self.shared_state_dict()
         try:
             saved = {"format": FORMAT, "of": json.loads(state["outer.of"]), "start": state["outer.start"]}
             must_be_of(saved, self._is_of_whatever_shards)
             rounds, steps = state["outer.rounds"], state["outer.steps"]
             self._must_be_place(rounds, steps)
-            tensors = {key: t for key, t in own.items() if isinstance(t, torch.Tensor)}
+            tensors = {key: t for key, t in current.items() if isinstance(t, torch.Tensor)}
             must_fit([local(state[key]) for key in tensors], [*map(local, tensors.values())])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, CheckpointError):

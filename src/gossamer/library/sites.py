@@ -416,18 +416,18 @@ class ElasticSite:
         """
         what, deadline = "taking a state over", time.monotonic() + self._endpoint.timeout_s
         for turn in itertools.count():
-            own: Offer | None = None
+            offer: Offer | None = None
 
             def offered(turn: int = turn) -> list[int]:
-                nonlocal own
-                donor, own = self._newest_of(source, deadline)
-                return [donor, own.after + max(0, turn - _AT_ONCE)]
+                nonlocal offer
+                donor, offer = self._newest_of(source, deadline)
+                return [donor, offer.after + max(0, turn - _AT_ONCE)]
 
             # The donor's processes may differ by a round: the others request the state that the first one was offered.
             donor, after = self._siblings.from_first(offered, what)[:2]
-            if own is None or own.after != after:
-                own = self._asked(donor, after)
-            state, why = self._read_state(own, tensors)
+            if offer is None or offer.after != after:
+                offer = self._asked(donor, after)
+            state, why = self._read_state(offer, tensors)
             # A state to take from another donor differs from one that this donor has no longer, or not yet.
             whole, fits = self._siblings.all_have([state is not None, not why], what)
             if whole and state is not None:

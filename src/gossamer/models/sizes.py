@@ -198,8 +198,8 @@ class ModelConfig:
         >>> ModelConfig(size="1m", layers=2).shape
         Shape(hidden_size=128, layers=2, heads=4, kv_heads=4, intermediate_size=352)
         """
-        own = {name: getattr(self, name) for name in Shape._fields}
-        return SIZES[self.size]._replace(**{name: value for name, value in own.items() if value is not None})
+        overrides = {name: getattr(self, name) for name in Shape._fields}
+        return SIZES[self.size]._replace(**{name: value for name, value in overrides.items() if value is not None})
 
 
 def tensors(config: ModelConfig, vocab_size: int) -> tuple[tuple[str, tuple[int, ...]], ...]:

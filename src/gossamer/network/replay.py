@@ -226,9 +226,9 @@ class Replay:
         r = self.round[i]
         if r not in self.operations:
             self.operations[r] = list(self.plan(r))
-        own = [operation for operation in self.operations[r] if i in operation.members]
-        self.stages[i] = [operation for operation in own if operation.overlap is None]
-        for operation in own:
+        operations = [operation for operation in self.operations[r] if i in operation.members]
+        self.stages[i] = [operation for operation in operations if operation.overlap is None]
+        for operation in operations:
             if operation.overlap is not None:
                 after = self.finished_steps[r + 1][i] + operation.overlap[i]
                 self.pending[i].append((after, operation.then or operation))

@@ -239,8 +239,8 @@ class RunFolder:
             "machines": round,
         }
         for kind, first in first_lines.items():
-            own = [] if kind == "metrics" else [self._file(kind)]
-            for path in [*own, *self.path.glob(f"{kind}-[0-9]*.jsonl" if self.worker is None else f"{kind}.jsonl")]:
+            written = [] if kind == "metrics" else [self._file(kind)]
+            for path in [*written, *self.path.glob(f"{kind}-[0-9]*.jsonl" if self.worker is None else f"{kind}.jsonl")]:
                 _cut(path, first)
         return _cut(self._file("metrics"), round or -1, self._void)  # a restart validates its initial values again
 
@@ -374,11 +374,11 @@ def must_be_new(folder: Path, worker: int | None) -> None:
     Args: `worker` is that of this process; None for all of them.
     """
     # Workers of one run start at different times, so files of other workers are allowed, those of a simulation are not.
-    own, others = worker_suffix(worker), "-*" if worker is None else ""
-    names = [f"{kind}{suffix}.jsonl" for suffix in (own, others) for kind in ("metrics", "trace")]
-    names += [f"{kind}{own}.jsonl" for kind in ("events", "outcomes", "order")]
+    suffix_here, others = worker_suffix(worker), "-*" if worker is None else ""
+    names = [f"{kind}{suffix}.jsonl" for suffix in (suffix_here, others) for kind in ("metrics", "trace")]
+    names += [f"{kind}{suffix_here}.jsonl" for kind in ("events", "outcomes", "order")]
     for old in (
-        path for name in (*names, f"checkpoints/**/round-*/worker{own or '-*'}.*") for path in folder.glob(name)
+        path for name in (*names, f"checkpoints/**/round-*/worker{suffix_here or '-*'}.*") for path in folder.glob(name)
     ):
         raise ConfigError(
             f"the run folder '{folder}' already holds {old.relative_to(folder)}; name a new one with --out, or go on with "

@@ -84,9 +84,9 @@ def _must_be_free(folder: Path, locks: Iterable[Path]) -> None:
 
 def trains_here(folder: Path, worker: int) -> bool | None:
     """Whether a process trains as this worker in a run folder; None where locks cannot show it, as across machines."""
-    own = f"{_NAME}{worker_suffix(worker)}"
+    stem = f"{_NAME}{worker_suffix(worker)}"
     free: list[bool] = []
-    for path in (path for name in (own, f"{own}-*") for path in folder.glob(name)):
+    for path in (path for name in (stem, f"{stem}-*") for path in folder.glob(name)):
         with contextlib.suppress(OSError), path.open("rb") as file:
             if (taken := _taken(file, 0.0, shared=True)) is False:
                 return True

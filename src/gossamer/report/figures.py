@@ -184,9 +184,9 @@ def check_figure(runs: Sequence[_Placed], figure: Figure) -> None:
     for run in runs:
         other = first.setdefault((run.method, *((None, None) if figure.target else _cell(run, figure)), run.seed), run)
         if key := next((key for key in run.at if run.at[key] != other.at.get(key)), ""):
-            own = f"figure.target is '{figure.target}'" if figure.target else f"figure.x is {figure.x!r}"
+            asked = f"figure.target is '{figure.target}'" if figure.target else f"figure.x is {figure.x!r}"
             raise ConfigError(
-                f"{own}, but '{run.method}' sweeps {key} too, and its runs at {swept(other.at.get(key))} and "
+                f"{asked}, but '{run.method}' sweeps {key} too, and its runs at {swept(other.at.get(key))} and "
                 f"{swept(run.at[key])} would count as seeds; "
                 + ("leave [figure] out" if figure.target or figure.y else "name it as figure.y, or leave [figure] out")
             )
@@ -221,9 +221,9 @@ def _by_seed(results: Sequence[PointResult], figure: Figure) -> _BySeed:
 def _differences(losses: _BySeed, against: str) -> _BySeed:
     """The losses of the other variants above those of one, of the seeds that both have."""
     return {
-        (method, x): {seed: loss - own[seed] for seed, loss in here.items() if seed in own}
+        (method, x): {seed: loss - reference[seed] for seed, loss in here.items() if seed in reference}
         for (method, x), here in losses.items()
-        if method != against and (own := losses.get((against, x))) is not None
+        if method != against and (reference := losses.get((against, x))) is not None
     }
 
 
@@ -274,7 +274,7 @@ def swept(value: Any) -> Any:
     """
     if not isinstance(value, Mapping):
         return value
-    return str(value["name"]) if "name" in value else ",".join(f"{key}={own}" for key, own in value.items())
+    return str(value["name"]) if "name" in value else ",".join(f"{key}={option}" for key, option in value.items())
 
 
 def _axes_of(losses: _Losses, method: str) -> tuple[list[Any], list[Any]]:
@@ -342,7 +342,9 @@ def _draw_curves(results: Sequence[PointResult], figure: Figure) -> Any:
     methods = list(dict.fromkeys(name for name, _, _ in losses))
     for place, method in enumerate(methods):
         aside = 0.0 if numeric else 0.08 * (place - (len(methods) - 1) / 2)  # otherwise one mark would hide another
-        points = {place_of(x) + aside: own for (name, x, _), own in losses.items() if name == method and own}
+        points = {
+            place_of(x) + aside: of_seeds for (name, x, _), of_seeds in losses.items() if name == method and of_seeds
+        }
         _draw_points(axes, points, method, place, joined=numeric)
     if figure.log_x:
         axes.set_xscale("log")
@@ -359,8 +361,8 @@ def _draw_points(axes: Any, points: Mapping[float, Sequence[float]], label: str,
     colour, line = line_style(place)
     axes.errorbar(
         list(points),
-        [statistics.fmean(own) for own in points.values()],
-        [statistics.stdev(own) if len(own) > 1 else 0.0 for own in points.values()],
+        [statistics.fmean(of_seeds) for of_seeds in points.values()],
+        [statistics.stdev(of_seeds) if len(of_seeds) > 1 else 0.0 for of_seeds in points.values()],
         color=colour,
         label=label,
         marker="o",
@@ -372,7 +374,7 @@ def _draw_points(axes: Any, points: Mapping[float, Sequence[float]], label: str,
 
 
 def _draw_maps(results: Sequence[PointResult], figure: Figure) -> Any:
-    losses = {key: statistics.fmean(own) for key, own in _losses(results, figure).items() if own}
+    losses = {key: statistics.fmean(of_seeds) for key, of_seeds in _losses(results, figure).items() if of_seeds}
     methods = list(dict.fromkeys(name for name, _, _ in losses))
     low = min(losses.values(), default=0.0)
     # A run that diverged would leave one colour for all others.

@@ -53,8 +53,8 @@ def reach(results: Sequence[PointResult], target: str, *, paired: bool = False) 
         for name, curve in curves_of(run, paired=paired).items():
             if (name, run.seed) in lasts:
                 end, loss = lasts[name, run.seed]
-                first = next((x for x, own in curve if own <= loss), None)
-                within = [own for x, own in curve if x <= end]
+                first = next((x for x, reached in curve if reached <= loss), None)
+                within = [reached for x, reached in curve if x <= end]
                 ratio = None if first is None else first / end
                 reaches.append(Reach(run.method, name, run.seed, ratio, within[-1] - loss if within else None, loss))
     return reaches

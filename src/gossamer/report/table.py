@@ -103,8 +103,8 @@ def over_seeds(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[float]
         if row["loss"] is not None:
             losses.setdefault(row["method"].partition(" seed=")[0], []).append(row["loss"])
     return [
-        (method, own, statistics.fmean(own), statistics.stdev(own) if len(own) > 1 else 0.0)
-        for method, own in losses.items()
+        (method, of_seeds, statistics.fmean(of_seeds), statistics.stdev(of_seeds) if len(of_seeds) > 1 else 0.0)
+        for method, of_seeds in losses.items()
     ]
 
 

@@ -88,9 +88,13 @@ def _picked(methods: int) -> str:
 
 
 def _ended(method: str, losses: Mapping[str, Mapping[str, float]], *, single: bool = False, verb: bool = True) -> str:
-    own = [*losses[method].values()]
-    mean = f"{statistics.fmean(own):.4f}"
+    of_seeds = [*losses[method].values()]
+    mean = f"{statistics.fmean(of_seeds):.4f}"
     if single:
-        over = f", the mean of {len(own)} seeds from {min(own):.4f} to {max(own):.4f}" if len(own) > 1 else ""
+        over = (
+            f", the mean of {len(of_seeds)} seeds from {min(of_seeds):.4f} to {max(of_seeds):.4f}"
+            if len(of_seeds) > 1
+            else ""
+        )
         return f"{method} ended with a validation loss of {mean}{over}"
     return f"{method} ended at {mean}" if verb else f"{method} at {mean}"

@@ -260,8 +260,8 @@ def _side_by_side(job: _Job) -> _Legs:
 def _on_side(job: _Job, side: StageSide) -> _Job:
     """The exchange of one side, on views of the tensors."""
     rule, part, a, b = job.setup.rule, job.setup.part, side.start, side.stop
-    own = part._replace(x=part.x[a:b], s=cut(rule, part.s, a, b), layout=side.layout)
-    setup = job.setup._replace(codec=side.codec, transport=side.transport, part=own, sides=())
+    side_part = part._replace(x=part.x[a:b], s=cut(rule, part.s, a, b), layout=side.layout)
+    setup = job.setup._replace(codec=side.codec, transport=side.transport, part=side_part, sides=())
     sent = None if job.sent is None else Sent(*(cut(rule, tree, a, b) for tree in job.sent))
     return _Job(setup, job.mixing, job.ctx._replace(layout=side.layout), sent)
 

@@ -228,10 +228,10 @@ class OuterLoop:
 
     def adapted(self, local_steps: int) -> int:
         """The local steps of the next round, where the rule adapts them; the most over its fragments."""
-        adapted, own = self._adapted, self.fragments[: self.method.parts]
+        adapted, setups = self._adapted, self.fragments[: self.method.parts]
         if adapted is None:
             return local_steps
-        return max(adapted(setup.part.s).local_steps(local_steps) for setup in own)
+        return max(adapted(setup.part.s).local_steps(local_steps) for setup in setups)
 
     def announce(self, round: int, stop: Stop) -> None:
         """Announces the messages to receive for the sends of the next stop; best called before training up to it."""
@@ -487,17 +487,19 @@ class OuterLoop:
     def _setup(self, p: int) -> Setup:
         """The setup of an exchange; that of mixed updates shares x and part of the state with its fragment."""
         if self._choice is not None:
-            own = self.fragments[self._choice.of[p]]
-            assert own.rule.start is not None
-            around = partial(self._choice.measured, own.part.fragment, own.rule.start(own.part.s))
-            return own._replace(part=own.part._replace(fragment=p), around=around)
+            setup = self.fragments[self._choice.of[p]]
+            assert setup.rule.start is not None
+            around = partial(self._choice.measured, setup.part.fragment, setup.rule.start(setup.part.s))
+            return setup._replace(part=setup.part._replace(fragment=p), around=around)
         if p < len(self.fragments):
             return self.fragments[p]
         assert self._updates is not None
-        own = self.fragments[p - len(self.fragments)]
-        assert own.rule.start is not None and own.rule.mixed is not None
-        part = own.part._replace(s=MixedUpdate(own.rule.start(own.part.s), own.rule.mixed(own.part.s)), fragment=p)
-        return own._replace(rule=rule_of_updates(self._updates), part=part)
+        setup = self.fragments[p - len(self.fragments)]
+        assert setup.rule.start is not None and setup.rule.mixed is not None
+        part = setup.part._replace(
+            s=MixedUpdate(setup.rule.start(setup.part.s), setup.rule.mixed(setup.part.s)), fragment=p
+        )
+        return setup._replace(rule=rule_of_updates(self._updates), part=part)
 
     def _begin(self, round: int, p: int, attempt: int = 0) -> Exchange:
         mixing, ctx = self._place(round, p)

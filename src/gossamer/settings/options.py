@@ -282,9 +282,9 @@ def row_faults(
             else choose(kind, name, table) + "; correct the name"
         )
         return
-    own, given = options_of(table[name]), list(options)
-    yield from unknown_options(f"{kind} '{name}'", given, [*(option.name for option in own), *also])
-    if missing := [option.name for option in own if option.needed and option.name not in given]:
+    row_options, given = options_of(table[name]), list(options)
+    yield from unknown_options(f"{kind} '{name}'", given, [*(option.name for option in row_options), *also])
+    if missing := [option.name for option in row_options if option.needed and option.name not in given]:
         yield f"{kind} '{name}' needs {', '.join(missing)} and got {', '.join(given) or 'no options'}; add what is missing"
 
 

@@ -83,10 +83,10 @@ def settings(table: str | None = None, also: Sequence[str] = ()) -> Callable[[ty
     def decorate(cls: type[T]) -> type[T]:
         cls.__get_pydantic_core_schema__ = classmethod(_from_toml)  # pyright: ignore[reportAttributeAccessIssue]
         cls.__get_pydantic_json_schema__ = classmethod(_explained)  # pyright: ignore[reportAttributeAccessIssue]
-        if own := vars(cls).get("__post_init__"):
+        if check := vars(cls).get("__post_init__"):
 
             def __post_init__(self: Any) -> None:
-                refuse(_faults_of(own, self))
+                refuse(_faults_of(check, self))
 
             cls.__post_init__ = __post_init__  # pyright: ignore[reportAttributeAccessIssue]
         made: Any = dataclass(cls, frozen=True, kw_only=True, config=RECORD)

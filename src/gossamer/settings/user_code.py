@@ -215,5 +215,5 @@ def _failed(subject: str, error: Exception) -> UserCodeError:
 
 def _public(module: object) -> list[str]:
     """Some of the public names that a module defines."""
-    own = [name for name, one in vars(module).items() if getattr(one, "__module__", "") == module.__name__]  # pyright: ignore[reportAttributeAccessIssue]
-    return sorted(name for name in own if not name.startswith("_"))[:12]
+    names = [name for name, one in vars(module).items() if getattr(one, "__module__", "") == module.__name__]  # pyright: ignore[reportAttributeAccessIssue]
+    return sorted(name for name in names if not name.startswith("_"))[:12]

@@ -42,8 +42,8 @@ def saved_and_resumed_it_goes_on_with_the_same_bits(rule: Rule, graphs: Sequence
     ]
     whole.train(range(3, 6), drift)
     for x, loop, (tensors, flying) in zip(again.xs, again.loops, saved, strict=True):
-        for own, kept in zip([x, *leaves(loop.state)], tensors, strict=True):
-            own.copy_(kept)
+        for target, kept in zip([x, *leaves(loop.state)], tensors, strict=True):
+            target.copy_(kept)
         loop.restore_in_flight(flying)
     again.train(range(3, 6), drift)
     different = _different(whole, again)

@@ -241,8 +241,8 @@ def after_a_reset_the_outer_optimizer_begins_afresh(rule: Rule, graphs: Sequence
     workers = played(rule, alone, random_vectors(1, P), 5, drift)
     x, part = workers.xs[0].clone(), workers.loops[0].fragments[0].part
     forgotten = leaves(map_leaves(torch.clone, rule.reset(x, part.s)))
-    for own, new in zip(leaves(part.s), forgotten, strict=True):
-        own.copy_(new)
+    for old, new in zip(leaves(part.s), forgotten, strict=True):
+        old.copy_(new)
     workers.train(range(5, 8), drift)
     wanted = torch_outer(x, [-drift(0, t, x) for t in range(5, 8)], **rule.single_worker_limit._asdict())
     off = float((workers.xs[0] - wanted).abs().max())

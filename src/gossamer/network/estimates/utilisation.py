@@ -142,21 +142,21 @@ def setting_of(model: str, method: str, **options: Any) -> Setting:
     >>> setting_of("1b", "streaming_overlap", local_steps=30).overlap_steps
     1
     """
-    for what, name, table in (("model", model, MODELS), ("method", method, PUBLISHED_METHODS)):
+    for noun, name, table in (("model", model, MODELS), ("method", method, PUBLISHED_METHODS)):
         if name not in table:
-            raise ConfigError(choose(what, name, table))
-    own = PUBLISHED_METHODS[method]
-    if own.get("local_steps") == 1 and options.get("local_steps", 1) != 1:
+            raise ConfigError(choose(noun, name, table))
+    defaults = PUBLISHED_METHODS[method]
+    if defaults.get("local_steps") == 1 and options.get("local_steps", 1) != 1:
         raise ConfigError(
             f"{method} reduces in each step but local_steps is {options['local_steps']}; only 1 is allowed, "
             "use the method diloco for more"
         )
-    if own["fragment_layers"] is None and options.get("fragment_layers") is not None:
+    if defaults["fragment_layers"] is None and options.get("fragment_layers") is not None:
         raise ConfigError(
             f"{method} reduces the whole model at once but fragment_layers is {options['fragment_layers']}; "
             "remove fragment_layers, or use the method streaming"
         )
-    return build_settings(Setting, MODELS[model]._asdict() | own | options)
+    return build_settings(Setting, MODELS[model]._asdict() | defaults | options)
 
 
 def utilisation(setting: Setting, bandwidth_bps: ArrayLike) -> Floats:

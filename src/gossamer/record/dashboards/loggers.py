@@ -57,9 +57,9 @@ def of_metrics(kind: str, fields: Mapping[str, Any]) -> dict[str, float]:
         for name, value in fields.items()
         if name not in ("round", "worker", "step") and isinstance(value, int | float) and not isinstance(value, bool)
     }
-    if own := [x for x in fields.get("worker_losses", ()) if x is not None]:
+    if losses := [x for x in fields.get("worker_losses", ()) if x is not None]:
         points |= {f"{kind}/own_loss/worker{worker_suffix(i)}": x for i, x in enumerate(fields["worker_losses"])}
-        points[f"{kind}/own_loss/mean"] = math.fsum(own) / len(own)
+        points[f"{kind}/own_loss/mean"] = math.fsum(losses) / len(losses)
     return {name: value for name, value in points.items() if value is not None}
 
 

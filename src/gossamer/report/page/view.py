@@ -43,7 +43,7 @@ def run_view(run: FollowedRun, now_s: float, priced: Mapping[str, NDArray[np.flo
         return {**head, "name": run.label, "empty": True}
     axes = _Axes(run, priced or {})
     words = standings(run, now_s)
-    losses, evals, own = run.losses.values(), _evals(run, axes), _own(run, axes)
+    losses, evals, own_losses = run.losses.values(), _evals(run, axes), _own(run, axes)
     return {
         **head,
         "empty": False,
@@ -62,8 +62,8 @@ def run_view(run: FollowedRun, now_s: float, priced: Mapping[str, NDArray[np.flo
         "rounds_of": run.rounds_of,
         "last_losses": [_rounded(_last(losses[:, worker])) for worker in range(file.workers)],
         "networks": {name: _placed(network, file.workers) for name, network in file.networks.items()},
-        "evals": evals if evals["y"] else own,
-        "own": own,
+        "evals": evals if evals["y"] else own_losses,
+        "own": own_losses,
         "training": _training(run, axes),
         "by_worker": _by_worker(run, losses),
         "spent": _spent(run),
@@ -216,14 +216,14 @@ def standings(run: FollowedRun, now_s: float) -> list[str]:
     everyone, over, words = run.is_simulated, _is_scored(run), list[str]()
     for worker in range(run.file.workers):
         rounds = run.rounds_of[worker]
-        own = [tail for name, tail in run.tails.items() if everyone or name.partition("-")[2] == f"{worker:03}.jsonl"]
-        age_s = now_s - max((tail.modified_s for tail in own), default=0.0)
+        files = [tail for name, tail in run.tails.items() if everyone or name.partition("-")[2] == f"{worker:03}.jsonl"]
+        age_s = now_s - max((tail.modified_s for tail in files), default=0.0)
         alive_round, alive = run.alive
         if run.ended.get(worker) == "finished" or rounds >= run.file.rounds:
             words.append("finished")
         elif worker in run.ended:
             words.append(run.ended[worker])
-        elif not rounds and not own:
+        elif not rounds and not files:
             words.append("empty")
         elif alive is not None and worker not in alive and rounds <= alive_round:
             words.append("gone")

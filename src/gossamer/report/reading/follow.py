@@ -282,9 +282,9 @@ class FollowedRun:
             self.validations.put(round, worker, figure_of(line.get("loss")))
         elif line["kind"] == "eval" and worker is None and is_of_its_branch(line, self.branches):
             # Only the worst worker is shown, as a run of many workers has many numbers.
-            own, shown = line.get("worker_losses"), {k: v for k, v in line.items() if k != "worker_losses"}
-            if isinstance(own, list) and own:
-                shown["worst worker"] = max((x for x in map(figure_of, own) if not math.isnan(x)), default=None)
+            losses, shown = line.get("worker_losses"), {k: v for k, v in line.items() if k != "worker_losses"}
+            if isinstance(losses, list) and losses:
+                shown["worst worker"] = max((x for x in map(figure_of, losses) if not math.isnan(x)), default=None)
             self.evaluations.add(shown)
 
     def _process_trace(self, line: dict[str, Any]) -> None:
@@ -316,8 +316,8 @@ class FollowedRun:
         if event == "begin":
             self.ended.pop(slot, None)
             if round or line["after"]:
-                own = "its own state" if line["donor"] == slot else f"the state of worker {line['donor']}"
-                self._happen(round, f"worker {slot} comes with {own} after {line['after']} rounds")
+                source = "its own state" if line["donor"] == slot else f"the state of worker {line['donor']}"
+                self._happen(round, f"worker {slot} comes with {source} after {line['after']} rounds")
         elif event == "end":
             self.ended[slot] = line["why"]
             if line["why"] != "finished":

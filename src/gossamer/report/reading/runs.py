@@ -103,11 +103,11 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network] | None) 
     metrics, branches = read_metrics(folder, seen=followed.take), read_branches(folder)
     evals = {line["round"]: line for line in metrics if line["kind"] == "eval" and "worker" not in line}
     trained = [line["round"] for line in metrics if line["kind"] == "train"]
-    first, own = max((branch["round"] for branch in branches), default=0), dict[int, tuple[float, ...]]()
+    first, own_losses = max((branch["round"] for branch in branches), default=0), dict[int, tuple[float, ...]]()
     for line in metrics:
         if line["kind"] == "validation" and line["round"] >= first:
             loss = _as_number(line.get("loss"), "loss", line["round"])
-            own[line["round"]] = (*own.get(line["round"], ()), loss)
+            own_losses[line["round"]] = (*own_losses.get(line["round"], ()), loss)
     config = _read_text(folder / "run.toml")
     if networks is None:
         networks = {} if config is None else networks_in(parse_toml(config, f"'{folder / 'run.toml'}'"))
@@ -136,7 +136,7 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network] | None) 
         ends_of(timelines, per_round),
         tuple(line for line in metrics if line["kind"] in {metric.kind for metric in MEANS}),
         None if config is None else _passes(folder, config, metrics),
-        own,
+        own_losses,
     )
 
 
@@ -203,11 +203,11 @@ def summary_row(run: RunData) -> dict[str, Any]:
             f"the metrics of round {last['round']} have worker_losses {losses!r:.60} but need a list of numbers"
         )
     worst = [_as_number(loss, "worker_losses", last["round"]) for loss in losses]
-    own = worst or run.own.get(last["round"], ())
+    worker_losses = worst or run.own.get(last["round"], ())
     return {
         "method": run.followed.label,
         "loss": _number(last, "loss"),
-        "loss_of_workers": math.fsum(own) / len(own) if own else None,
+        "loss_of_workers": math.fsum(worker_losses) / len(worker_losses) if worker_losses else None,
         "round": last["round"] + 1 if last["round"] >= 0 else None,
         "rounds": run.rounds,
         "passes": run.passes,

@@ -327,12 +327,12 @@ def _records(folder: Path, run: RunFile, metrics: Sequence[dict[str, Any]]) -> _
 
 def _of_worker(slot: int, entry: SlotEntry | None, records: _Records, answers: _Answers, now_s: float) -> WorkerStatus:
     lives, trained = records.lives.get(slot, []), records.newest.get(slot, {})
-    own = records.addresses.get(slot)
-    address = entry.address if entry is not None else own.address if own is not None else ""
+    listed = records.addresses.get(slot)
+    address = entry.address if entry is not None else listed.address if listed is not None else ""
     done = _rounds_behind(lives, trained, entry if records.in_rounds else None)
     over = records.over or done >= records.rounds
     # Another process may use its port by now. A slot taken over from another machine has another address.
-    here = trains_here(records.folder, slot) if entry is None or (own and own.address == entry.address) else None
+    here = trains_here(records.folder, slot) if entry is None or (listed and listed.address == entry.address) else None
     seen = Sighting(
         entry,
         lives[-1] if lives else None,
@@ -429,8 +429,10 @@ def _age_s(slot: int, folder: Path, views: Mapping[int, View], now_s: float) -> 
     if slot in views:
         return 0.0
     ages = [view.silent_s[slot] for view in views.values() if slot in view.silent_s]
-    own = [folder / f"{kind}{worker_suffix(slot)}.jsonl" for kind in ("outcomes", "order", "metrics", "seconds")]
-    files = [path for path in own if path.exists()] or [path for path in [folder / "metrics.jsonl"] if path.exists()]
+    written = [folder / f"{kind}{worker_suffix(slot)}.jsonl" for kind in ("outcomes", "order", "metrics", "seconds")]
+    files = [path for path in written if path.exists()] or [
+        path for path in [folder / "metrics.jsonl"] if path.exists()
+    ]
     ages += [max(0.0, now_s - path.stat().st_mtime) for path in files]
     return min(ages, default=None)
 

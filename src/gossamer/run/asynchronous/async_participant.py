@@ -159,11 +159,11 @@ class AsyncParticipant(Participant[CallTransport], Generic[Core]):
         if state is None:
             return
         donor = state.source[0]
-        own = donor == self.slot
+        is_own_state = donor == self.slot
         if not fetches:
             adopt(state, self.core, self.replica)
-        self._held = state.held | ({} if own else {donor: state.phases * self.config.local_steps_of(donor)})
-        self.round = state.after if own else max(state.after, self._rounds_over(number))
+        self._held = state.held | ({} if is_own_state else {donor: state.phases * self.config.local_steps_of(donor)})
+        self.round = state.after if is_own_state else max(state.after, self._rounds_over(number))
         self._begun = Entered(number, self.round, state.source, 0.0)
         if joins:
             say(

@@ -53,7 +53,7 @@ class GossipParticipant(AsyncParticipant[GossipWorker]):
         replica.steps_taken = number * replica.local_steps
         report = replica.train(round, 0, replica.local_steps, self._asking(mixing.receives_from(self.slot)))
         self._step_s, ended_s = report.compute_s / replica.local_steps, self.now_s()
-        own, packed = self._messages.pack(self.core.message(number, mixing), number)
+        own_message, packed = self._messages.pack(self.core.message(number, mixing), number)
         # Logged before any peer can get it: if this worker were killed in between, that peer's mix could not be
         # replayed.
         self.log.write(Published(number, round, start_s, ended_s))
@@ -84,7 +84,7 @@ class GossipParticipant(AsyncParticipant[GossipWorker]):
                 start_s=ended_s,
                 end_s=now_s,
             )
-        self.core.mix(number, own, received, mixing)
+        self.core.mix(number, own_message, received, mixing)
         self.mark(number + 1)
         return report, start_s
 

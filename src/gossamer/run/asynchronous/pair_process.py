@@ -170,12 +170,12 @@ class PairParticipant(AsyncParticipant[PairWorker]):
         return packed
 
     def _meet(self, appointment: Appointment, payload: Tensor) -> None:
-        theirs, own = self._messages.unpack(payload, appointment.peer), self._own_message
-        assert isinstance(theirs, Tensor) and isinstance(own, Tensor)
+        received, sent = self._messages.unpack(payload, appointment.peer), self._own_message
+        assert isinstance(received, Tensor) and isinstance(sent, Tensor)
         dt, now_s = self._pass(), self.now_s()
         # Both messages are here and the other end knows it: once logged, the meeting counts at this end.
         self.log.write(Met(appointment.peer, appointment.starter, appointment.life, appointment.number, dt, now_s))
-        self.core.meet(own, theirs)
+        self.core.meet(sent, received)
         self.holds(appointment.peer, appointment.steps)
         self.events.write(
             self._round,

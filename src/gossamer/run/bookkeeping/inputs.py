@@ -276,13 +276,13 @@ def must_be_trusted(folder: Path, *, without: Collection[str] = ()) -> None:
     if not code:
         return
     path, key, why = state_key(make=False)
-    own = [one["code"] for one in read_inputs(folder).values() if key and _is_marked(one, key)]
-    if any(all(_was_run(one, known) for one in code) for known in own):
+    trusted = [one["code"] for one in read_inputs(folder).values() if key and _is_marked(one, key)]
+    if any(all(_was_run(one, known) for one in code) for known in trusted):
         return
     names = ", ".join(f"{KEYS[one['kind']]} = '{one['name']}'" for one in code)
     moved = [
         f"; it ran '{then['path']}', and '{one['path']}' would be imported now"
-        for known in own
+        for known in trusted
         for then in known
         for one in code
         if (then["kind"], then["name"]) == (one["kind"], one["name"]) and then["path"] != one["path"]

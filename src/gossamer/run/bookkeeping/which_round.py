@@ -110,12 +110,12 @@ def kept_by(
     due = _due(before or store.config, folder, owners)
     kept: dict[int, KeptRounds] = {}
     for owner in owners:
-        own = lives.get(owner, [])
+        owner_lives = lives.get(owner, [])
         # A worker that took over the state of a round knows only of itself, not that all took part.
         seen: dict[int, frozenset[int] | None] = {
-            life.begun.after: frozenset({owner}) for life in own if life.begun.sha256
+            life.begun.after: frozenset({owner}) for life in owner_lives if life.begun.sha256
         }
-        seen |= {one.round + 1: one.alive for life in own for one in life.rounds}
+        seen |= {one.round + 1: one.alive for life in owner_lives for one in life.rounds}
         # A worker that leaves before the end of the first round saves round 0, to show that its slot is free.
         kept[owner] = KeptRounds({r: fault for r, fault in store.faults(owner, lineage).items() if r}, due[owner], seen)
     return kept

@@ -98,8 +98,8 @@ def with_settings(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
         given = flat({key: result.pop(key) for key in [*result] if key in base})
         result |= with_settings(base, given)
     if "method" in overrides:
-        own = {key: value for key, value in overrides.items() if key != "method"}
-        overrides = {**recipe(overrides["method"]).settings, **own}
+        explicit = {key: value for key, value in overrides.items() if key != "method"}
+        overrides = {**recipe(overrides["method"]).settings, **explicit}
     given = {key.partition(".")[0] for key in overrides}
     for kind, others in INSTEAD.items():
         if kind in overrides or f"{kind}.name" in overrides:

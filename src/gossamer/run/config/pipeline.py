@@ -228,9 +228,9 @@ def misfits(
     if pipeline.stages == 1:
         return
     stages, fact = pipeline.stages, f"pipeline.stages is {pipeline.stages}"
-    own = [("model.size", model.size, model.own), ("model.loss", model.loss, model.loss is not None)]
-    own.append(("data.source", data.source, data.own))
-    for key in (f"{key} is {value!r:.60}" for key, value, is_own in own if is_own):
+    users_parts = [("model.size", model.size, model.own), ("model.loss", model.loss, model.loss is not None)]
+    users_parts.append(("data.source", data.source, data.own))
+    for key in (f"{key} is {value!r:.60}" for key, value, is_own in users_parts if is_own):
         yield (f"{fact} and {key}, but only the built-in model on text can be cut; remove [pipeline]")
         return
     if model.experts is not None:
@@ -294,15 +294,15 @@ def _without_share(pipeline: PipelineConfig, schedule: Schedule, layers: int, cu
     spans, fragments = [*pairwise([0, *cuts, layers])], schedule.fragments
     owns = [[k for a, b in spans[part :: pipeline.stages] for k in range(a, b)] for part in range(pipeline.stages)]
 
-    def held(own: Sequence[int], pattern: Pattern) -> int:
-        return len({fragment_of(k, layers, fragments, pattern) for k in own})
+    def held(stage_layers: Sequence[int], pattern: Pattern) -> int:
+        return len({fragment_of(k, layers, fragments, pattern) for k in stage_layers})
 
-    strided = schedule.pattern != "strided" and all(held(own, "strided") == fragments for own in owns)
-    for part, own in enumerate(owns if 1 < fragments <= layers else []):
-        if (some := held(own, schedule.pattern)) < fragments:
+    strided = schedule.pattern != "strided" and all(held(layers_here, "strided") == fragments for layers_here in owns)
+    for part, layers_here in enumerate(owns if 1 < fragments <= layers else []):
+        if (some := held(layers_here, schedule.pattern)) < fragments:
             yield (
                 f"schedule.fragments is {fragments} with pattern '{schedule.pattern}', and stage {part} of {pipeline.stages} has "
-                f"layers {own}, of {some} of them; take "
+                f"layers {layers_here}, of {some} of them; take "
                 f"{'the pattern strided, ' if strided else ''}fewer fragments, other pipeline.cuts or fewer stages"
             )
 

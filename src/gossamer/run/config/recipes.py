@@ -447,8 +447,10 @@ def made_of(settings: Mapping[str, Any]) -> str:
     parts = []
     for head in _NAMED:
         if f"{head}.name" in settings:
-            own = [f"{k.partition('.')[2]} = {_value(v)}" for k, v in settings.items() if k.startswith(f"{head}.")]
-            options = ", ".join(one for one in own if not one.startswith("name = "))
+            options_of_head = [
+                f"{k.partition('.')[2]} = {_value(v)}" for k, v in settings.items() if k.startswith(f"{head}.")
+            ]
+            options = ", ".join(one for one in options_of_head if not one.startswith("name = "))
             parts.append(f"{head} `{settings[f'{head}.name']}{f'({options})' if options else ''}`")
     rest = (item for item in settings.items() if item[0].partition(".")[0] not in _NAMED)
     return ", ".join([*parts, *(f"`{key} = {_value(value)}`" for key, value in rest)])

@@ -211,9 +211,9 @@ def _unsharded(config: RunConfig) -> Iterator[str]:
     if shards == 1:
         return
     setting = f"run.shards is {shards}"
-    own = [("model.size", model.size, model.own), ("model.loss", model.loss, model.loss is not None)]
-    own.append(("data.source", config.data.source, config.data.own))
-    if named := [f"{key} is {value!r:.60}" for key, value, is_own in own if is_own]:
+    users_parts = [("model.size", model.size, model.own), ("model.loss", model.loss, model.loss is not None)]
+    users_parts.append(("data.source", config.data.source, config.data.own))
+    if named := [f"{key} is {value!r:.60}" for key, value, is_own in users_parts if is_own]:
         yield (
             f"{setting} and {named[0]}, but only the built-in model on text is sharded; set it to 1, or shard your model in your "
             "own loop with gossamer.Outer"

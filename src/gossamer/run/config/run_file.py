@@ -347,8 +347,8 @@ class RunConfig(RunLength):
 
     def _unbatched(self) -> Iterator[str]:
         """Why replicas cannot train as one computation."""
-        own = {"model.size": self.model.own, "data.source": self.data.own}
-        wrong = [key for key, given in own.items() if given]
+        users_parts = {"model.size": self.model.own, "data.source": self.data.own}
+        wrong = [key for key, given in users_parts.items() if given]
         wrong += [key for key, value in _BATCHED.items() if attrgetter(key)(self) != value]
         wrong += ["inner.optimizer"] if self.inner.optimizer not in _STACKED else []
         for key in wrong:

@@ -233,9 +233,9 @@ class ElasticRounds(Participant[ElasticTransport]):
             self.transport.await_later(round)
         self._plans.clear()
         self._begins = True
-        own = Begun(round, self._finished, self.slot, 0, self.transport.members.own.incarnation)
+        begin = Begun(round, self._finished, self.slot, 0, self.transport.members.own.incarnation)
         again, began_s = self._donor is not None, time.monotonic()
-        begun = self._fetched(own, source)
+        begun = self._fetched(begin, source)
         self._say_if_slow(time.monotonic() - began_s)
         self._waste = self._waste + 1 if again and begun.after <= self._finished else 0
         if self._waste:

@@ -293,7 +293,10 @@ class StoreWork:
                 f"what lies in the store for round {round + 1} does not fit this model ({error}); start all with the same run "
                 "file and gossamer"
             ) from None
-        return [refill(form, [one.to(self._device) for one in own]) for own, form in zip(some, forms, strict=True)]
+        return [
+            refill(form, [one.to(self._device) for one in tensors_here])
+            for tensors_here, form in zip(some, forms, strict=True)
+        ]
 
     def finish(self, commit: Commit, mean: memoryview) -> None:
         """See `StoreWorker`."""

@@ -170,13 +170,13 @@ def _copied(
         there.setdefault(config.digest, []).append((file.parent, config))
     taken = list[tuple[Point, Origin]]()
     for run in missing:
-        own = settings_of(run.config)
-        alike = (place for place, config in there.get(own.digest, []) if measures_alike(own, config))
-        place = next((place for place in alike if is_evaluated(own, place)), None)
-        if place is not None and own.digest in computed:
+        settings = settings_of(run.config)
+        alike = (place for place, config in there.get(settings.digest, []) if measures_alike(settings, config))
+        place = next((place for place in alike if is_evaluated(settings, place)), None)
+        if place is not None and settings.digest in computed:
             _copy(place, folders[run.label])
             _adopt(run, folders)
-            taken.append((run, computed[own.digest]))
+            taken.append((run, computed[settings.digest]))
     if some and not taken:
         raise ConfigError(
             f"none of the {len(missing)} runs is finished in '{reuse}' with the same settings, seed and validations; gossamer "

@@ -85,10 +85,10 @@ class Entrant(NamedTuple):
     @property
     def local_steps(self) -> int | list[int] | dict[str, list[int]]:
         """Those of each round, as a run file has them."""
-        own = self.candidate.local_steps
-        if self.last != own:
-            return {"0": list(own), str((self.rounds - 1) * max(own)): list(self.last)}
-        return own[0] if len({*own}) == 1 else list(own)
+        steps = self.candidate.local_steps
+        if self.last != steps:
+            return {"0": list(steps), str((self.rounds - 1) * max(steps)): list(self.last)}
+        return steps[0] if len({*steps}) == 1 else list(steps)
 
     @property
     def taken(self) -> int:
@@ -134,8 +134,8 @@ def alone(made: RunPlan) -> list[Candidate]:
     """The quickest machine alone and, where there are sites, the quickest of these alone, as the plan prices them."""
     quickest = list[Candidate]()
     for method in (ALONE, SITE_ALONE):
-        own = [one for one in made.candidates if one.method == method]
-        quickest += [min(own, key=lambda one: one.seconds_per_token)] if own else []
+        priced = [one for one in made.candidates if one.method == method]
+        quickest += [min(priced, key=lambda one: one.seconds_per_token)] if priced else []
     return quickest
 
 
@@ -184,13 +184,15 @@ def course_of(
     for one in some:
         if any(label_of(one) == entrant.label for entrant in entrants):
             continue  # it differs only in its return codec, and the better-ranked one is raced
-        own = math.floor(horizon_s / one.round_s * (1 + 1e-9))
+        rounds = math.floor(horizon_s / one.round_s * (1 + 1e-9))
         if _fragments(one) > 1 and model.shape.layers == 1:
             left[label_of(one)] = "it needs a layer for each of its fragments, and the small model has one in all"
-        elif own < _FEWEST:
-            left[label_of(one)] = f"{own} round{'s' * (own != 1)} in that time, of which at least {_FEWEST} are needed"
+        elif rounds < _FEWEST:
+            left[label_of(one)] = (
+                f"{rounds} round{'s' * (rounds != 1)} in that time, of which at least {_FEWEST} are needed"
+            )
         else:
-            entrants.append(_filling(course, made, one, own))
+            entrants.append(_filling(course, made, one, rounds))
     return course._replace(entrants=tuple(entrants), left=left)
 
 
@@ -267,11 +269,11 @@ def document(
     batches = max(8, min(_VALIDATED, trained // 30) // step)
     rows = []
     for one in course.entrants:
-        own = one.candidate.local_steps
+        local_steps = one.candidate.local_steps
         run = {
             "steps": one.steps,
             "local_steps": one.local_steps,
-            "batched": min(8, len(own)),
+            "batched": min(8, len(local_steps)),
             "eval_every": math.ceil(one.steps / _VALIDATIONS),
             "eval_batches": batches,
         }

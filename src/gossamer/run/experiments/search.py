@@ -263,10 +263,10 @@ class _State:
         plain = not any(pair[_GAMMA] for pair in self._space.outers if pair)
         if setting.outer is None or (plain and which == _GAMMA):  # a grid without momentum stays without
             return []
-        own, tried = setting.outer[which], self._tried(which)
+        value_here, tried = setting.outer[which], self._tried(which)
         ends = []
-        for way in [way for way, end in ((1, max(tried)), (-1, min(tried))) if own == end]:
-            if (value := _next(own, which, way)) is not None:
+        for way in [way for way, end in ((1, max(tried)), (-1, min(tried))) if value_here == end]:
+            if (value := _next(value_here, which, way)) is not None:
                 ends.append((_with(setting.outer, which, value), way))
         return ends
 

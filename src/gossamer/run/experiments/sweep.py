@@ -129,9 +129,14 @@ def sweep(
     for at, words in zip(all_at, words_of(all_at), strict=True):
         for seed in seeds:
             label = label_of(words, seed)
-            own = {name: value for name, value in at.items() if name in Keywords.__annotations__}
-            dotted = {name: value for name, value in at.items() if name not in own}
-            here = {**given, **own, "seed": seed, "settings": {"name": label, **given.get("settings", {}), **dotted}}
+            keywords = {name: value for name, value in at.items() if name in Keywords.__annotations__}
+            dotted = {name: value for name, value in at.items() if name not in keywords}
+            here = {
+                **given,
+                **keywords,
+                "seed": seed,
+                "settings": {"name": label, **given.get("settings", {}), **dotted},
+            }
             place = folder / f"{len(runs):03d}"
             try:
                 done = simulate(run, place, progress=progress, **cast(Keywords, here))

@@ -151,13 +151,13 @@ def contenders(document: Mapping[str, Any], *, scale: str = "") -> list[Contende
 
 
 def _contender(table: Any, base: Mapping[str, Any], row: Variant) -> Contender:
-    own = row.table.get("tune", {})
-    if "sweep" in row.table or not isinstance(own, Mapping) or not own.keys() <= {"lr", "outer"}:
+    overrides = row.table.get("tune", {})
+    if "sweep" in row.table or not isinstance(overrides, Mapping) or not overrides.keys() <= {"lr", "outer"}:
         raise ConfigError(
-            f"the variant '{row.label}' has {'a sweep' if 'sweep' in row.table else f'tune = {own!r:.60}'}, but gossamer tune "
-            "takes tune = { lr = [...], outer = [...] } there; all else is the same for every method"
+            f"the variant '{row.label}' has {'a sweep' if 'sweep' in row.table else f'tune = {overrides!r:.60}'}, but gossamer "
+            "tune takes tune = { lr = [...], outer = [...] } there; all else is the same for every method"
         )
-    asked = build(TuneConfig, {**table, **own} if isinstance(table, Mapping) else table, "tune")
+    asked = build(TuneConfig, {**table, **overrides} if isinstance(table, Mapping) else table, "tune")
     document = with_settings(base, {**row.settings, "name": row.label})
     config = parse(document)
     kind = next((kind for kind in ("server", "pair") if getattr(config, kind) is not None), "rule")

@@ -228,7 +228,7 @@ def join_run(config: RunSettings, folder: Path, run: int, where: str, others: Se
             if address in tries.final:
                 continue
             try:
-                listener, own = listening_towards(split(address)[0])
+                listener, listens_at = listening_towards(split(address)[0])
             except (OSError, ValueError) as error:
                 tries.failed(address, error)
                 continue
@@ -237,7 +237,7 @@ def join_run(config: RunSettings, folder: Path, run: int, where: str, others: Se
                 offer = ask(
                     address,
                     secret,
-                    Applicant(nonce, own),
+                    Applicant(nonce, listens_at),
                     run=run,
                     limits=limits_of(config),
                     timeout_s=left_s,
@@ -252,7 +252,7 @@ def join_run(config: RunSettings, folder: Path, run: int, where: str, others: Se
             # An asynchronous one reads its own when it begins.
             after = 0 if config.event_driven else newest_of_own(Store(config, folder), offer.slot, lineage).round
             endpoint = Endpoint(listener, run, secret, wait_s, config.run.round_deadline_s, keys)
-            announce(folder, Address(offer.slot, own, run))
+            announce(folder, Address(offer.slot, listens_at, run))
             members = Members(limits_of(config), offer.slot, offer.entries)
             return Seat(members, endpoint, lineage, after, offer.slot, goes_on=True)
         if (addresses and tries.final.issuperset(addresses)) or time.monotonic() + _AGAIN_S >= deadline:
@@ -340,13 +340,13 @@ def fact_of(slot: int, value: object, brought: Brought[Fact]) -> Stated[Fact]:
     raise PeerError(f"worker {slot} published no address ({value!r:.60}); install the same gossamer version everywhere")
 
 
-def warn_of_loopback(own: str, addresses: Sequence[str]) -> None:
+def warn_of_loopback(address: str, addresses: Sequence[str]) -> None:
     """Warns where this process listens on loopback, and others do not."""
-    if is_loopback(split(own)[0]) and not all(is_loopback(split(one)[0]) for one in addresses):
+    if is_loopback(split(address)[0]) and not all(is_loopback(split(one)[0]) for one in addresses):
         log.warning(
             "this worker listens on %s, where processes of other machines cannot reach it, as MASTER_ADDR = '%s' leads to a "
             "loopback address here; give the address of that machine instead of its name",
-            own,
+            address,
             os.environ.get("MASTER_ADDR", ""),
         )
 

@@ -194,8 +194,8 @@ def _published(asked: Mapping[str, Any]) -> dict[str, Any]:
     else:
         model = asked["published"]
         settings = {
-            method: setting_of(model, method, **({} if own.get("local_steps") == 1 else {"local_steps": steps}))
-            for method, own in PUBLISHED_METHODS.items()
+            method: setting_of(model, method, **({} if defaults.get("local_steps") == 1 else {"local_steps": steps}))
+            for method, defaults in PUBLISHED_METHODS.items()
         }
         curves = {method: utilisation_curve(setting) for method, setting in settings.items()}
         rows = [

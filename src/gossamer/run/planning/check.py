@@ -540,11 +540,11 @@ def _counted(config: ResolvedRun, layout: Layout, rounds: int) -> Counted:
         return Copies(what, copies, round(copies * size))
 
     held = holding_of(config, layout)
-    own = layout if held is None else held.of(0)[0]  # all workers hold as much
-    part = own.numel / layout.numel
+    held_layout = layout if held is None else held.of(0)[0]  # all workers hold as much
+    part = held_layout.numel / layout.numel
     rows = [kept("weights", part), kept("gradients", part)]
     if not is_code(config.inner.optimizer):
-        rows.append(kept("inner optimizer", part * inner_copies(config.inner, own)))
+        rows.append(kept("inner optimizer", part * inner_copies(config.inner, held_layout)))
     m = config.method
     if config.kind != "rounds" or not isinstance(m, Method):
         sent = traffic(config, layout)

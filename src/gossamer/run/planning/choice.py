@@ -101,12 +101,14 @@ class Candidate(NamedTuple):
         """The workers that take fewer local steps, in words; empty where there are none."""
         n = len(self.local_steps) + len(self.left_out)
         numbers = [i for i in range(n) if i not in self.left_out]
-        own = [(i, steps) for i, steps in zip(numbers, self.local_steps, strict=True) if steps < self.full_steps]
-        if not own:
+        slower = [(i, steps) for i, steps in zip(numbers, self.local_steps, strict=True) if steps < self.full_steps]
+        if not slower:
             return ""
-        if len(own) > 3:
-            return f"{len(own)} workers take {min(steps for _, steps in own)} to {max(steps for _, steps in own)}"
-        return ", ".join(f"worker {i} takes {steps}" for i, steps in own)
+        if len(slower) > 3:
+            return (
+                f"{len(slower)} workers take {min(steps for _, steps in slower)} to {max(steps for _, steps in slower)}"
+            )
+        return ", ".join(f"worker {i} takes {steps}" for i, steps in slower)
 
     @property
     def dropped(self) -> str:
@@ -161,22 +163,24 @@ class Pick(NamedTuple):
 
     def hours_to_loss(self, candidate: Candidate) -> float:
         """Hours until a candidate has the loss of data parallelism after the tokens; infinite where its own loss is not known."""
-        own = candidate.penalty(self.scale)
-        return math.inf if own is None else self.hours_of(candidate) * math.exp(own.nats / self.scale.per_e_fold)
+        penalty = candidate.penalty(self.scale)
+        return (
+            math.inf if penalty is None else self.hours_of(candidate) * math.exp(penalty.nats / self.scale.per_e_fold)
+        )
 
     def loss(self, candidate: Candidate) -> Range | None:
         """The loss in the time, above data parallelism after the tokens; None where it is not known."""
-        own = candidate.penalty(self.scale)
-        if own is None:
+        expected = candidate.penalty(self.scale)
+        if expected is None:
             return None
         none = penalty(self.scale, "data parallel", 1, "exact")
         assert none is not None
-        return expected_difference(self.scale, own, none, self.tokens_of(candidate) / self.tokens)
+        return expected_difference(self.scale, expected, none, self.tokens_of(candidate) / self.tokens)
 
     def outside(self, candidate: Candidate) -> bool:
         """Whether its loss is extrapolated."""
-        own = candidate.penalty(self.scale)
-        return bool(self.scale.outside or (own is not None and own.beyond))
+        penalty = candidate.penalty(self.scale)
+        return bool(self.scale.outside or (penalty is not None and penalty.beyond))
 
     def whole_round(self, candidate: Candidate) -> bool:
         """Whether a round of a candidate ends in the time, and needs no more tokens than there are."""
@@ -184,8 +188,8 @@ class Pick(NamedTuple):
 
     def above_best(self, candidate: Candidate) -> Range | None:
         """The loss in the time above that of the best; None where one of them is not known."""
-        own, best = candidate.penalty(self.scale), self.best.penalty(self.scale)
-        return None if own is None or best is None else _apart(self.scale, (candidate, own), (self.best, best))
+        penalty, best = candidate.penalty(self.scale), self.best.penalty(self.scale)
+        return None if penalty is None or best is None else _apart(self.scale, (candidate, penalty), (self.best, best))
 
 
 def more_steps_would_help(choice: Pick, candidate: Candidate) -> bool:
@@ -193,12 +197,12 @@ def more_steps_would_help(choice: Pick, candidate: Candidate) -> bool:
     twice = candidate._replace(
         local_steps=tuple(2 * steps for steps in candidate.local_steps), round_s=2 * candidate.round_s
     )
-    own, more = candidate.penalty(choice.scale), twice.penalty(choice.scale)
-    if own is None or more is None or candidate.full_steps == 1:
+    penalty, more = candidate.penalty(choice.scale), twice.penalty(choice.scale)
+    if penalty is None or more is None or candidate.full_steps == 1:
         return False
     busy = candidate.utilisation + candidate.between_stages
     saved = -math.log(busy + (1 - busy) / 2)  # a round sends as much, in twice the steps
-    return choice.scale.per_e_fold * saved - (more.nats - own.nats) > _AS_LOW
+    return choice.scale.per_e_fold * saved - (more.nats - penalty.nats) > _AS_LOW
 
 
 _Known = tuple[Candidate, Penalty]
@@ -216,7 +220,7 @@ def pick(candidates: Iterable[Candidate], scale: LossScale, hours: float | None 
     """
     candidates = list(candidates)
     candidates = [one for one in candidates if _fits(one, scale, hours)] or candidates
-    known = [(one, own) for one in candidates if (own := one.penalty(scale)) is not None]
+    known = [(one, penalty) for one in candidates if (penalty := one.penalty(scale)) is not None]
     alike = undecided = candidates
 
     def in_time(pair: _Known) -> float:
@@ -254,8 +258,8 @@ def best_of_each(choice: Pick, candidates: Sequence[Candidate]) -> Iterator[Cand
     families: dict[tuple[str, bool], list[Candidate]] = {}
     for one in candidates:
         families.setdefault(one.family, []).append(one)
-    for family, own in families.items():
-        yield choice.best if family == choice.best.family else pick(own, choice.scale).best
+    for family, members in families.items():
+        yield choice.best if family == choice.best.family else pick(members, choice.scale).best
 
 
 def shortlist(choice: Pick, candidates: Iterable[Candidate], most: int = 6) -> list[Candidate]:
@@ -266,13 +270,13 @@ def shortlist(choice: Pick, candidates: Iterable[Candidate], most: int = 6) -> l
     """
     known = [one for one in candidates if one.penalty(choice.scale) is not None]
     best, tried = choice.best, [choice.best]
-    own = [one for one in known if (one.family, one.left_out) == (best.family, best.left_out)]
+    same_family = [one for one in known if (one.family, one.left_out) == (best.family, best.left_out)]
     for side in (
-        max((one.full_steps for one in own if one.full_steps < best.full_steps), default=None),
-        min((one.full_steps for one in own if one.full_steps > best.full_steps), default=None),
+        max((one.full_steps for one in same_family if one.full_steps < best.full_steps), default=None),
+        min((one.full_steps for one in same_family if one.full_steps > best.full_steps), default=None),
     ):
         if side is not None:
-            tried.append(pick([one for one in own if one.full_steps == side], choice.scale).best)
+            tried.append(pick([one for one in same_family if one.full_steps == side], choice.scale).best)
 
     def above(candidate: Candidate) -> Range:
         stands = choice.above_best(candidate)

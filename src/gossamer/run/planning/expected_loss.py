@@ -333,8 +333,8 @@ def penalty(scale: LossScale, method: str, local_steps: int, codec: str, missing
     >>> round(penalty(at, "DiLoCo", 30, "bf16").nats, 4), penalty(at, "DiLoCo", 30, "topk")
     (0.1906, None)
     """
-    own = "DiLoCo" if scale.workers == 2 and method in _PAIRS else method
-    if (known := _exact(scale, own, local_steps)) is None:
+    measured_as = "DiLoCo" if scale.workers == 2 and method in _PAIRS else method
+    if (known := _exact(scale, measured_as, local_steps)) is None:
         return None
     lossy: Sequence[float] = ()
     if codec not in EXACT_CODECS and method not in _WITH_A_CODEC:
@@ -344,12 +344,12 @@ def penalty(scale: LossScale, method: str, local_steps: int, codec: str, missing
         lossy = codecs[codec]
     (by_seed, doubt), few = known, 0.0
     if method != "data parallel" and (price := scale.few_rounds(local_steps)) > 0:
-        at_unit = _exact(scale, own, 30)
+        at_unit = _exact(scale, measured_as, 30)
         assert at_unit is not None
         lead = min(0.0, sum(map(fmean, at_unit[0])) - scale.gap)  # of Muon, which has it in few rounds too
         few = max(0.0, price + lead - sum(map(fmean, by_seed)))
     return Penalty(
-        own,
+        measured_as,
         tuple(by_seed),
         scale.gap if method != "data parallel" else 0.0,
         doubt + few,
@@ -406,9 +406,9 @@ def _towards(
     there, diloco = scale.on_the_way_to(known.parameters), _both_lengths(scale, "DiLoCo", local_steps)
     assert diloco is not None
     nats = list[tuple[float, ...]]()
-    for (share, _), own, beside in zip(weighed, by_seed, diloco, strict=True):
+    for (share, _), by_run, beside in zip(weighed, by_seed, diloco, strict=True):
         published = [share * (scale.gap * part + known.share * scale.level) for part in beside.by_seed]
-        nats.append(tuple((1 - there) * a + there * b for a, b in zip(own, published, strict=True)))
+        nats.append(tuple((1 - there) * a + there * b for a, b in zip(by_run, published, strict=True)))
     return nats, there * known.half * scale.level
 
 
@@ -441,16 +441,16 @@ def expected_difference(scale: LossScale, one: Penalty, other: Penalty, more_tok
                 lossy = effect([(nats, 0.0) for nats in side.codec])
                 mean += sign * lossy.mean
                 chance = math.hypot(chance, (lossy.half or 0.0) * side.codec_far)
-    own = [side.exact - side.gap for side in (one, other)]
+    texts = [side.exact - side.gap for side in (one, other)]
     tokens = scale.per_e_fold * math.log(more_tokens)
     mean += one.few_rounds - other.few_rounds
     text = TEXT * max(one.gap, other.gap)
-    text = text if one.method != other.method else min(text, abs(own[0] - own[1]))
+    text = text if one.method != other.method else min(text, abs(texts[0] - texts[1]))
     off_the_law = (one.gap > 0) != (other.gap > 0)
     residual = _RESIDUAL * scale.level * scale.on_the_way_to(_PUBLISHED[0]) if off_the_law else 0.0
     half = (
         math.hypot(chance, text, residual)
-        + scale.method_doubt * abs(own[0] - own[1])
+        + scale.method_doubt * abs(texts[0] - texts[1])
         + scale.gap_doubt * abs(one.gap - other.gap)
     )
     half += abs(one.beyond - other.beyond) + abs(one.missing - other.missing) + _TOKENS_DOUBT * abs(tokens)

@@ -66,8 +66,8 @@ def _in_units(above: _BySeed) -> _BySeed:
     """In units of the loss of DiLoCo with `_UNIT` local steps."""
     unit = fmean(above["DiLoCo"][_UNIT])
     return {
-        method: {steps: tuple(nats / unit for nats in some) for steps, some in own.items()}
-        for method, own in above.items()
+        method: {steps: tuple(nats / unit for nats in some) for steps, some in by_steps.items()}
+        for method, by_steps in above.items()
     }
 
 
@@ -77,17 +77,17 @@ def _rising(above: _BySeed) -> _BySeed:
     Where they do, which is the chance of few seeds, neighbours have their common mean; differences between seeds stay.
     """
     rising = dict[str, dict[int, tuple[float, ...]]]()
-    for method, own in above.items():
+    for method, by_steps in above.items():
         pools = list[list[int]]()
-        for steps in sorted(one for one in own if one >= _RISES_FROM):
+        for steps in sorted(one for one in by_steps if one >= _RISES_FROM):
             pools.append([steps])
-            while len(pools) > 1 and _mean_of(own, pools[-2]) > _mean_of(own, pools[-1]):
+            while len(pools) > 1 and _mean_of(by_steps, pools[-2]) > _mean_of(by_steps, pools[-1]):
                 last = pools.pop()
                 pools[-1] += last
-        common = {steps: _mean_of(own, pool) for pool in pools for steps in pool}
+        common = {steps: _mean_of(by_steps, pool) for pool in pools for steps in pool}
         rising[method] = {
             steps: tuple(nats + common[steps] - fmean(some) for nats in some) if steps in common else some
-            for steps, some in own.items()
+            for steps, some in by_steps.items()
         }
     return rising
 

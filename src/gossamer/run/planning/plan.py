@@ -270,7 +270,7 @@ def _alone(
             raise ConfigError(
                 f"step_s of worker {worker} is {step_s} but must be above 0 to plan by it; give seconds of a step"
             )
-        own = float(share[worker])
+        share_here = float(share[worker])
         yield Candidate(
             method=ALONE,
             codec="exact",
@@ -278,9 +278,9 @@ def _alone(
             local_steps=(1,),
             round_s=step_s,
             round_bytes=0.0,
-            utilisation=own,
+            utilisation=share_here,
             seconds_per_token=step_s / options.step_tokens,
-            between_stages=1 - own,
+            between_stages=1 - share_here,
             left_out=tuple(i for i in range(n) if i != worker),
         )
     for left_out in site_teams(network, n):
@@ -383,30 +383,32 @@ def _all_priced(
     traces, candidates = dict[_Sketch, Trace](), dict[_Sketch, Candidate | None]()
     for sketch in sketches:
         payload_bytes = math.ceil(parameters * sketch.bits / 8)
-        if (own := _own_steps(sketch, network, payload_bytes)) is None:
+        if (local_steps := _own_steps(sketch, network, payload_bytes)) is None:
             continue
         if sketch.peers is None:
-            candidates[sketch] = _priced_mean(sketch, own, payload_bytes, network, parameters, options, computing)
+            candidates[sketch] = _priced_mean(
+                sketch, local_steps, payload_bytes, network, parameters, options, computing
+            )
             continue
         candidates[sketch] = None  # in its place
         rounds = options.rounds if network.jitter or network.changes else max(16, 8 * options.rounds // sketch.n)
         rounds = min(rounds, options.rounds) * (_MORE_DRAWS if _draws_freely(network, sketch.n) else 1)
         trace = _gossip(sketch.n, sketch.peers, _at_most(rounds, sketch.n), options.seed)
         sizes = np.broadcast_to(np.int64(payload_bytes), len(trace.messages.bytes))
-        steps = np.broadcast_to(np.array(own), trace.steps.shape)
+        steps = np.broadcast_to(np.array(local_steps), trace.steps.shape)
         traces[sketch] = trace._replace(steps=steps, messages=trace.messages._replace(bytes=sizes))
     timelines = price_together([*traces.values()], network, computing)
     for (sketch, trace), timeline in zip(traces.items(), timelines, strict=True):
-        own = tuple(trace.steps[0].tolist())
+        local_steps = tuple(trace.steps[0].tolist())
         candidates[sketch] = _candidate(
-            sketch, own, None, float(trace.sent_bytes.mean()) / trace.rounds, timeline, options
+            sketch, local_steps, None, float(trace.sent_bytes.mean()) / trace.rounds, timeline, options
         )
     return [one for one in candidates.values() if one is not None]
 
 
 def _priced_mean(
     sketch: _Sketch,
-    own: tuple[int, ...],
+    local_steps: tuple[int, ...],
     payload_bytes: int,
     network: Network,
     parameters: int,
@@ -426,11 +428,13 @@ def _priced_mean(
     def carried_by(how: MeanKind) -> Candidate:
         carrying = replace(network, mean=how)
         if network.shares or network.loses or n <= _LIMIT_LISTED:
-            timeline = price(from_targets(_everyone(n, rounds), message_bytes, own, kind=kind), carrying, computing)
+            timeline = price(
+                from_targets(_everyone(n, rounds), message_bytes, local_steps, kind=kind), carrying, computing
+            )
         else:
-            steps = np.broadcast_to(np.array(own), (rounds, n))
+            steps = np.broadcast_to(np.array(local_steps), (rounds, n))
             timeline = price_everyone(steps, message_bytes, carrying, kind=kind, computing=computing)
-        one = _candidate(sketch, own, back, sent_bytes, timeline, options)
+        one = _candidate(sketch, local_steps, back, sent_bytes, timeline, options)
         return _behind_backward(one, timeline, how) if sketch.method == "data parallel" else one
 
     if sketch.method != "data parallel":
@@ -468,7 +472,7 @@ def _behind_backward(candidate: Candidate, timeline: Timeline, collective: MeanK
 
 def _candidate(
     sketch: _Sketch,
-    own: tuple[int, ...],
+    local_steps: tuple[int, ...],
     back: str | None,
     sent_bytes: float,
     timeline: Timeline,
@@ -480,11 +484,11 @@ def _candidate(
         method=sketch.method,
         codec=sketch.codec,
         back=back,
-        local_steps=own,
+        local_steps=local_steps,
         round_s=timeline.total_s / rounds,
         round_bytes=sent_bytes,
         utilisation=timeline.mean_utilisation,
-        seconds_per_token=timeline.total_s / (options.step_tokens * rounds * sum(own)),
+        seconds_per_token=timeline.total_s / (options.step_tokens * rounds * sum(local_steps)),
         between_stages=timeline.mean_between_stages,
         spread_s=spread_s(timeline),
     )
@@ -505,8 +509,10 @@ def _own_steps(sketch: _Sketch, network: Network, payload_bytes: int) -> tuple[i
     if not sketch.matched:
         return (steps,) * n
     ahead = (n - 1) / n if network.mean == "owners" else 0.0
-    own = matched_steps(links_of(network, n), steps, payload_bytes * (ahead if sketch.peers is None else sketch.peers))
-    return own if sketch.peers is not None or min(own) < steps else None
+    matched = matched_steps(
+        links_of(network, n), steps, payload_bytes * (ahead if sketch.peers is None else sketch.peers)
+    )
+    return matched if sketch.peers is not None or min(matched) < steps else None
 
 
 def matched_steps(links: Links, full_steps: int, sent_bytes: float) -> tuple[int, ...]:
@@ -554,12 +560,15 @@ def run_toml(
             parallelism, which has no local steps.
     """
     chosen = plan.best if candidate is None else candidate
-    own, rounds = chosen.local_steps, plan.rounds_of(chosen) if steps is None else -(-steps // chosen.full_steps)
+    local_steps, rounds = (
+        chosen.local_steps,
+        plan.rounds_of(chosen) if steps is None else -(-steps // chosen.full_steps),
+    )
     best, parts = optima_of(plan, chosen, rounds), method_tables(chosen)
     parts["rule"] |= best.rule
     document: dict[str, Any] = {
         "name": name,
-        "workers": len(own),
+        "workers": len(local_steps),
         "seed": plan.options.seed,
         **parts,
         "model": {
@@ -575,7 +584,7 @@ def run_toml(
         "inner": dict(best.inner),
         "run": {
             "steps": rounds * chosen.full_steps,
-            "local_steps": own[0] if len(set(own)) == 1 else list(own),
+            "local_steps": local_steps[0] if len(set(local_steps)) == 1 else list(local_steps),
             **({"adapt": True} if adapt and chosen.full_steps > 1 else {}),
             **({"weigh_steps": True} if weigh_steps and chosen.method != "data parallel" else {}),
         },

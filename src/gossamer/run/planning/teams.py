@@ -192,9 +192,9 @@ def network_without(network: Network, n: int, left_out: Sequence[int]) -> Networ
         if isinstance(value := getattr(network, name), tuple)
     }
     sites = {
-        name: replace(site, workers=own)
+        name: replace(site, workers=workers)
         for name, site in network.sites.items()
-        if (own := tuple(number[i] for i in site.workers if i in number))
+        if (workers := tuple(number[i] for i in site.workers if i in number))
     }
     if len(sites) < 2:
         sites = {}

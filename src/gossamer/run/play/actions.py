@@ -119,7 +119,7 @@ def acted(conditions: Conditions, action: Action) -> Conditions:
         case Action("local_steps", int(steps)):
             return conditions._replace(local_steps=steps)
     assert action.do == "momentum", action
-    momenta = tuple((name, value if name == conditions.method else own) for name, own in conditions.momenta)
+    momenta = tuple((name, value if name == conditions.method else current) for name, current in conditions.momenta)
     return conditions._replace(momenta=momenta)
 
 

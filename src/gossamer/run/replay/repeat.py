@@ -202,8 +202,8 @@ class Repeat:
             if not self._adds_means(begun):
                 self._keep(worker, begun.after)
         if self._adds_means(begun):
-            for own, shared in zip(worker.loop.shared, self._shared[begun.round], strict=True):
-                own.copy_(shared)
+            for target, shared in zip(worker.loop.shared, self._shared[begun.round], strict=True):
+                target.copy_(shared)
             worker.replica.recompute()
         if begun.round:
             worker.loop.send_ahead(begun.round)

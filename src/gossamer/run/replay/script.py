@@ -168,7 +168,7 @@ class _Reader:
         self._turn(begun.round)
         if self._method.exchanges_once:
             exchanges = [ExchangeOutcome(one.round, one.round, 0, *one[1:4]) for one in trained]
-        own = self._exchanges.setdefault(process, {})
+        outcomes = self._exchanges.setdefault(process, {})
         for one in [*trained, *exchanges]:
             of = one.of if isinstance(one, ExchangeOutcome) else one.round
             if of >= rounds or not {slot} <= (one.alive or {slot}) <= set(range(n)):
@@ -176,7 +176,7 @@ class _Reader:
                     slot, of, f"the run has {rounds} rounds and {n} slots, and a worker is alive itself"
                 )
         for one in exchanges:
-            own[one.of, one.fragment] = one._replace(alive=self._or_all(one.alive))
+            outcomes[one.of, one.fragment] = one._replace(alive=self._or_all(one.alive))
         script.next[process, begun.round - 1] = before = begun.round
         for outcome in trained:
             self._turn(outcome.round).outcomes[slot] = outcome._replace(alive=self._or_all(outcome.alive))
@@ -195,8 +195,8 @@ class _Reader:
         """Removes the messages between workers that closed an exchange over different sets."""
         everyone = frozenset(range(self._n))
         named: dict[tuple[int, int], dict[int, tuple[int, frozenset[int]]]] = {}
-        for (slot, k), own in self._exchanges.items():
-            for key, outcome in own.items():
+        for (slot, k), outcomes in self._exchanges.items():
+            for key, outcome in outcomes.items():
                 named.setdefault(key, {})[slot] = k, outcome.alive or everyone
         for (of, fragment), sets in named.items():
             for i, (k, some) in sets.items():
@@ -205,8 +205,8 @@ class _Reader:
                 if self.script.lives[i][k].begun.round <= of < _last(self.script.lives[i][k]):
                     raise self._contradiction(i, of, "it went on after a round that others had closed otherwise")
                 self._turn(of).overruled.add(i)
-                own = self._exchanges[i, k]
-                own[of, fragment] = own[of, fragment]._replace(alive=frozenset({i}))
+                outcomes = self._exchanges[i, k]
+                outcomes[of, fragment] = outcomes[of, fragment]._replace(alive=frozenset({i}))
 
     def _count(self, process: Process, outcome: ExchangeOutcome) -> None:
         """Adds the counted messages of an exchange."""

@@ -170,8 +170,8 @@ class _StoreWorker:
         elif event.event == "push":
             replies = self._push(event, message)
         elif event.event == "leave":
-            own = event.writer == worker
-            replies = session.leave(worker, None if own else "it has given no sign of life", now_s)
+            is_own_event = event.writer == worker
+            replies = session.leave(worker, None if is_own_event else "it has given no sign of life", now_s)
         else:
             replies = session.tick(now_s)
         session.records.check()

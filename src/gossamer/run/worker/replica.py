@@ -275,12 +275,12 @@ class Replica:
             yield
             return
         # Copied in and out, as the model's and the optimizer's parameters are views of this memory.
-        own = self.x.clone()
+        saved = self.x.clone()
         self.x.copy_(self.evaluated)
         try:
             yield
         finally:
-            self.x.copy_(own)
+            self.x.copy_(saved)
 
     def recompute(self) -> None:
         """Recomputes the parameters after an outer step, from `x` or an averaging optimizer's average and iterate."""
@@ -424,8 +424,8 @@ class Replica:
         if self.moments:
             share_moments(self.optimizer, self.model, self.layout, self.moments)
         self.task.data.restore(state["data"])
-        for own, saved in zip(self.buffers, state.get("buffers", ()), strict=True):
-            own.copy_(saved)
+        for buffer, saved in zip(self.buffers, state.get("buffers", ()), strict=True):
+            buffer.copy_(saved)
         if self.staged is not None:
             squares = {int(first): float(square) for first, square in state.get("squares", {}).items()}
             self.staged.restore(on_device(state.get("boundaries", {}), self.device), squares)

@@ -79,8 +79,8 @@ class Shards:
             p.grad = None
         with self._translate_errors():
             yield
-        for p, own in zip(self._parameters, self._own.parameters(), strict=True):
-            own.grad = None if p.grad is None else local(p.grad)
+        for p, shard in zip(self._parameters, self._own.parameters(), strict=True):
+            shard.grad = None if p.grad is None else local(p.grad)
 
     def all_losses(self, losses: Sequence[float]) -> list[float]:
         """The losses of all micro-batches of a step, in order; the same on all processes of the worker."""
@@ -94,7 +94,7 @@ class Shards:
 
     def clip(self, max_norm: float) -> None:
         """As `clip_gradients`, by the norm over all shards."""
-        gradients = [own.grad for own in self._own.parameters() if own.grad is not None]
+        gradients = [shard.grad for shard in self._own.parameters() if shard.grad is not None]
         squares = sum(float(g.double().square().sum()) for g in gradients)
         norm = torch.tensor(math.sqrt(self.all_reduce_sum(squares)), device=self._device)
         torch.nn.utils.clip_grads_with_norm_(self._own.parameters(), max_norm, norm)
@@ -129,7 +129,7 @@ class Shards:
         vector: Callable[[Tensor, int | None], Tensor],
         rows: Callable[[Tensor, tuple[int, ...]], Tensor],
     ) -> dict[str, Any]:
-        shapes = {id(own): tuple(p.shape) for own, p in zip(self._own.parameters(), self._parameters, strict=True)}
+        shapes = {id(shard): tuple(p.shape) for shard, p in zip(self._own.parameters(), self._parameters, strict=True)}
         full = [
             shapes[id(p)] for group in self.optimizer().param_groups for p in group["params"]
         ]  # numbered as in the state
@@ -206,8 +206,8 @@ class Shards:
 
     def _joined_rows(self, value: Tensor, shape: tuple[int, ...]) -> Tensor:
         """A tensor of the inner optimizer, of the shape of a parameter or a number that is the same on all."""
-        own = self._rows(shape[0], self.part)
-        if value.shape != (_length(own), *shape[1:]):
+        rows = self._rows(shape[0], self.part)
+        if value.shape != (_length(rows), *shape[1:]):
             return value
         lengths = [_length(self._rows(shape[0], part)) for part in range(self.parts)]
         pieces = self._gather(value.reshape(-1), [length * math.prod(shape[1:]) for length in lengths])

@@ -94,10 +94,10 @@ def _own_model(config: RunSettings) -> nn.Module:
 def _loss(config: RunSettings) -> Loss:
     if config.model.loss is None:
         return next_token_loss
-    name, own = config.model.loss, caller(config.parts, "loss", config.model.loss)
+    name, loss_function = config.model.loss, caller(config.parts, "loss", config.model.loss)
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        value = own(model, batch)
+        value = loss_function(model, batch)
         if not isinstance(value, Tensor) or value.numel() != 1:
             shown = (
                 f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

@@ -364,12 +364,12 @@ class SlotHolder(Generic[P]):
         yield from self._create("run", {**self.terms.run, "id": self._nonce})
         while (item := (yield from self._read("run"))) is None:
             yield from self._pause(0.0)  # it is not visible yet
-        own, there = {**self.terms.run}, dict(item.head) if isinstance(item.head, dict) else {}
+        here, there = {**self.terms.run}, dict(item.head) if isinstance(item.head, dict) else {}
         identity = there.pop("id", None)
-        other = next((key for key in sorted({*own, *there}) if own.get(key) != there.get(key)), None)
+        other = next((key for key in sorted({*here, *there}) if here.get(key) != there.get(key)), None)
         if other is not None or not isinstance(identity, str):
             raise PeerError(
-                f"the store holds another run: {other} is {there.get(str(other))!r:.60} there and {own.get(str(other))!r:.60} "
+                f"the store holds another run: {other} is {there.get(str(other))!r:.60} there and {here.get(str(other))!r:.60} "
                 "here; start all with the same run file, data and gossamer, or give another --store"
             )
         self._work.agree(identity)
@@ -554,8 +554,8 @@ class Attendance(SlotHolder[StoreWorker]):
 
     def _train(self) -> Steps[None]:
         work, terms = self._work, self.terms
-        own = yield Do(partial(work.begin, self.slot, self.life))
-        while (yield from self._stand(own)):
+        resumed = yield Do(partial(work.begin, self.slot, self.life))
+        while (yield from self._stand(resumed)):
             if self.seen.newest < 0 and self.round == 0:
                 yield from self._await_company()
             while not work.asked():
@@ -564,7 +564,7 @@ class Attendance(SlotHolder[StoreWorker]):
                 if done is None:
                     break
                 yield Do(partial(work.mix if terms.gossip else work.finish, *done))
-                own, self.round, self._begun = self.round + 1, self.round + 1, None
+                resumed, self.round, self._begun = self.round + 1, self.round + 1, None
                 if terms.gossip:
                     yield from self._keep_own_state()
                 elif done[0].closer == (self.slot, self.life):
@@ -572,7 +572,7 @@ class Attendance(SlotHolder[StoreWorker]):
                 if self.round == terms.rounds:
                     return
             if work.asked():
-                yield Do(partial(work.restore, own))
+                yield Do(partial(work.restore, resumed))
                 return
 
     def _await_company(self) -> Steps[None]:
@@ -592,7 +592,7 @@ class Attendance(SlotHolder[StoreWorker]):
 
     # --- to come in ---------------------------------------------------------------------------------------------------
 
-    def _stand(self, own: int) -> Steps[bool]:
+    def _stand(self, resumed: int) -> Steps[bool]:
         """Catches up with the newest closed round; returns whether there is another round to train.
 
         Raises: CheckpointError where no state leads there.
@@ -601,13 +601,13 @@ class Attendance(SlotHolder[StoreWorker]):
         while True:
             yield from self._look(None)
             newest = max(self.seen.states, default=-1)
-            first = min(own, newest) if newest >= 0 else own
+            first = min(resumed, newest) if newest >= 0 else resumed
             yield from self._look(max(0, first - 1))
             finished = self.seen.newest + 1
             if terms.gossip:
-                finished = max(finished, own)  # a listing may lack the outcomes that led to its own state
-            for base, donor in self._bases(own, finished):
-                begun = yield from self._base(base, own, donor)
+                finished = max(finished, resumed)  # a listing may lack the outcomes that led to its own state
+            for base, donor in self._bases(resumed, finished):
+                begun = yield from self._base(base, resumed, donor)
                 if begun is not None and (
                     yield from (self._go_to(finished) if terms.gossip else self._add_means(base))
                 ):
@@ -622,26 +622,26 @@ class Attendance(SlotHolder[StoreWorker]):
                 )
             waited_s += yield from self._pause(waited_s)
 
-    def _bases(self, own: int, finished: int) -> list[tuple[int, int]]:
+    def _bases(self, resumed: int, finished: int) -> list[tuple[int, int]]:
         """The states from which it may continue, best first: the rounds behind each, and its slot, -1 where all are equal."""
         states = sorted(self.seen.states, reverse=True)
         if not self.terms.gossip:
-            bases = [own, *states]
-            if states and states[0] > own and finished - own > AHEAD:
-                bases = [states[0], own, *states[1:]]
+            bases = [resumed, *states]
+            if states and states[0] > resumed and finished - resumed > AHEAD:
+                bases = [states[0], resumed, *states[1:]]
             return [(base, -1) for base in bases if base <= finished]
         there = [(after, slot) for slot, some in self.seen.holders.items() for after in some if after <= finished]
-        newest = max([own, *(after for after, slot in there if slot == self.slot)])
+        newest = max([resumed, *(after for after, slot in there if slot == self.slot)])
         young = finished - newest <= self.terms.rejoin_rounds
 
         def order(donor: tuple[int, int]) -> tuple[bool, int, bool, bool]:
-            return donor[1] != self.slot and young, -donor[0], donor[1] != self.slot, donor[0] != own
+            return donor[1] != self.slot and young, -donor[0], donor[1] != self.slot, donor[0] != resumed
 
-        return sorted({(own, self.slot), (0, self.slot), *there}, key=order)
+        return sorted({(resumed, self.slot), (0, self.slot), *there}, key=order)
 
-    def _base(self, after: int, own: int, donor: int) -> Steps[Basis | None]:
+    def _base(self, after: int, resumed: int, donor: int) -> Steps[Basis | None]:
         """Restores its own state, or loads the one in the store, after so many rounds; None where there is none."""
-        if (after == own or not after) and donor in (-1, self.slot):
+        if (after == resumed or not after) and donor in (-1, self.slot):
             sha256 = yield Do(partial(self._work.restore, after))
             if sha256 is not None or donor < 0:
                 return None if sha256 is None else Basis(after, self.slot, sha256)
@@ -699,7 +699,7 @@ class Attendance(SlotHolder[StoreWorker]):
         yield from self._create(message_name(round, self.slot, self.life), head, body)
         start_s, whole_s, bad = self._clock(), None, set[tuple[int, int]]()
         unread_s = 0.0  # its own pauses since the round was closed
-        own = Item(head, memoryview(body))
+        sent_item = Item(head, memoryview(body))
         while True:
             yield from self._look(round)
             now = self._clock()
@@ -713,12 +713,12 @@ class Attendance(SlotHolder[StoreWorker]):
                     # One worker closes it, the others only if that takes long: otherwise n workers would read n messages each.
                     order = sorted(sent, key=lambda slot: (slot - round) % terms.workers)
                     if now - whole_s >= order.index(self.slot) * terms.timeout_s / 4:
-                        commit = yield from self._close(sent, own, bad, late=late)
+                        commit = yield from self._close(sent, sent_item, bad, late=late)
             if commit is not None:
                 part = commit.parts.get(self.slot)
                 if part is None or part.life != self.life:
                     return None
-                ended = yield from (self._of_peers if terms.gossip else self._mean_of)(commit, own)
+                ended = yield from (self._of_peers if terms.gossip else self._mean_of)(commit, sent_item)
                 if ended is not None:
                     self._steps = ended[0].steps
                     return ended
@@ -735,13 +735,13 @@ class Attendance(SlotHolder[StoreWorker]):
             unread_s += pause_s if commit is not None else 0.0
 
     def _close(
-        self, sent: Mapping[int, int], own: Item, bad: set[tuple[int, int]], *, late: bool
+        self, sent: Mapping[int, int], sent_item: Item, bad: set[tuple[int, int]], *, late: bool
     ) -> Steps[Commit | None]:
         """Closes this round over the readable messages; returns the outcome, which another worker may have decided."""
         items: dict[int, Item] = {}
         for slot, life in sorted(sent.items()):
             if slot == self.slot:
-                items[slot] = own
+                items[slot] = sent_item
                 continue
             try:
                 item = yield from self._read(message_name(self.round, slot, life))
@@ -777,7 +777,7 @@ class Attendance(SlotHolder[StoreWorker]):
         yield from self._create(commit_name(self.round), head)
         return (yield from self.read_commit(self.round))
 
-    def _mean_of(self, commit: Commit, own: Item | None) -> Steps[tuple[Commit, memoryview] | None]:
+    def _mean_of(self, commit: Commit, sent_item: Item | None) -> Steps[tuple[Commit, memoryview] | None]:
         """A closed round and its mean; None where part of it is not visible yet, or is gone.
 
         Where the closer is not trusted, both are computed from the messages that the commit names, whose signatures prove their
@@ -787,7 +787,7 @@ class Attendance(SlotHolder[StoreWorker]):
         if self.terms.seal.trusts(commit.closer[0]):
             there = yield from self._read(_mean(round, commit.mean))
             return None if there is None else (commit, there.body)
-        items = yield from self._messages(commit, commit.parts, own)
+        items = yield from self._messages(commit, commit.parts, sent_item)
         if items is None:
             return None
         mean: bytes | memoryview = yield Do(partial(self._work.mean, round, {j: one.body for j, one in items.items()}))
@@ -803,21 +803,21 @@ class Attendance(SlotHolder[StoreWorker]):
         self._correct(commit, outcome)
         return outcome, memoryview(mean)
 
-    def _of_peers(self, commit: Commit, own: Item) -> Steps[tuple[Commit, dict[int, memoryview]] | None]:
+    def _of_peers(self, commit: Commit, sent_item: Item) -> Steps[tuple[Commit, dict[int, memoryview]] | None]:
         """A closed round and the messages of this worker's peers; None where some are not visible yet, or are gone."""
         peers = yield Do(partial(self._work.peers, commit.round, commit.parts))
         items = yield from self._messages(commit, peers, None)
         if items is None:
             return None
-        outcome = _outcome(commit, {**items, self.slot: own})
+        outcome = _outcome(commit, {**items, self.slot: sent_item})
         self._correct(commit, outcome)
         return outcome, {slot: item.body for slot, item in items.items()}
 
-    def _messages(self, commit: Commit, slots: Iterable[int], own: Item | None) -> Steps[dict[int, Item] | None]:
+    def _messages(self, commit: Commit, slots: Iterable[int], sent_item: Item | None) -> Steps[dict[int, Item] | None]:
         """The messages of these slots, on which a commit builds; None where one is not there. Raises: PeerError."""
         items, round = dict[int, Item](), commit.round
         for slot in slots:
-            item = own if own is not None and slot == self.slot else None
+            item = sent_item if sent_item is not None and slot == self.slot else None
             if item is None:
                 item = yield from self._read(message_name(round, slot, commit.parts[slot].life))
             if item is None:
@@ -923,10 +923,10 @@ def commit_in(round: int, head: object, workers: int) -> Commit | None:
             "closer": [int(slot), int(life)],
             "time_s": int() | float() as time_s,
         }:
-            own = {str(one) for one in range(workers)}
+            numbers = {str(one) for one in range(workers)}
             read = (
                 {int(key): _part(part.get("life"), part) for key, part in parts.items() if isinstance(part, dict)}
-                if (parts.keys() <= own)
+                if (parts.keys() <= numbers)
                 else {}
             )
             kept = {one: part for one, part in sorted(read.items()) if part is not None and part.life >= 0}
