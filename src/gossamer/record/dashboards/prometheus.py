@@ -40,8 +40,8 @@ class Exporter:
             self._server, self._thread = client.start_http_server(worker_port, addr=host, registry=registry)
         except (OSError, OverflowError) as error:
             raise ConfigError(
-                f"record.prometheus_port is {port}, and {host}:{worker_port} cannot be opened ({error}); choose another port, or 0 "
-                "to serve nothing"
+                f"record.prometheus_port is {port}, and {host}:{worker_port} cannot be opened ({error}); choose another port, "
+                "or 0 to serve nothing"
             ) from None
 
     def metrics(self, kind: str, fields: Mapping[str, Any]) -> None:
