@@ -73,7 +73,7 @@ from gossamer.run.participant.agreement import limits_of
 from gossamer.run.participant.seat import fact_of
 from gossamer.run.planning.expected_loss import read_law
 from gossamer.run.play.film import read_film
-from gossamer.run.served.protocol import Terms, terms_of
+from gossamer.run.served.protocol import Terms, decode_terms
 from gossamer.run.simulated.simulate import simulate
 from gossamer.transport import wire
 from gossamer.transport.bucket.bucket import head_and_body, item_in
@@ -525,7 +525,7 @@ def _of_closings(kind: LetterKind, value: object, folder: Path) -> Decoder:
 def _of_terms(folder: Path) -> Decoder:
     example = torch.tensor(Terms(3, 2, 1, 3, 0, 4, 0, 1_000_000), dtype=torch.int64).numpy().tobytes()
     size = len(example)
-    return Decoder([example], lambda raw: terms_of(_tensor(raw, size).view(torch.int64), limits(3)))
+    return Decoder([example], lambda raw: decode_terms(_tensor(raw, size).view(torch.int64), limits(3)))
 
 
 def _of_commits(folder: Path) -> Decoder:

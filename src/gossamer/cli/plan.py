@@ -148,7 +148,7 @@ def _planned(
     from gossamer.run.planning.plan import plan
     from gossamer.run.planning.planned_stages import plan_in_stages
 
-    links, model, step = _what(links, options, file)
+    links, model, step = _timed_model(links, options, file)
     settings = _settings(options, step, parameter_count(model, step["vocab_size"]))
     boundaries, cut = _boundaries(options), None
     if options.memory_bytes is not None:
@@ -342,7 +342,7 @@ def _facts(
     }
 
 
-def _what(network: "Network", options: PlanOptions, file: Path) -> "tuple[Network, ModelConfig, dict[str, int]]":
+def _timed_model(network: "Network", options: PlanOptions, file: Path) -> "tuple[Network, ModelConfig, dict[str, int]]":
     """The network with seconds that are those of the model to plan for, that model, and the size of its inner step.
 
     Seconds of another model or inner step than the one to plan for are scaled by its multiplications.
@@ -542,9 +542,9 @@ def _recommendation(choice: "Pick", candidates: "Sequence[Candidate]", *, asked:
 
 def _codecs(candidate: "Candidate") -> str:
     """The codec of each direction, in words."""
-    from gossamer.run.planning.choice import ALONE, codec_words
+    from gossamer.run.planning.choice import ALONE, format_codecs
 
-    there, _, back = codec_words(candidate).partition(", ")
+    there, _, back = format_codecs(candidate).partition(", ")
     if candidate.method == ALONE:
         return ""
     return f", {there} there and {back} back" if back and back != there else f", {there}"

@@ -131,13 +131,13 @@ def race(
         label_of,
         opened_race,
         race_standings,
-        with_alone,
+        with_single_machine,
     )
     from gossamer.run.planning.choice import shortlist
     from gossamer.run.planning.expected_loss import LossScale
     from gossamer.settings.schema import build
 
-    began, some = time.monotonic(), with_alone(made, shortlist(choice, candidates))
+    began, some = time.monotonic(), with_single_machine(made, shortlist(choice, candidates))
     assert asked.race is not None
     if len(some) < 2:
         raise ConfigError(
@@ -195,7 +195,7 @@ def _begun(
     from gossamer.run.experiments.race import courses, document, written_race
 
     _must_be_new(folder)
-    course = _fitting(courses(made, some), made, seconds, jobs)
+    course = _largest_that_fits(courses(made, some), made, seconds, jobs)
     text = document(course, made, made.options.source)
     for run in points(text):
         resolve(run.config)
@@ -214,7 +214,7 @@ def _must_be_new(folder: Path) -> None:
         )
 
 
-def _fitting(ways: "Iterable[Course]", made: "RunPlan", seconds: float, jobs: int) -> "Course":
+def _largest_that_fits(ways: "Iterable[Course]", made: "RunPlan", seconds: float, jobs: int) -> "Course":
     """The largest way of which three seeds fit the seconds, by the measured seconds of an inner step of each model.
 
     Args: the smallest of the ways comes first.

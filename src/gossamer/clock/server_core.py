@@ -249,7 +249,7 @@ class ServerCore:
         """Whether a worker has joined since this core was made or restored."""
         return worker in self._seen
 
-    def may_push(self, worker: int) -> tuple[int, int] | None:
+    def expected_push(self, worker: int) -> tuple[int, int] | None:
         """Phase and fragment of the push that the server expects from the worker; None when it expects none."""
         member = self._members[worker]
         return (member.phases, member.phases % len(self.spans)) if member.trains else None

@@ -227,7 +227,7 @@ def _place(indices: Tensor, values: Tensor, like: Tensor, plan: Cut, k: int, chu
         rows = view.flatten(2).flatten(0, 1)  # of tiles a copy, and zeros as x is
         shape = rows.shape[0], num_blocks(rows.shape[1] * k, chunk)
         here = slice(start, start := start + shape[0] * shape[1])
-        _inside(indices[here], rows.shape[1])
+        _check_indices(indices[here], rows.shape[1])
         rows.scatter_(1, indices[here].view(shape), values[here].view(shape).to(x.dtype))
         if rows.data_ptr() != view.data_ptr():
             view.copy_(rows.view(view.shape))
@@ -238,7 +238,7 @@ def _total(sizes: Iterable[tuple[int, int]]) -> int:
     return sum(count * size for count, size in sizes)
 
 
-def _inside(indices: Tensor, length: int) -> None:
+def _check_indices(indices: Tensor, length: int) -> None:
     """Raises TransportError if an index from a peer is outside a chunk of this length."""
     if indices.numel() and int(indices.max()) >= length:
         raise TransportError(

@@ -125,10 +125,10 @@ def let_every_worker_save(model: nn.Module) -> None:
     """Makes `save_pretrained` of transformers write weights on every worker; by itself it does so on torch's rank 0 only."""
     for module in model.modules():
         if hasattr(module, "should_save_on_this_rank"):
-            vars(module)["should_save_on_this_rank"] = _as_asked
+            vars(module)["should_save_on_this_rank"] = _save_where_asked
 
 
-def _as_asked(is_main_process: bool) -> bool:
+def _save_where_asked(is_main_process: bool) -> bool:
     return is_main_process
 
 
@@ -172,12 +172,14 @@ def warn_of_copies(model: nn.Module, processes: int, framework: str, *, asked: b
 
 def save_outer(outer: Outer[Any], folder: Path, options: OuterOptions) -> None:
     """Saves the outer state of this process next to a checkpoint of the framework; `load_outer` reads it."""
-    checkpoint.save(_own(folder, options), outer.rounds, outer.worker, outer.state_dict(), digest=_digest(outer.n))
+    checkpoint.save(
+        _own_folder(folder, options), outer.rounds, outer.worker, outer.state_dict(), digest=_digest(outer.n)
+    )
 
 
 def load_outer(folder: Path, options: OuterOptions) -> Any:
     """The outer state of this process. Raises CheckpointError if there is none, or it is damaged."""
-    store, place = _own(folder, options), place_in(options)
+    store, place = _own_folder(folder, options), place_in(options)
     digest = _digest(place.workers)
     faults = checkpoint.generation_faults(store, place.worker, digest)
     newest = max(faults, default=0)
@@ -195,7 +197,7 @@ def load_outer(folder: Path, options: OuterOptions) -> Any:
     return checkpoint.load(store, newest, place.worker, digest)
 
 
-def _own(folder: Path, options: OuterOptions) -> Path:
+def _own_folder(folder: Path, options: OuterOptions) -> Path:
     """The folder of this process, which is separate where several processes are one worker."""
     several = options.get("site") is not None and dist.is_initialized() and dist.get_world_size() > 1
     return folder / f"process-{dist.get_rank()}" if several else folder

@@ -84,7 +84,7 @@ class _Optimizers(OptimizersContainer):
                 self._seconds,
             )
 
-    def said_of_sites(self, loss: float) -> dict[str, float]:
+    def site_metrics(self, loss: float) -> dict[str, float]:
         """Figures for torchtitan's metrics: of this process, and the mean of the sites' latest losses."""
         losses = self.outer.losses(loss)
         return {
@@ -163,7 +163,7 @@ class _Metrics(MetricsProcessor):
                 f"{type(self.optimizers).__name__}, so that there are no rounds to tell of; name "
                 "gossamer.integrations.torchtitan.outer too"
             )
-        metrics = self.optimizers.said_of_sites(global_avg_loss)
+        metrics = self.optimizers.site_metrics(global_avg_loss)
         logger.info(
             "gossamer: loss %.5f over %d sites after round %d",
             metrics["outer/loss_over_sites"],

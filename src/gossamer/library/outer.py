@@ -27,13 +27,13 @@ from gossamer.library.parts import (
     Reduction,
     in_own_words,
     keys_of_sites,
-    knows_its_words,
     must_be_a_site,
+    naming_unknown_arguments,
     ranks_of,
     settled_parts,
     timetable_in,
 )
-from gossamer.library.peers import Common, Peers, common_of, model_in_words
+from gossamer.library.peers import Common, Peers, common_of, describe_model
 from gossamer.library.recording import Recorder, Recording, run_toml
 from gossamer.library.saved import FORMAT, OuterState, must_be_of, must_continue_alike, what_it_is_of
 from gossamer.library.siblings import Siblings
@@ -142,7 +142,7 @@ class Outer(Generic[M]):
     True
     """
 
-    @knows_its_words
+    @naming_unknown_arguments
     def __init__(
         self,
         model: M,
@@ -685,7 +685,7 @@ class Outer(Generic[M]):
         tensors = self._outer_state()
         if isinstance(state, Mapping):
             layouts = layouts_with_wrappers(self.model, self.layout)
-            must_be_of(state, self._is_of, [model_in_words(one, self.x.dtype, self._flat.words) for one in layouts])
+            must_be_of(state, self._is_of, [describe_model(one, self.x.dtype, self._flat.words) for one in layouts])
         try:
             rounds, steps, saved = state["rounds"], state["steps"], list(state["outer"])
             self._must_be_place(rounds, steps)

@@ -63,7 +63,7 @@ def common_of(m: Method, flat: Flat, *, reduction: str, rest: Rest, local_steps:
     """
     same_steps = m.schedule.overlap_steps or m.rule.delay_rounds
     return Common(
-        model_in_words(flat.layout, flat.x.dtype, flat.words),
+        describe_model(flat.layout, flat.x.dtype, flat.words),
         choice_in_words(m.rule.name, m.rule.options),
         choice_in_words(m.topology.name, m.topology.options),
         f"{_codec(m.codec)}{f' and back {_codec(m.codec.back)}' if m.codec.back else ''}",
@@ -75,7 +75,7 @@ def common_of(m: Method, flat: Flat, *, reduction: str, rest: Rest, local_steps:
     )
 
 
-def model_in_words(layout: Layout, dtype: torch.dtype, shard: str) -> str:
+def describe_model(layout: Layout, dtype: torch.dtype, shard: str) -> str:
     """The names and the layout of the parameters, as text that two workers compare."""
     shapes = hashlib.sha256(repr(layout).encode()).hexdigest()[:8]
     return f"{len(layout.leaves)} tensors of {layout.numel} numbers in {dtype}, whose names and shapes hash to {shapes}{shard}"

@@ -241,7 +241,7 @@ class ElasticSite:
         """See `gossamer.transport.contract.Closes`. Raises: LeftOutError, on all processes of the site."""
 
         def result() -> list[int] | None:
-            outcome = self._for_a_while(lambda: self._inner.proposed(round))
+            outcome = self._poll(lambda: self._inner.proposed(round))
             if outcome is None or isinstance(outcome, LeftOutError):
                 return outcome and [1, 0 if outcome.source is None else outcome.source + 1]
             history_hash = self._inner.history_hash
@@ -268,7 +268,7 @@ class ElasticSite:
         def result() -> list[int] | None:
             if self._is_cut_off([j for j, heard in enumerate(hears) if not (whole or heard)]):
                 return [2, 0]
-            outcome = self._for_a_while(lambda: self._inner.committed(attempt, whole=whole))
+            outcome = self._poll(lambda: self._inner.committed(attempt, whole=whole))
             if outcome is None or isinstance(outcome, LeftOutError):
                 return outcome and [1, 0 if outcome.source is None else outcome.source + 1]
             return [0, int(outcome)]
@@ -302,7 +302,7 @@ class ElasticSite:
         if left_out:
             raise LeftOutError(self.lane.worker, self._round, numbers[0] - 1 if numbers[0] else None)
 
-    def _for_a_while(self, wait: Callable[[], T]) -> T | LeftOutError | None:
+    def _poll(self, wait: Callable[[], T]) -> T | LeftOutError | None:
         """The result of a wait for the other sites; None where the wait continues, so that the siblings get a sign of life."""
         inner, until_s = self._inner, time.monotonic() + min(2.0, self._endpoint.timeout_s / 4)
         inner.stop = lambda: time.monotonic() >= until_s
@@ -353,7 +353,7 @@ class ElasticSite:
 
     def start_from_first(self, tensors: Sequence[Tensor]) -> None:
         """Copies the initial state of site 0 into these tensors, where all start together. Raises: PeerError."""
-        offer = self._asked(0, 0)
+        offer = self._offer_of(0, 0)
         if offer is None or offer.raw is None:
             raise PeerError(f"site 0 gave site {self.lane.worker} no parameters to start from; look at its log")
         try:
@@ -426,7 +426,7 @@ class ElasticSite:
             # The donor's processes may differ by a round: the others request the state that the first one was offered.
             donor, after = self._siblings.from_first(offered, what)[:2]
             if offer is None or offer.after != after:
-                offer = self._asked(donor, after)
+                offer = self._offer_of(donor, after)
             state, why = self._read_state(offer, tensors)
             # A state to take from another donor differs from one that this donor has no longer, or not yet.
             whole, fits = self._siblings.all_have([state is not None, not why], what)
@@ -477,7 +477,7 @@ class ElasticSite:
             alive = [entry.slot for entry in self._inner.members.with_status(MemberStatus.ALIVE)]
             for donor in sorted(alive, key=lambda slot: (slot == self._before, slot != source)):
                 try:
-                    if (offer := self._asked(donor, None)) is not None:
+                    if (offer := self._offer_of(donor, None)) is not None:
                         return donor, offer
                 except GossamerError as error:
                     why = first_line(error)
@@ -488,7 +488,7 @@ class ElasticSite:
                 )
             time.sleep(min(0.5, self._endpoint.timeout_s / 8))
 
-    def _asked(self, donor: int, after: int | None) -> Offer | None:
+    def _offer_of(self, donor: int, after: int | None) -> Offer | None:
         """The offer of a site in this lane; None where it cannot be reached."""
         entry = self._inner.members.entries.get(donor)
         if entry is None:
@@ -572,7 +572,9 @@ def elastic_site(
     listener = listen(lane.address, 0)
     try:
         entry = _SiteEntry("", shown(*listener.getsockname()[:2]), lane.shards, [*common], rest)
-        meets = _Meets(lane, entry, common, [*others], Limits(lane.n, _ROUNDS, _STEPS, 2 * exchanges), join, timeout_s)
+        meets = _Rendezvous(
+            lane, entry, common, [*others], Limits(lane.n, _ROUNDS, _STEPS, 2 * exchanges), join, timeout_s
+        )
         donor = siblings.from_first(meets.start_or_donor, "the start of Outer")[0] - 1
         begins = meets.all_start() if donor < 0 else meets.come_back(donor)
         endpoint = Endpoint(listener, meets.run_key(begins.run), environment_secret(), timeout_s, keys=lane.keys)
@@ -600,7 +602,7 @@ def elastic_site(
     return site
 
 
-class _Meets:
+class _Rendezvous:
     """Determines how a process's site begins, at the board of the run."""
 
     def __init__(
@@ -640,7 +642,7 @@ class _Meets:
         lane = self._lane
         if self._claimed is None:
             self._claimed = claimed(lane, self._join, self._timeout_s, elastic=True)
-        if sites := self._under_way():
+        if sites := self._announced_sites():
             for site in sites:
                 try:
                     self._offer = self._slot_from(site, self._read(site))
@@ -718,7 +720,7 @@ class _Meets:
             whom=site,
         )
 
-    def _under_way(self) -> list[int]:
+    def _announced_sites(self) -> list[int]:
         """The other sites that have announced that they train."""
         names = {f"under way/{site}/0": site for site in range(self._lane.n) if site != self._lane.worker}
         return [site for name, site in names.items() if name in self._entries.several([*names])]

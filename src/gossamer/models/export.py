@@ -158,7 +158,7 @@ def _name(name: str) -> str:
     return name
 
 
-def _own(model: Llama) -> dict[str, Any]:
+def _architecture_entries(model: Llama) -> dict[str, Any]:
     """The configuration's entries on the architecture and an accompanying module."""
     narrow, experts = model.config.bottleneck, model.config.experts
     if experts is not None:
@@ -184,7 +184,7 @@ def _config(model: Llama) -> dict[str, Any]:
     """The model's shape as a `transformers` configuration, of version 4 (rope_theta) as well as 5 (rope_parameters)."""
     shape = model.config.shape
     return {
-        **_own(model),
+        **_architecture_entries(model),
         "vocab_size": model.vocab_size,
         "hidden_size": shape.hidden_size,
         "num_hidden_layers": shape.layers,

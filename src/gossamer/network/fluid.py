@@ -284,7 +284,7 @@ class Fluid(Generic[T]):
     def next_s(self) -> float:
         """When the next stream ends or bandwidth changes; infinity when nothing is in flight."""
         self._settle()
-        while self._ends and not self._stands(*self._ends[0]):
+        while self._ends and not self._is_current(*self._ends[0]):
             heapq.heappop(self._ends)
         if not self._ends:
             return math.inf
@@ -307,7 +307,7 @@ class Fluid(Generic[T]):
         ended: list[T] = []
         while self._ends and self._ends[0][0] <= to_s * _SAME:
             end_s, name = heapq.heappop(self._ends)
-            if self._stands(end_s, name):
+            if self._is_current(end_s, name):
                 gone = self._streams.pop(name)
                 ended.append(gone.what)
                 for link, _ in gone.way.uses:
@@ -320,7 +320,7 @@ class Fluid(Generic[T]):
             self._unsettled.add(change.link)
         return ended
 
-    def _stands(self, end_s: float, name: int) -> bool:
+    def _is_current(self, end_s: float, name: int) -> bool:
         stream = self._streams.get(name)
         return stream is not None and stream.end_s == end_s
 

@@ -219,9 +219,9 @@ class Replay:
                     ready_s = came_s
             self.pending[i] = [one for one in self.pending[i] if one not in due]
             self.local_end_s[i] = None
-            self.at(ready_s, self.be_ready, i)
+            self.at(ready_s, self.enter_operations, i)
 
-    def be_ready(self, i: int) -> None:
+    def enter_operations(self, i: int) -> None:
         """Enters what overlaps, and then what has to be waited for."""
         r = self.round[i]
         if r not in self.operations:

@@ -57,7 +57,9 @@ def must_be_state_of(optimizer: InnerOptimizer, saved: object) -> None:
         raise ValueError(f"the inner optimizer has {len(places)} parameters, and states of {_keys(state)} came")
     for k, one in state.items():
         group, p = places[k]
-        _must_be_of_parameter(k, one, p, _kept(optimizer, group, p) if is_ours else current["state"].get(k) or one)
+        _must_be_of_parameter(
+            k, one, p, _expected_state(optimizer, group, p) if is_ours else current["state"].get(k) or one
+        )
     for key in current.keys() - {"state", "param_groups", *within}:
         if type(saved[key]) is not type(current[key]) or not _is_sound(saved[key]):
             raise ValueError(f"{key} of the inner optimizer is {saved[key]!r:.40}")
@@ -76,7 +78,7 @@ def _must_be_group(group: Mapping[str, Any], received: object, is_ours: bool) ->
             )
 
 
-def _kept(optimizer: InnerOptimizer, group: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
+def _expected_state(optimizer: InnerOptimizer, group: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
     """The state that one of our optimizers keeps for a parameter, with meta tensors, as after a step on a single number."""
     if isinstance(optimizer, GPA):
         return {name: torch.empty_like(p, device="meta") for name in optimizer.homes}

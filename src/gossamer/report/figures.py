@@ -15,7 +15,7 @@ from pydantic import Field
 
 from gossamer.errors import ConfigError, choose, require
 from gossamer.report.paired import Side, Slope, effect, effect_cells, effect_heads, p_text, trend
-from gossamer.report.reach import ROUNDS, SENT, curves_of, ends, paired_table, reach, validated_once
+from gossamer.report.reach import ROUNDS, SENT, curves_of, ends, has_only_final_losses, paired_table, reach
 from gossamer.report.results import PointResult
 from gossamer.report.table import DASH, markdown_lines
 from gossamer.settings.schema import settings
@@ -126,7 +126,7 @@ def figure_table(results: Sequence[PointResult], figure: Figure) -> str:
     """
     check_figure(results, figure)
     if figure.paired:
-        once = validated_once(results)
+        once = has_only_final_losses(results)
         reaches = ends(results, figure.target) if once else reach(results, figure.target, paired=True)
         return paired_table(reaches, figure.target, margin=figure.margin, side=figure.side)
     if figure.target:
@@ -156,7 +156,7 @@ def draw_figure(results: Sequence[PointResult], figure: Figure) -> bytes:
     check_figure(results, figure)
     require("matplotlib.figure", "plots", "the figure of an experiment")
     if figure.target:
-        paint = _draw_ends if figure.paired and validated_once(results) else _draw_reach
+        paint = _draw_ends if figure.paired and has_only_final_losses(results) else _draw_reach
     else:
         paint = _draw_maps if figure.y else _draw_curves
     with chart_style():

@@ -81,7 +81,7 @@ def ends(results: Sequence[PointResult], target: str) -> list[Reach]:
     ]
 
 
-def validated_once(results: Sequence[PointResult]) -> bool:
+def has_only_final_losses(results: Sequence[PointResult]) -> bool:
     """Whether no run has a loss from before its end."""
     return all(len(curve) < 2 for run in results for curve in curves_of(run, paired=True).values())
 

@@ -118,7 +118,7 @@ class Terminal:
     def ended(self, label: str | None = None) -> None:
         """Shows the end of the run with this label, or of all, and frees data needed only by a running one."""
         with self._lock:
-            self._show(_LAST_LOOK_S, over=[one for one in self._under_way() if label in (None, one.label)])
+            self._show(_LAST_LOOK_S, over=[one for one in self._unfinished() if label in (None, one.label)])
 
     def look(self) -> None:
         """Shows new lines."""
@@ -129,7 +129,7 @@ class Terminal:
         while not self._ended.wait(_EVERY_S):
             self.look()
 
-    def _under_way(self) -> "list[_Shown]":
+    def _unfinished(self) -> "list[_Shown]":
         return [one for one in self._shown if not one.is_over]
 
     def _show(self, patience_s: float, *, over: "Sequence[_Shown]" = ()) -> None:
@@ -137,7 +137,7 @@ class Terminal:
         if self._quiet:
             return
         try:
-            self._try_to_show(patience_s, over)
+            self._show_guarded(patience_s, over)
         except OSError as error:
             self._quiet = True
             if error.filename is not None:  # else the terminal or the reader of its lines is gone
@@ -146,11 +146,11 @@ class Terminal:
             self._quiet = True
             log.warning("the progress of the run is shown no longer (%r); training is not affected", error)
 
-    def _try_to_show(self, patience_s: float, over: "Sequence[_Shown]") -> None:
+    def _show_guarded(self, patience_s: float, over: "Sequence[_Shown]") -> None:
         now_s, lines = self._now_s(), list[str]()
-        for one in over or self._under_way():
+        for one in over or self._unfinished():
             # With several running runs, this process's counters cannot be attributed to one.
-            one.look(patience_s, now_s, trained() if len(self._under_way()) == 1 else None)
+            one.look(patience_s, now_s, trained() if len(self._unfinished()) == 1 else None)
             lines += one.lines(now_s, over=one in over) if self._live is None else []
         for one in over:
             one.end()
@@ -186,7 +186,7 @@ class _Shown:
         self._before: tuple[float, int, float] | None = None
         """Time, rounds and tokens at the first observed training, the baseline of rates."""
         self._start = self._run.done, _tokens(self._run)
-        self._followed_s, self._here = now_s, _Here(self._run.done, trained())
+        self._followed_s, self._here = now_s, _LocalProgress(self._run.done, trained())
         self._moves = False
         """Whether this process has trained some of it."""
         self.cells: dict[str, str] = {}
@@ -210,12 +210,12 @@ class _Shown:
         run.look(time.monotonic() + patience_s)
         if run.done < self._reported:  # it was rewound to a checkpoint
             self._reported, self._seen, self._before, self._start = run.done, run.done, None, (run.done, _tokens(run))
-            self._here = _Here(run.done, here or trained())
+            self._here = _LocalProgress(run.done, here or trained())
         self._evaluated = min(self._evaluated, self._newest_evaluation())
         if self._before is None and (run.done, _tokens(run)) != self._start:
             self._before = now_s, run.done, _tokens(run)
         if here is None:
-            self._here = _Here(run.done, trained())
+            self._here = _LocalProgress(run.done, trained())
         self._here = self._here.at(now_s, here)
         self._moves = here is not None and here.inner_steps > self._here.first.inner_steps
         self.cells = {"round": _UNKNOWN} if run.file is None else self._figures(now_s)
@@ -299,7 +299,7 @@ class _Pace(NamedTuple):
     left_s: float
 
 
-class _Here(NamedTuple):
+class _LocalProgress(NamedTuple):
     """This process's progress in a run, also between two reads of its folder."""
 
     done: int
@@ -310,7 +310,7 @@ class _Here(NamedTuple):
     """Time and counters at the first step observed since, the baseline of rates."""
     now: tuple[float, TrainedHere] | None = None
 
-    def at(self, now_s: float, here: TrainedHere | None) -> "_Here":
+    def at(self, now_s: float, here: TrainedHere | None) -> "_LocalProgress":
         if here is None or here == self.first:
             return self
         return self._replace(began=self.began or (now_s, here), now=(now_s, here))

@@ -36,7 +36,7 @@ def verdict(rows: Sequence[Mapping[str, Any]], *, running: bool = False) -> str:
     if running:
         lowest = f"{ordered[0]} at {statistics.fmean(losses[ordered[0]].values()):.4f}"
         return f"Not all of these runs have ended; lowest validation loss so far: {lowest}. Nothing is claimed before the end."
-    besides = _besides(rows, losses)
+    besides = _about_excluded(rows, losses)
     if len(ordered) == 1:
         return f"{_ended(ordered[0], losses, single=True)}.{besides}"
     first, second = ordered[:2]
@@ -57,7 +57,7 @@ def _none(rows: Sequence[Mapping[str, Any]]) -> str:
     return "No run has a validation of its mean model; gossamer evaluate makes that of a real one."
 
 
-def _besides(rows: Sequence[Mapping[str, Any]], losses: Mapping[str, Any]) -> str:
+def _about_excluded(rows: Sequence[Mapping[str, Any]], losses: Mapping[str, Any]) -> str:
     """Sentences about diverged methods, and about methods without a score."""
     others = [row for row in rows if row["method"].partition(" seed=")[0] not in losses]
     diverged = {row["method"].partition(" seed=")[0] for row in others if row["loss"] is not None}

@@ -462,7 +462,7 @@ def _decoded_sums(job: _Job, owners: _Owners, total: Tree, message: Sequence[Tre
     _must_be_whole(job.ctx, owners.others, arrived)
     sums_of = {j: _decoded(owners.back, arrived[j], map_leaves(widen, message[k])) for j, k in place.items()}
     if bad := [j for j, one in sums_of.items() if one is None]:
-        raise _unsound(job, "sum", bad)
+        raise _unsound_error(job, "sum", bad)
     return [leaves(one) for one in sums_of.values()]
 
 
@@ -524,7 +524,7 @@ def _decoded(codec: Codec, payload: Tree, like: Tree) -> Tree | None:
         return None
 
 
-def _unsound(job: _Job, what: str, senders: Sequence[int]) -> TrainingError:
+def _unsound_error(job: _Job, what: str, senders: Sequence[int]) -> TrainingError:
     """The error for a worker that requires these messages."""
     who = " and ".join(map(str, senders))
     return TrainingError(
@@ -535,7 +535,7 @@ def _unsound(job: _Job, what: str, senders: Sequence[int]) -> TrainingError:
 def _decline(job: _Job, bad: Sequence[int], *, may: bool = True) -> None:
     """Drops these messages. Raises: TrainingError where this worker requires them."""
     if bad and (job.setup.attempt or not may):
-        raise _unsound(job, "message", bad)
+        raise _unsound_error(job, "message", bad)
     for j in bad:
         job.setup.declined(j)
 

@@ -221,7 +221,7 @@ class OuterLoop:
         receives = tuple((p, lag) for _, lag in stop.receives for p in parts)
         return stop._replace(sends=tuple(p for _ in stop.sends for p in parts), receives=receives)
 
-    def _holds(self, p: int) -> bool:
+    def _has_part(self, p: int) -> bool:
         """Whether this worker has a part at all."""
         holders = self.method.holders
         return not holders or self.worker in holders[p]
@@ -237,7 +237,7 @@ class OuterLoop:
         """Announces the messages to receive for the sends of the next stop; best called before training up to it."""
         if self.membership.closes is not None:
             return  # the peers are known only after the local phase
-        for p in filter(self._holds, stop.sends):
+        for p in filter(self._has_part, stop.sends):
             if self._choice is not None:
                 self._choice.pick(round, p, [self.fragment_of(flying) for _, flying in self.in_flight])
             if not self._ahead(p) or self.membership.next_round(round) is not None:

@@ -104,7 +104,7 @@ def clipped(rule: Given[Rule], at: Factor = 1.5, decline: Factor = 2.5, strikes:
             start = s.start if kept is None else kept(s.inner)
             drifted = _length(map_leaves(lambda one: widen(one) - start, own), ctx)
             way = map_leaves(lambda one: widen(one) - widen(s.past), own)
-            behind = [_along(tree, way, ctx) for _, _, tree in others]
+            behind = [_projection(tree, way, ctx) for _, _, tree in others]
             past = map_leaves(lambda one: (s.past + (1 - _REMEMBERED) * one).to(x.dtype), way)
             s = s._replace(drift=_REMEMBERED * s.drift + drifted**2, past=past)
             unit = math.sqrt(s.drift.item())
@@ -178,7 +178,7 @@ def _length(tree: Tree, ctx: Context) -> float:
     return math.sqrt(ctx.over_shards(sum(ordered_sum(leaf.double().square()) for leaf in leaves(tree))))
 
 
-def _along(tree: Tree, way: Tree, ctx: Context) -> float:
+def _projection(tree: Tree, way: Tree, ctx: Context) -> float:
     """How far a distance from this worker's message leads back along its own way, as a part of it."""
     pairs = list(zip(leaves(tree), leaves(way), strict=True))
     product, square = (

@@ -454,12 +454,12 @@ def _sentence(items: list[ErrorDetails], place: _Place, where: str, root: Any) -
     name, owner = _dotted(where, path), _dotted(where, path[:-1])
     given: Any = first["input"].kwargs if isinstance(first["input"], ArgsKwargs) else first["input"]
     if hint is None:
-        noun, key, known = f"key in [{owner}]" if owner else "key", str(path[-1]), {*_hints(table), *_also(table)}
+        noun, key, known = f"key in [{owner}]" if owner else "key", str(path[-1]), {*_hints(table), *_extra_keys(table)}
         if not any(key.casefold() in one.casefold() for one in known) and (homes := _homes(root, key)):
             return f"unknown {noun} '{key}'; it is {' or '.join(homes)}: write it there"
         return choose(noun, key, known) + "; correct the name"
     if first["type"] == "missing" and first["loc"][-1:] == path[-1:]:
-        key, near = path[-1], nearest(str(path[-1]), {*map(str, given)} - {*_hints(table), *_also(table)})
+        key, near = path[-1], nearest(str(path[-1]), {*map(str, given)} - {*_hints(table), *_extra_keys(table)})
         add = f"write '{near:.60}' as '{key}'" if near else "add it"
         return (
             f"{owner or 'this'} has the keys {_shown(given)} and '{key}' is needed too; {add}: {words_of(hint, name)}"
@@ -582,7 +582,7 @@ def _tagged(record: Any, tag: Any) -> bool:
     return any(tag in get_args(_bare(hint)) for hint in _hints(record).values() if get_origin(_bare(hint)) is Literal)
 
 
-def _also(table: Any) -> tuple[str, ...]:
+def _extra_keys(table: Any) -> tuple[str, ...]:
     """Keys of a file that are not fields of these settings, but make it another kind of file."""
     return getattr(table, "__also__", ())
 

@@ -64,7 +64,7 @@ def imported(key: str, name: str) -> Code:
     module, _, attribute = name.partition(":")
     fact = f"{key} is '{name}'"
     if _is_standard(module):
-        raise _standard(fact)
+        raise _standard_library_error(fact)
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         # As with `python -m`; a console script has the folder of the script instead.
         sys.path.insert(0, str(Path.cwd()))
@@ -94,7 +94,7 @@ def imported(key: str, name: str) -> Code:
         else:
             home = getattr(value, "__module__", None) if inspect.isroutine(value) or inspect.isclass(value) else None
         if isinstance(home, str) and _is_standard(home):
-            raise _standard(fact)
+            raise _standard_library_error(fact)
     if not callable(value):
         raise ConfigError(f"{fact}, a {type(value).__name__}, which cannot be called; name a function or a class")
     return Code(name, value, str(file) if file.is_file() else "", hash_of_code(module))
@@ -104,7 +104,7 @@ def _is_standard(module: str) -> bool:
     return module.partition(".")[0] in sys.stdlib_module_names
 
 
-def _standard(fact: str) -> ConfigError:
+def _standard_library_error(fact: str) -> ConfigError:
     return ConfigError(
         f"{fact}, which is of Python's standard library, where no part of a run is; name a function or a class of yours, or of "
         "an installed package"

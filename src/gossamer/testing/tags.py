@@ -178,7 +178,7 @@ def _with_momentum_of_parameters(consensus: Consensus, workers: DriftedWorkers, 
         now, then = (zs, z_before) if site == "post" else (xs, before)
         wanted = [z + gamma * (a - b) for z, a, b in zip(zs, now, then, strict=True)]
         if t >= 2:  # two rounds without drift before it
-            off = max(off, _apart(workers.xs, wanted))
+            off = max(off, _largest_distance(workers.xs, wanted))
     return off
 
 
@@ -199,7 +199,7 @@ def _with_momentum_of_drifts(consensus: Consensus, workers: DriftedWorkers, topo
         pulls = _pulls(ys if site == "drift" else xs, alpha, topology, t)
         xs = [y + pulled for y, pulled in zip(ys, pulls, strict=True)]
         workers.train(range(t, t + 1), drift if t == 0 else None)
-        off = max(off, _apart(workers.xs, xs))
+        off = max(off, _largest_distance(workers.xs, xs))
         fresh, momenta = [torch.zeros_like(start)] * topology.n, [gamma * m for m in momenta]
     return off
 
@@ -209,7 +209,7 @@ def _pulls(ys: Sequence[Tensor], alpha: float, topology: Topology, round: int) -
     return [alpha * total(w * (ys[j] - y) for j, w in row) for y, row in zip(ys, rows, strict=True)]
 
 
-def _apart(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> float:
+def _largest_distance(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> float:
     return max(float((x - y).abs().max()) for x, y in zip(xs, ys, strict=True))
 
 

@@ -257,7 +257,7 @@ def new_key(name: str, path: Path | None = None) -> Path:
             f"the key's name is {name!r:.80}; give up to {_LONGEST_NAME} printable characters without slashes, dots and quotes"
         )
     path = path or _home() / f"{name}.pem"
-    content = _made()
+    content = _new_key_pem()
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=stat.S_IRWXU)
         # Created with its mode: between writing and a later chmod others could read it.
@@ -366,7 +366,7 @@ def _der_size(raw: bytes) -> int:
     return 2 + more + (int.from_bytes(raw[2 : 2 + more]) if more else raw[1])
 
 
-def _made() -> bytes:
+def _new_key_pem() -> bytes:
     """A new key and its certificate, as PEM. Its subject is a random number, so that it reveals no name."""
     require("cryptography", "keys", "making a key")
     from cryptography import x509

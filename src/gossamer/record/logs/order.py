@@ -239,7 +239,7 @@ class _Reader:
         if isinstance(event, Published | Learned) and event.number != phases:
             impossible(where, f"phase {event.number} ends after {phases} others")
         follows = isinstance(event, Mixed) and isinstance(before, Published)
-        if isinstance(event, Mixed) and not (follows and event.number == phases - 1 and _once(event)):
+        if isinstance(event, Mixed) and not (follows and event.number == phases - 1 and _has_distinct_peers(event)):
             impossible(where, f"an update after phase {event.number} does not follow what is above it")
         if isinstance(event, Published | Finished) and isinstance(before, Published):
             impossible(where, "the update after the last phase is missing")
@@ -253,5 +253,5 @@ class _Reader:
         self.events.append(event)
 
 
-def _once(event: Mixed) -> bool:
+def _has_distinct_peers(event: Mixed) -> bool:
     return len({j for j, _, _ in event.heard}) == len(event.heard)

@@ -43,7 +43,7 @@ def run_view(run: FollowedRun, now_s: float, priced: Mapping[str, NDArray[np.flo
         return {**head, "name": run.label, "empty": True}
     axes = _Axes(run, priced or {})
     words = standings(run, now_s)
-    losses, evals, own_losses = run.losses.values(), _evals(run, axes), _own(run, axes)
+    losses, evals, own_losses = run.losses.values(), _evals(run, axes), _mean_of_own_losses(run, axes)
     return {
         **head,
         "empty": False,
@@ -66,7 +66,7 @@ def run_view(run: FollowedRun, now_s: float, priced: Mapping[str, NDArray[np.flo
         "own": own_losses,
         "training": _training(run, axes),
         "by_worker": _by_worker(run, losses),
-        "spent": _spent(run),
+        "spent": _spent_seconds(run),
         "sent_bytes": axes.sent_bytes,
         "ends_s": {name: float(end_s[-1]) for name, (_, end_s) in axes.clocks.items() if len(end_s)},
         "tokens_per_s": axes.tokens_per_s(),
@@ -98,13 +98,14 @@ class _Axes:
             if lines and all(isinstance(line.get(key), int | float) for line in lines):
                 known[key] = [line[key] for line in lines]
             elif len(curve[0]):
-                known[key] = [_rounded(value * many) for value in _along(rounds, *curve)]
+                known[key] = [_rounded(value * many) for value in _cumulative_at(rounds, *curve)]
         if len(self._entries):
             known["bytes"] = [
-                _rounded(x) for x in _along([(r + 1) * self._parts - 1 for r in rounds], self._entries, self._sent)
+                _rounded(x)
+                for x in _cumulative_at([(r + 1) * self._parts - 1 for r in rounds], self._entries, self._sent)
             ]
         for name, curve in self.clocks.items():
-            known[f"time:{name}"] = [_rounded(x) for x in _along(rounds, *curve)]
+            known[f"time:{name}"] = [_rounded(x) for x in _cumulative_at(rounds, *curve)]
         return known
 
     def tokens_per_s(self) -> dict[str, float]:
@@ -113,7 +114,7 @@ class _Axes:
         rates = {}
         for name, (_, end_s) in self.clocks.items():
             if len(end_s) and end_s[-1] > 0 and len(rounds):
-                rates[name] = float(_along([int(rounds[-1])], rounds, tokens)[0] * self._workers / end_s[-1])
+                rates[name] = float(_cumulative_at([int(rounds[-1])], rounds, tokens)[0] * self._workers / end_s[-1])
         return rates
 
 
@@ -124,7 +125,7 @@ def _most(rounds: NDArray[np.int64], values: NDArray[np.float64]) -> tuple[NDArr
     return rounds[known], most
 
 
-def _along(rounds: Sequence[int], at: NDArray[np.int64], values: NDArray[np.float64]) -> list[float]:
+def _cumulative_at(rounds: Sequence[int], at: NDArray[np.int64], values: NDArray[np.float64]) -> list[float]:
     """A cumulative figure after these rounds: zero before the first, and unknown after the last recorded one."""
     if not len(at):
         return [math.nan] * len(rounds)
@@ -144,7 +145,7 @@ def _evals(run: FollowedRun, axes: _Axes) -> dict[str, Any]:
     return _curves(figures, rounds, axes, lines)
 
 
-def _own(run: FollowedRun, axes: _Axes) -> dict[str, Any]:
+def _mean_of_own_losses(run: FollowedRun, axes: _Axes) -> dict[str, Any]:
     """The mean of the validations of a real run's workers, each on its own parameters."""
     losses = dict(run.own_losses())
     return _curves({"own": [*losses.values()]} if losses else {}, [*losses], axes)
@@ -178,7 +179,7 @@ def _by_worker(run: FollowedRun, losses: NDArray[np.float64]) -> dict[str, Any]:
     return {"round": [int(rounds[k]) + 1 for k in kept], "losses": rows}
 
 
-def _spent(run: FollowedRun) -> dict[str, Any]:
+def _spent_seconds(run: FollowedRun) -> dict[str, Any]:
     """By clock the seconds of each worker, and the longest waits of a worker for a peer."""
     spent = {}
     for name, seconds in run.spent_s.items():

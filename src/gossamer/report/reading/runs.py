@@ -114,7 +114,7 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network] | None) 
     sent_bytes, timelines, sent_until, per_round = None, {}, (), 1
     if (events := read_events(folder, seen=followed.take)) is not None:
         sent_bytes = float(events.sent_bytes.mean())
-        timelines = {events.network: _as_it_went(events)} if len(events.end_s) else {}
+        timelines = {events.network: _recorded_timeline(events)} if len(events.end_s) else {}
     elif has_trace(folder) and (trace := read_trace(folder, seen=followed.take)).rounds:  # empty if it has just begun
         sent_bytes = float(trace.sent_bytes.mean())
         sent_until = tuple((trace.round_bytes.cumsum() / trace.workers).tolist())
@@ -161,7 +161,7 @@ def _passes(folder: Path, config: str, metrics: Iterable[Mapping[str, Any]]) -> 
         ) from None
 
 
-def _as_it_went(events: EventTotals) -> Timeline:
+def _recorded_timeline(events: EventTotals) -> Timeline:
     """The timeline of an asynchronous run, whose seconds are part of its result."""
     end_s = np.broadcast_to(events.end_s[:, None], events.compute_s.shape)
     spent_s = np.diff(end_s, axis=0, prepend=0.0)
@@ -219,7 +219,7 @@ def summary_row(run: RunData) -> dict[str, Any]:
         "wall_s": {name: timeline.total_s for name, timeline in run.timelines.items()},
         "utilisation": {name: timeline.mean_utilisation for name, timeline in run.timelines.items()},
         "loss_at_s": {name: _losses_after(run, end_s.tolist()) for name, end_s in run.ends_s.items()},
-        "loss_at_round": _known((e["round"] + 1, _number(e, "loss")) for e in run.evals),
+        "loss_at_round": _without_gaps((e["round"] + 1, _number(e, "loss")) for e in run.evals),
         "loss_at_bytes": _losses_after(run, run.sent_until),
     }
 
@@ -227,9 +227,11 @@ def summary_row(run: RunData) -> dict[str, Any]:
 def _losses_after(run: RunData, spent: Sequence[float]) -> list[tuple[float, float]]:
     """Validation loss against the cost up to the end of each round."""
     until = [0.0, *spent]
-    return _known((until[e["round"] + 1], _number(e, "loss")) for e in run.evals if -1 <= e["round"] < len(until) - 1)
+    return _without_gaps(
+        (until[e["round"] + 1], _number(e, "loss")) for e in run.evals if -1 <= e["round"] < len(until) - 1
+    )
 
 
-def _known(points: Iterable[tuple[float, float | None]]) -> list[tuple[float, float]]:
+def _without_gaps(points: Iterable[tuple[float, float | None]]) -> list[tuple[float, float]]:
     """The points that have both coordinates; NaN leaves a gap."""
     return [(x, y) for x, y in points if y is not None]

@@ -278,7 +278,7 @@ class AsyncParticipant(Participant[CallTransport], Generic[Core]):
     def leave(self) -> None:
         """See `Participant`: stays for the others, saves and announces its end."""
         number, left = self._number, self.asked.is_set()
-        self._stay(left)
+        self._stay_until_end(left)
         why = "left" if left and self.has_more else "finished"
         finished = self.config.rounds if why == "finished" else max(self.round, self._begun.round)
         with self.transport.changed:
@@ -294,7 +294,7 @@ class AsyncParticipant(Participant[CallTransport], Generic[Core]):
         if why == "left":
             say(f"worker {self.slot} leaves after {number} local phases, as it was asked to, and has saved its state")
 
-    def _stay(self, left: bool) -> None:
+    def _stay_until_end(self, left: bool) -> None:
         """Stays until all live workers have taken the last step; on a stop request, completes pending operations."""
         with self.transport.changed:
             if not left:

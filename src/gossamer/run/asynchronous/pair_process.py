@@ -55,7 +55,7 @@ class PairParticipant(AsyncParticipant[PairWorker]):
             seat.members,
             self._messages.wire_bytes,
             limit_s=self.limit_s,
-            tell=lambda one: self._guarded(lambda: self._tell(one)),
+            tell=lambda one: self._guarded(lambda: self._message_for(one)),
             meet=lambda one, payload: self._guarded(lambda: self._meet(one, payload)),
             sound=self._is_sound,
         )
@@ -159,7 +159,7 @@ class PairParticipant(AsyncParticipant[PairWorker]):
             self.decline(peer, f"what worker {peer} sent is not finite or cannot be decoded")
         return sound
 
-    def _tell(self, appointment: Appointment) -> Tensor:
+    def _message_for(self, appointment: Appointment) -> Tensor:
         dt = self._pass()
         self._sent_s = self.now_s()
         # Written before the message is sent, so that it is in the log of any meeting that uses it.

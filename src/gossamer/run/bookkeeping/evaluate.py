@@ -156,9 +156,9 @@ class Probes:
 
     def losses(self, models: Iterable[Weights]) -> list[float]:
         """The validation loss of each model."""
-        return self._borrowed(lambda probe, weights: probe.loss(*weights), models)
+        return self._map_probes(lambda probe, weights: probe.loss(*weights), models)
 
-    def _borrowed(self, compute: Callable[[Probe, Weights], Any], models: Iterable[Weights]) -> list[Any]:
+    def _map_probes(self, compute: Callable[[Probe, Weights], Any], models: Iterable[Weights]) -> list[Any]:
         def one(weights: Weights) -> Any:
             probe = self._idle.get()
             try:

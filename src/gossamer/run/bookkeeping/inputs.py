@@ -147,8 +147,8 @@ def must_have_inputs(config: RunSettings, task: Task, folder: Path, purpose: Pur
         if then and here and then != here:
             key = name.rpartition(" ")[2]
             raise ConfigError(
-                f"{name} {_named(config, key)} is not the one that the run in '{folder}' had: it hashes to {here} and hashed to "
-                f"{then}; {_REMEDY[name, purpose]}"
+                f"{name} {_input_source(config, key)} is not the one that the run in '{folder}' had: it hashes to {here} and "
+                f"hashed to {then}; {_REMEDY[name, purpose]}"
             )
     for name, then in {k: v for one in recorded.values() for k, v in one["own"].items()}.items() if repeats else ():
         worker = name.rpartition(" ")[2]
@@ -175,7 +175,7 @@ _REMEDY: dict[tuple[str, Purpose], str] = {
 _REMEDY |= {(FILES, purpose): remedy for (name, purpose), remedy in _REMEDY.items() if name == TEXT}
 
 
-def _named(config: RunSettings, key: str) -> str:
+def _input_source(config: RunSettings, key: str) -> str:
     value = {
         "data.source": config.data.source,
         "data.tokenizer": config.data.tokenizer,

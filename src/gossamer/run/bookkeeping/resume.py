@@ -48,12 +48,12 @@ class History(NamedTuple):
         known = kept and (kept[-1]["digest"], kept[-1]["changes"]) == (self.before.digest, changes)
         if changes and not known:  # another worker may have written it into the same folder
             kept.append({"round": round, "digest": self.before.digest, "changes": changes})
-            log.warning("settings change %s%s", described(kept[-1]), self._jump(round))
+            log.warning("settings change %s%s", described(kept[-1]), self._lr_change(round))
         if kept != self.branches:
             write_branches(folder, kept)
         return self.config.line._replace(earlier=_earlier(kept))
 
-    def _jump(self, round: int) -> str:
+    def _lr_change(self, round: int) -> str:
         """The change of the learning rate of the next inner step, in words; empty if unchanged."""
         step = self.config.timetable.begin(round)
         was, now = (one.inner.lr * lr_scale(one.inner, step, one.run.steps) for one in (self.before, self.config))

@@ -149,7 +149,7 @@ def _newest_due(config: RunSettings, passed: int) -> int:
 def encode_kept(kept: KeptRounds) -> list[Any]:
     """A worker's checkpoints as JSON, to report to the others."""
     newest = sorted(kept.faults.items())[-_MOST_SAID:]
-    return [kept.due, [[r, fault and fault.encoded, _listed(kept.seen.get(r))] for r, fault in newest]]
+    return [kept.due, [[r, fault and fault.encoded, _sorted_or_none(kept.seen.get(r))] for r, fault in newest]]
 
 
 def decode_kept(worker: int, value: object) -> KeptRounds:
@@ -203,7 +203,7 @@ def together(processes: Sequence[KeptRounds]) -> KeptRounds:
     )
 
 
-def _listed(slots: frozenset[int] | None) -> list[int] | None:
+def _sorted_or_none(slots: frozenset[int] | None) -> list[int] | None:
     return None if slots is None else sorted(slots)
 
 
@@ -311,7 +311,7 @@ def round_to_resume(held: Mapping[int, Held], tolerance: int = 0) -> int:
     12
     """
     owners = _owners(held)
-    whole = max((r for r, having in owners.items() if _took_part(held, r) <= having), default=0)
+    whole = max((r for r, having in owners.items() if _participants_of(held, r) <= having), default=0)
     near = [r for r in {whole, *_held_by_most(held)} if whole - tolerance <= r <= whole and r]
     return max(near, key=lambda r: (len(owners[r]), r), default=0) or round_to_score(held)
 
@@ -329,14 +329,14 @@ def round_to_score(held: Mapping[int, Held]) -> int:
 
 
 def _held_by_most(held: Mapping[int, Held]) -> list[int]:
-    return [r for r, having in _owners(held).items() if 2 * len(having) > len(_took_part(held, r))]
+    return [r for r, having in _owners(held).items() if 2 * len(having) > len(_participants_of(held, r))]
 
 
 def _owners(held: Mapping[int, Held]) -> dict[int, set[int]]:
     return {r: {slot for slot in held if r in held[slot]} for rounds in held.values() for r in rounds}
 
 
-def _took_part(held: Mapping[int, Held], round: int) -> set[int]:
+def _participants_of(held: Mapping[int, Held], round: int) -> set[int]:
     """The participants of the round, in the view of any owner of its checkpoint, restricted to slots with any checkpoint."""
     views = [rounds[round] for rounds in held.values() if round in rounds]
     having = {slot for slot, rounds in held.items() if rounds}
@@ -432,7 +432,7 @@ def begin_or_resume(store: Store, task: Task, past: History | None, agreement: A
     _must_reach(past.config, choice.round)
     if agreement.speaks:
         choice.tell()
-        tell_unverified(store, choice.round, agreement.kept)
+        warn_unverified(store, choice.round, agreement.kept)
     if choice.round:
         must_have_inputs(store.config, task, store.folder, "resume")
     if agreement.speaks and choice.round == store.config.rounds:
@@ -475,7 +475,7 @@ def must_end_later(config: RunSettings, folder: Path) -> None:
     _must_reach(config, choice.round)
 
 
-def tell_unverified(store: Store, round: int, owners: Iterable[int]) -> None:
+def warn_unverified(store: Store, round: int, owners: Iterable[int]) -> None:
     """Warns once if checkpoints of a round are of a version without a description of their state."""
     if unsaid := [owner for owner in owners if round and not store.says_what_it_is_of(round, owner)]:
         log.warning(
@@ -534,7 +534,7 @@ def _none_counts(store: Store, choice: ChosenRound) -> CheckpointError:
         here = [owner for owner in kept if owner not in absent]
         return CheckpointError(
             f"{where} has checkpoints of worker {', '.join(map(str, here))} alone and needs those of all {len(kept)}; "
-            f"{_bring(config, store.folder, absent)}"
+            f"{_how_to_collect(config, store.folder, absent)}"
         )
     whys = "; ".join(f"round {round}: {_in_words(faults)}" for round, faults in choice.skipped.items())
     kinds = {fault.kind for faults in choice.skipped.values() for fault in faults}
@@ -576,10 +576,10 @@ def how_to_score(config: RunSettings, folder: Path) -> str:
     scores = f"gossamer evaluate {quote(str(folder))} scores it"
     store = Store(config, folder)
     absent = on_other_machines(kept_by(store, config.owners, lineage_of(config, folder)))
-    return f"{_bring(config, folder, absent)}, then {scores}" if absent else scores
+    return f"{_how_to_collect(config, folder, absent)}, then {scores}" if absent else scores
 
 
-def _bring(config: RunSettings, folder: Path, absent: Sequence[int]) -> str:
+def _how_to_collect(config: RunSettings, folder: Path, absent: Sequence[int]) -> str:
     """How the checkpoints of owners whose machines have folders of their own come into this one."""
     server = [owner for owner in absent if owner >= config.workers]
     whose = "the server" if server else f"worker {', '.join(map(str, absent))}"
@@ -618,7 +618,7 @@ def newest_of_own(
         kept, newest_of_all, lambda r: {owner: store.fault(r, owner, lineage) if read is None else read(r)}
     )
     choice.tell(f"worker {owner}: ")
-    tell_unverified(store, choice.round, [owner])
+    warn_unverified(store, choice.round, [owner])
     return choice
 
 
@@ -660,7 +660,7 @@ def to_evaluate(store: Store, lineage: Lineage, round: int | None) -> tuple[int,
     if not choice.round:
         raise _nothing_to_score(store, choice)
     choice.tell()
-    tell_unverified(store, choice.round, having)
+    warn_unverified(store, choice.round, having)
     _warn_of_missing(store, choice, having)
     return choice.round, having
 
@@ -684,7 +684,7 @@ def _warn_of_missing(store: Store, choice: ChosenRound, having: Sequence[int]) -
             "the mean model is that of worker %s alone, while others took part in round %d; %s",
             those,
             choice.round,
-            _bring(store.config, store.folder, absent),
+            _how_to_collect(store.config, store.folder, absent),
         )
     if missing := [owner for owner, one in kept.items() if one.whole and owner not in having]:
         log.warning(

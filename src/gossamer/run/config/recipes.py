@@ -370,7 +370,7 @@ def recipes() -> Mapping[str, Recipe]:
     for name, row in {**ready, **METHODS}.items():
         kind, base = _origin(name, row)
         factory = _TABLES[kind][base]
-        settings = {**_fitting(kind, factory()), f"{kind}.name": base, **row.settings}
+        settings = {**_required_settings(kind, factory()), f"{kind}.name": base, **row.settings}
         by_name[name] = Recipe(
             settings,
             row.source or docstring_part(factory, "Source"),
@@ -463,7 +463,7 @@ def _value(value: Any) -> str:
     return json.dumps(value)
 
 
-def _fitting(kind: str, rule: Any) -> dict[str, Any]:
+def _required_settings(kind: str, rule: Any) -> dict[str, Any]:
     """The topology that the tags of a rule require, and local steps = 1 for a rule on gradients."""
     if kind != "rule":
         return {"topology.name": "ring"} if kind == "pair" else {}

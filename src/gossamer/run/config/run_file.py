@@ -421,7 +421,7 @@ def has_shape(config: RunConfig) -> bool:
 def parse(document: Mapping[str, Any]) -> RunConfig:
     """The validated run in a document. Raises ConfigError for unknown keys (naming the nearest) and impossible values."""
     document = with_settings(document, {})
-    if errors := [*_foreign(document), *_exclusive(document)]:
+    if errors := [*_other_kind_errors(document), *_exclusive(document)]:
         raise errors[0]
     return build(RunConfig, _completed(document))
 
@@ -453,7 +453,7 @@ def survey(document: Mapping[str, Any]) -> Survey:
         document = with_settings(document, {})
     except GossamerError as error:
         return Survey([str(error)], None)
-    if foreign := _foreign(document):
+    if foreign := _other_kind_errors(document):
         return Survey([str(error) for error in foreign], None)
     excluded, document = _exclusive(document), _completed(document)
     faults = [str(error) for error in (*excluded, *schema_faults(RunConfig, document))]
@@ -462,7 +462,7 @@ def survey(document: Mapping[str, Any]) -> Survey:
     return so_far._replace(faults=[*faults, *so_far.sure(map(str, left.noted))])
 
 
-def _foreign(document: Mapping[str, Any]) -> list[ConfigError]:
+def _other_kind_errors(document: Mapping[str, Any]) -> list[ConfigError]:
     """Why a document is not a run file but an experiment or a network."""
     for key in EXPERIMENT:
         if key in document:

@@ -159,7 +159,7 @@ class ElasticRounds(Participant[ElasticTransport]):
             # The log line with the source of its state may be truncated, as others resume from before it.
             begun = taken._replace(round=begun.round, incarnation=begun.incarnation)
         self._begun = begun._replace(steps=self.replica.steps_taken)
-        self._kept_whose = self._whose()
+        self._kept_whose = self._taken_over_entry()
         self.round, self._finished = begun.round, begun.after
 
     def open_record(self, open_: contextlib.ExitStack) -> None:
@@ -358,11 +358,16 @@ class ElasticRounds(Participant[ElasticTransport]):
         store, lineage = self.folder / "checkpoints", self.seat.line
         with self.saving:
             checkpoint.save(
-                store, finished, self.slot, {**self._worker.state(), **self._whose()}, digest=lineage, keep=KEPT
+                store,
+                finished,
+                self.slot,
+                {**self._worker.state(), **self._taken_over_entry()},
+                digest=lineage,
+                keep=KEPT,
             )
             self.saved_after = finished
 
-    def _whose(self) -> dict[str, str]:
+    def _taken_over_entry(self) -> dict[str, str]:
         """The checkpoint's entry on a state that was taken over and not trained yet."""
         if not self._begins or self._begun is None or self._begun.donor == self.slot:
             return {}
@@ -375,7 +380,7 @@ class ElasticRounds(Participant[ElasticTransport]):
             copy = self.keep(after, {**self._worker.state(), "under_way": [], "line": history_hash})
             if self._compares:
                 self.hashes.add(after, lambda: common_hash(history_hash, copy.tensors("x", "outer")))
-            self._kept_whose = self._whose()
+            self._kept_whose = self._taken_over_entry()
 
     def kept_for_checkpoint(self, kept: Handover) -> dict[str, Any]:
         """See `Participant`."""

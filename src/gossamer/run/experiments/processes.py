@@ -70,12 +70,12 @@ class _PoolProcess:
     def train(self, key: Hashable, config: RunConfig, folder: Path) -> None:
         """Begins a run. Raises: TrainingError for a process that is gone."""
         self.key = key
-        with self._there():
+        with self._translate_lost_process():
             self.link.send((config, folder))
 
     def ask_to_stop(self) -> None:
         """Requests its run to save after its round and stop. Raises: TrainingError for a lost process."""
-        with self._there():
+        with self._translate_lost_process():
             self.link.send(None)
 
     def result(self) -> RunEnd | None:
@@ -83,14 +83,14 @@ class _PoolProcess:
 
         Raises: GossamerError as `simulate` does; TrainingError for a process that is gone.
         """
-        with self._there():
+        with self._translate_lost_process():
             result = self.link.recv()
         if isinstance(result, GossamerError):
             raise result
         return result
 
     @contextlib.contextmanager
-    def _there(self) -> Iterator[None]:
+    def _translate_lost_process(self) -> Iterator[None]:
         try:
             yield
         except (EOFError, OSError):

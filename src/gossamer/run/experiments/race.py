@@ -139,7 +139,7 @@ def alone(made: RunPlan) -> list[Candidate]:
     return quickest
 
 
-def with_alone(made: RunPlan, some: Sequence[Candidate]) -> list[Candidate]:
+def with_single_machine(made: RunPlan, some: Sequence[Candidate]) -> list[Candidate]:
     """A shortlist, extended by the single machine or site unless included."""
     return [*some, *(one for one in alone(made) if one not in some)]
 
@@ -192,11 +192,11 @@ def course_of(
                 f"{rounds} round{'s' * (rounds != 1)} in that time, of which at least {_FEWEST} are needed"
             )
         else:
-            entrants.append(_filling(course, made, one, rounds))
+            entrants.append(_entrant(course, made, one, rounds))
     return course._replace(entrants=tuple(entrants), left=left)
 
 
-def _filling(course: Course, made: RunPlan, candidate: Candidate, rounds: int) -> Entrant:
+def _entrant(course: Course, made: RunPlan, candidate: Candidate, rounds: int) -> Entrant:
     """A candidate with its whole rounds within the time of a race, and a shorter last one in the remaining time.
 
     The seconds of a round with fewer steps are convex in these, so what is interpolated between two that are known is no less.

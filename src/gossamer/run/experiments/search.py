@@ -149,10 +149,10 @@ class _State:
         """The settings that may be better than the leading ones, which are the best, or those of the final: what is missing of a
         cross through them, or their neighbours, and on the first rung of a product those of the best of each pair."""
         ranked = self._ranked(rung)
-        leading = self._sound(ranked[: self._leaders(rung)], rung)
+        leading = self._without_diverged(ranked[: self._leaders(rung)], rung)
         if self._space.cross:
             return self._beyond_a_cross(rung, leading or ranked[:1])
-        pairs = self._sound(self._best_of_each(rung), rung) if rung == 0 else []
+        pairs = self._without_diverged(self._best_of_each(rung), rung) if rung == 0 else []
         settings = [
             near for one in dict.fromkeys([*leading, *pairs] or ranked[:1]) for near in self._neighbours(one, rung)
         ]
@@ -165,12 +165,14 @@ class _State:
         """What is missing around the best, and then around the second; before that the pairs of the first grid, each once."""
         tried = {trial.setting.outer for trial in self.losses}
         if new := [pair for pair in self._space.outers if pair not in tried]:
-            return [GridPoint(one.doublings, pair) for one in self._sound(leading[:1], rung) for pair in new] or (
-                self._neighbours(leading[0], rung)
-            )
+            return [
+                GridPoint(one.doublings, pair) for one in self._without_diverged(leading[:1], rung) for pair in new
+            ] or (self._neighbours(leading[0], rung))
         for one in leading:
-            outer = rung == 0 and self._sound([one], rung)  # a later rung has the pairs that this one leaves it
-            around = [*self._around(one, _ETA), *self._around(one, _GAMMA)] if outer else []
+            outer = rung == 0 and self._without_diverged(
+                [one], rung
+            )  # a later rung has the pairs that this one leaves it
+            around = [*self._untried_next_to(one, _ETA), *self._untried_next_to(one, _GAMMA)] if outer else []
             if missing := [*self._neighbours(one, rung), *around]:
                 return missing
         return []
@@ -187,15 +189,15 @@ class _State:
         around = [
             near for k in (-1, 1) if Trial(near := GridPoint(best.doublings + k, best.outer), rung) in self.losses
         ]
-        return [*dict.fromkeys([best, *around, *self._sound(ranked[1:], rung)])][:many]
+        return [*dict.fromkeys([best, *around, *self._without_diverged(ranked[1:], rung)])][:many]
 
     def final(self) -> tuple[Trial, ...]:
         """The next trials of the final: of the two best settings of the last rung, and while all diverged of the next two."""
         rungs = len(self._space.tokens)
-        if not self._space.final or self._sound(self._ranked(rungs), rungs):
+        if not self._space.final or self._without_diverged(self._ranked(rungs), rungs):
             return ()
-        trials = [Trial(one, rungs) for one in self._sound(self._ranked(rungs - 1), rungs - 1)]
-        left = (self._space.budget - self._spent(rungs + 1)) // self._space.final
+        trials = [Trial(one, rungs) for one in self._without_diverged(self._ranked(rungs - 1), rungs - 1)]
+        left = (self._space.budget - self._spent_tokens(rungs + 1)) // self._space.final
         return tuple([trial for trial in trials if trial not in self.losses][: min(_FINALISTS, left)])
 
     def result(self) -> SearchResult:
@@ -203,16 +205,16 @@ class _State:
         last = len(self._space.tokens) - 1
         deciding = max(trial.rung for trial in self.losses)
         best = self._ranked(deciding)[0]
-        spent = self._spent(deciding + 1)
+        spent = self._spent_tokens(deciding + 1)
         if not math.isfinite(self.losses[Trial(best, deciding)]):
             return SearchResult(None, (), spent)
         edges = ["lr"] if self._neighbours(best, last) else []
         for name, which in (("outer_lr", _ETA), ("momentum", _GAMMA)):
-            if self._around(best, which) if self._space.cross else self._ends(best, which):
+            if self._untried_next_to(best, which) if self._space.cross else self._ends(best, which):
                 edges.append(name)
         return SearchResult(best, tuple(edges), spent)
 
-    def _spent(self, rungs: int) -> int:
+    def _spent_tokens(self, rungs: int) -> int:
         """The tokens of all trials on the first so many rungs."""
         return sum(self._space.cost(trial) for trial in self.losses if trial.rung < rungs)
 
@@ -220,16 +222,16 @@ class _State:
         """The tokens that a rung may still spend: up to its share of the budget, and what it needs at least."""
         space = self._space
         budget = space.budget - _FINALISTS * space.final
-        before, fair = self._spent(rung), budget * (rung + 1) // len(space.tokens)
+        before, fair = self._spent_tokens(rung), budget * (rung + 1) // len(space.tokens)
         grid = space.first if rung == 0 else _NEIGHBOURHOOD
         kept = _NEIGHBOURHOOD * sum(space.tokens[rung + 1 :])
-        return min(budget - kept, max(fair, before + grid * space.tokens[rung])) - self._spent(rung + 1)
+        return min(budget - kept, max(fair, before + grid * space.tokens[rung])) - self._spent_tokens(rung + 1)
 
     def _leaders(self, rung: int) -> int:
         """How many settings lead a rung: those that go to a final, or the best alone."""
         return _FINALISTS if self._space.final and rung == len(self._space.tokens) - 1 else 1
 
-    def _sound(self, settings: Iterable[GridPoint], rung: int) -> list[GridPoint]:
+    def _without_diverged(self, settings: Iterable[GridPoint], rung: int) -> list[GridPoint]:
         """Those that have not diverged."""
         return [one for one in settings if math.isfinite(self.losses[Trial(one, rung)])]
 
@@ -270,7 +272,7 @@ class _State:
                 ends.append((_with(setting.outer, which, value), way))
         return ends
 
-    def _around(self, setting: GridPoint, which: int) -> list[GridPoint]:
+    def _untried_next_to(self, setting: GridPoint, which: int) -> list[GridPoint]:
         """The pairs with the next η or γ on both sides of a setting's that have not run with its learning rate."""
         if setting.outer is None:
             return []

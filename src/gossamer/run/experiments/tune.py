@@ -20,7 +20,7 @@ from gossamer.record.origin import Origin, origin
 from gossamer.record.progress import say
 from gossamer.record.whole_files import LineWriter, atomic_write, make_folder
 from gossamer.run.config.document import with_settings
-from gossamer.run.config.experiment_file import OuterValues, TuneConfig, Variant, folder_name, laid_out
+from gossamer.run.config.experiment_file import OuterValues, TuneConfig, Variant, base_and_variants, folder_name
 from gossamer.run.config.recipes import TABLES
 from gossamer.run.config.run_file import RunConfig, digest, parse, shortened
 from gossamer.run.experiments.processes import RunEnd, RunPool
@@ -142,7 +142,7 @@ def contenders(document: Mapping[str, Any], *, scale: str = "") -> list[Contende
         raise ConfigError(
             f"the file has sweep = {document['sweep']!r:.60}, but gossamer tune has its own grid; remove [sweep]"
         )
-    base, rows = laid_out(document, scale=scale)
+    base, rows = base_and_variants(document, scale=scale)
     methods = [_contender(document["tune"], base, row) for row in rows]
     places = [folder_name(one.row.label) for one in methods]
     if alike := [one.row.label for one, place in zip(methods, places, strict=True) if places.count(place) > 1]:
@@ -330,7 +330,7 @@ def _key(config: RunConfig) -> str:
 
 def tuned_file(document: Mapping[str, Any], tuned: Sequence[Tuned], source: str, *, scale: str = "") -> str:
     """An experiment file with every method at the settings that were chosen for it; without those of which every run diverged."""
-    base, _ = laid_out(document, scale=scale)
+    base, _ = base_and_variants(document, scale=scale)
     rows = [
         {"label": one.contender.row.label, **one.contender.row.settings, **one.contender.chosen(one.result.best)}
         for one in tuned

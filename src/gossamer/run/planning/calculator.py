@@ -120,7 +120,7 @@ class Calculator:
             "parameters": plans[0].parameters,
             "rows": [plan_rows(one.choice, one.candidates) for one in plans],
             "best": [one.candidates.index(one.best) for one in plans],
-            "told": [_told(one) for one in plans],
+            "told": [_description(one) for one in plans],
             "curves": {
                 method: [float(f"{_of_method(one, method).utilisation:.5g}") for one in plans] for method in methods
             },
@@ -172,7 +172,7 @@ def _of_method(made: RunPlan, name: str) -> Candidate:
     return (named or [one for one in made.candidates if one.method == name.removesuffix(" uneven")])[0]
 
 
-def _told(made: RunPlan) -> str:
+def _description(made: RunPlan) -> str:
     """What a table is for."""
     choice = made.choice
     far = f" {' and '.join(choice.scale.outside)} are outside of what was measured." if choice.scale.outside else ""

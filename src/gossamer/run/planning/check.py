@@ -180,7 +180,7 @@ def examine_run(config: RunConfig, refused: Mapping[Verb, Sequence[str]] | None 
     run = resolve(config, real=bool(refused.get("simulate")))
     words, m = local_tokenizer(run.data.tokenizer), run.method
     vocab_size = None if words is None else words.vocab_size
-    documents = None if words is None or run.data.own else _around(words)
+    documents = None if words is None or run.data.own else _document_separators(words)
     layout, (text, most_tokens, missing) = _layout(run, vocab_size), _text(run, vocab_size)
     passes = None if most_tokens is None else passes_over(run.data.shards, most_tokens, run.worker_tokens)
     topology = None if isinstance(m, WithServer) else m.topology
@@ -233,7 +233,7 @@ def passes_of(config: RunConfig) -> float | None:
     return None if most is None else passes_over(run.data.shards, most, run.worker_tokens)
 
 
-def _around(words: Tokenizer) -> AroundDocuments:
+def _document_separators(words: Tokenizer) -> AroundDocuments:
     before, after = (tuple(map(words.token, ids)) for ids in (words.before, words.after))
     return AroundDocuments(before, after, None if words.pad is None else words.token(words.pad))
 
@@ -490,7 +490,7 @@ def counted(config: ResolvedRun, layout: Layout, rounds: int = _ROUNDS) -> Count
     if parts == [config]:
         return _counted(config, layout, rounds)
     whole = sum(part.rounds for part in parts)
-    weighed = [(part, part.rounds) for part in parts] if len(parts) <= _MOST_PARTS else _typical(parts)
+    weighed = [(part, part.rounds) for part in parts] if len(parts) <= _MOST_PARTS else _representative(parts)
     some, shares = [part for part, _ in weighed], [count / whole for _, count in weighed]
     each = [_counted(part, layout, rounds) for part in some]
 
@@ -516,7 +516,7 @@ def counted(config: ResolvedRun, layout: Layout, rounds: int = _ROUNDS) -> Count
     )
 
 
-def _typical(parts: Sequence[ResolvedRun]) -> list[tuple[ResolvedRun, float]]:
+def _representative(parts: Sequence[ResolvedRun]) -> list[tuple[ResolvedRun, float]]:
     """A few parts and the number of rounds that each counts for.
 
     They are the first, which may be a synchronous start, and of each group of consecutive ones those with the fewest and the

@@ -189,7 +189,11 @@ class Pick(NamedTuple):
     def above_best(self, candidate: Candidate) -> Range | None:
         """The loss in the time above that of the best; None where one of them is not known."""
         penalty, best = candidate.penalty(self.scale), self.best.penalty(self.scale)
-        return None if penalty is None or best is None else _apart(self.scale, (candidate, penalty), (self.best, best))
+        return (
+            None
+            if penalty is None or best is None
+            else _difference(self.scale, (candidate, penalty), (self.best, best))
+        )
 
 
 def more_steps_would_help(choice: Pick, candidate: Candidate) -> bool:
@@ -230,7 +234,7 @@ def pick(candidates: Iterable[Candidate], scale: LossScale, hours: float | None 
     if known:
         lowest = min(known, key=in_time)
         alone = [pair[0] for pair in known if pair[0].method == ALONE and in_time(pair) <= in_time(lowest) + _AS_LOW]
-        apart = [(pair[0], _apart(scale, pair, lowest)) for pair in known if pair is not lowest]
+        apart = [(pair[0], _difference(scale, pair, lowest)) for pair in known if pair is not lowest]
         open_ = [(one, above.nats) for one, above in apart if above.open and above.nats <= _MARGIN]
         undecided = [lowest[0], *(one for one, _ in open_)]
         alike = [lowest[0], *(one for one, nats in open_ if nats <= _AS_LOW)]
@@ -249,7 +253,7 @@ def _fits(candidate: Candidate, scale: LossScale, hours: float | None) -> bool:
     return in_time and candidate.round_s <= _EXACTLY * scale.tokens * candidate.seconds_per_token
 
 
-def _apart(scale: LossScale, one: _Known, other: _Known) -> Range:
+def _difference(scale: LossScale, one: _Known, other: _Known) -> Range:
     return expected_difference(scale, one[1], other[1], other[0].seconds_per_token / one[0].seconds_per_token)
 
 
@@ -301,7 +305,7 @@ PLAN_HEADINGS = (
 """Headings of the columns of `plan_rows`."""
 
 
-def codec_words(candidate: Candidate) -> str:
+def format_codecs(candidate: Candidate) -> str:
     """The codec of each direction: of what goes to the owners of a mean, and of their sums; one where each message is whole.
 
     >>> codec_words(Candidate("DiLoCo", "fp4", "bf16", (30,) * 8, 1.0, 1.0, 0.9, 1.0))
@@ -333,7 +337,7 @@ def plan_rows(choice: Pick, candidates: Iterable[Candidate]) -> list[tuple[str, 
         rows.append(
             (
                 one.name,
-                codec_words(one),
+                format_codecs(one),
                 str(most) if fewest == most else f"{fewest}-{most}",
                 f"{one.utilisation:.1%}",
                 hours_text(choice, one),

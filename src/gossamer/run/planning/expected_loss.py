@@ -372,7 +372,7 @@ def _exact(scale: LossScale, method: str, local_steps: int) -> tuple[list[tuple[
     by_seed = [tuple(share * scale.gap * part for part in one.by_seed) for share, one in weighed]
     if method not in PUBLISHED:
         return by_seed, scale.gap * beyond
-    nats, more = _towards(scale, method, local_steps, by_seed, weighed)
+    nats, more = _interpolated_loss(scale, method, local_steps, by_seed, weighed)
     return nats, scale.gap * beyond + more
 
 
@@ -398,7 +398,7 @@ def _raised(one: RelativeLoss, other: RelativeLoss, share: float) -> RelativeLos
     return RelativeLoss(tuple(nats + more for nats in one.by_seed), one.beyond + more)
 
 
-def _towards(
+def _interpolated_loss(
     scale: LossScale, method: str, local_steps: int, by_seed: Sequence[tuple[float, ...]], weighed: _Weighed
 ) -> tuple[list[tuple[float, ...]], float]:
     """The loss of a method between the measured size and that from which a paper has its difference to DiLoCo."""

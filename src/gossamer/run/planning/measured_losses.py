@@ -71,7 +71,7 @@ def _in_units(above: _BySeed) -> _BySeed:
     }
 
 
-def _rising(above: _BySeed) -> _BySeed:
+def _monotone(above: _BySeed) -> _BySeed:
     """The same with means that do not fall with more local steps, from `_RISES_FROM` on.
 
     Where they do, which is the chance of few seeds, neighbours have their common mean; differences between seeds stay.
@@ -99,9 +99,9 @@ def _mean_of(by_steps: Mapping[int, tuple[float, ...]], pool: Sequence[int]) -> 
 _LONG: _BySeed = {
     method: {int(steps): tuple(some) for steps, some in own.items()} for method, own in _DOCUMENT["longer"].items()
 }
-_LONGER = _in_units(_rising(_LONG))
+_LONGER = _in_units(_monotone(_LONG))
 _SHORTER = _in_units(
-    _rising(
+    _monotone(
         {
             method: {steps: _above(one) for steps, one in own.items()}
             for method, own in MEASURED.items()
@@ -144,7 +144,7 @@ def relative_losses(method: str, local_steps: int) -> tuple[RelativeLoss, Relati
     (None, (0.0, 0.0, 0.0))
     """
     if method in _LONGER:
-        return _along(_SHORTER[method], local_steps), _longer(method, local_steps)
+        return _at_local_steps(_SHORTER[method], local_steps), _longer(method, local_steps)
     if method not in MEASURED:
         return None
     at, only = nearest_measured(method, local_steps)
@@ -155,11 +155,13 @@ def relative_losses(method: str, local_steps: int) -> tuple[RelativeLoss, Relati
         unit, more = fmean(diloco[:n]) / fmean(there.by_seed), fmean(here.by_seed) - fmean(there.by_seed)
         return RelativeLoss(tuple(nats / unit + max(0.0, more) for nats in own[:n]), abs(more))
 
-    there, here = ((_along(_SHORTER["DiLoCo"], steps), _longer("DiLoCo", steps)) for steps in (at, local_steps))
+    there, here = (
+        (_at_local_steps(_SHORTER["DiLoCo"], steps), _longer("DiLoCo", steps)) for steps in (at, local_steps)
+    )
     return beside(there[0], here[0]), beside(there[1], here[1])
 
 
-def _along(known: Mapping[int, tuple[float, ...]], local_steps: int) -> RelativeLoss:
+def _at_local_steps(known: Mapping[int, tuple[float, ...]], local_steps: int) -> RelativeLoss:
     """The losses of runs of one length, from those with several numbers of local steps."""
     steps = sorted(known)
     if local_steps <= steps[0]:
@@ -177,8 +179,8 @@ def _longer(method: str, local_steps: int) -> RelativeLoss:
     """The loss in the longer runs, which have no fewest local steps."""
     known, fewest = _LONGER[method], min(_LONGER[method])
     if local_steps >= fewest:
-        return _along(known, local_steps)
-    fewer, there = (fmean(_along(_SHORTER[method], steps).by_seed) for steps in (local_steps, fewest))
+        return _at_local_steps(known, local_steps)
+    fewer, there = (fmean(_at_local_steps(_SHORTER[method], steps).by_seed) for steps in (local_steps, fewest))
     some = tuple(one * fewer / there for one in known[fewest])
     return RelativeLoss(some, abs(fmean(known[fewest]) - fmean(some)))
 

@@ -595,7 +595,7 @@ def run_toml(
         f"# {chosen.method} with {chosen.full_steps} local steps, planned for {plan.parameters:,} parameters: "
         f"{chosen.round_bytes / 1e6:.4g} MB sent and {chosen.round_s:.4g} s a round, "
         f"{format_utilisation(chosen.utilisation, chosen.between_stages)}.\n"
-        f"{without_text(chosen)}{_uneven(chosen)}{_sites_text(chosen)}"
+        f"{without_text(chosen)}{_uneven_steps_comment(chosen)}{_sites_text(chosen)}"
         f"{best.source}"
         f"{plan.length_of(chosen, rounds)}"
     )
@@ -634,7 +634,7 @@ def method_tables(chosen: Candidate) -> dict[str, dict[str, Any]]:
     }
 
 
-def _uneven(chosen: Candidate) -> str:
+def _uneven_steps_comment(chosen: Candidate) -> str:
     """A comment of the run file that names the workers with fewer local steps; empty where there are none."""
     if not chosen.fewer:
         return ""

@@ -139,7 +139,7 @@ def _played(
 
 def _loops(config: RunSettings, m: Method, layout: Layout, workers: Sequence[int], x: Tensor) -> list[OuterLoop]:
     """The outer loops of these workers, whose parameters are all `x`, a tensor without data."""
-    network, m = MemoryNetwork(config.workers), m._replace(codec=each_shape_once(m.codec), rule=_once(m.rule))
+    network, m = MemoryNetwork(config.workers), m._replace(codec=each_shape_once(m.codec), rule=_meta_rule(m.rule))
     averages = config.inner.averaging is not None and m.rule.site == "parameters"
     averaged, moments = torch.cat([x, x]) if averages else None, [x] * len(config.schedule.inner_every)
     held, of_all = holding_of(config, layout), arranged(layout, config)
@@ -156,7 +156,7 @@ def _loops(config: RunSettings, m: Method, layout: Layout, workers: Sequence[int
     ]
 
 
-def _once(rule: Rule) -> Rule:
+def _meta_rule(rule: Rule) -> Rule:
     """A rule for tensors without data, whose first states and messages of a round look alike for all workers, made once.
 
     It counts no distrusted messages: without data there are no counts to read.

@@ -136,7 +136,7 @@ def describe(action: Action, before: Conditions) -> str:
         case Action("mend"):
             return f"The uplink of worker {value} is as fast as the others' again."
         case Action("cut"):
-            return f"The network is cut: workers {_named(SIDES[0])} and {_named(SIDES[1])} cannot reach each other."
+            return f"The network is cut: workers {_name_workers(SIDES[0])} and {_name_workers(SIDES[1])} cannot reach each other."
         case Action("heal"):
             return "The network is whole again."
         case Action("method", str(method)):
@@ -151,6 +151,6 @@ def describe(action: Action, before: Conditions) -> str:
     return f"The outer momentum is {value}, after {before.momentum:g}; all states are kept."
 
 
-def _named(workers: Collection[int]) -> str:
+def _name_workers(workers: Collection[int]) -> str:
     low, high = min(workers), max(workers)
     return f"{low} to {high}" if high > low else f"{low}"

@@ -105,7 +105,7 @@ class Live:
     def act(self, body: bytes) -> bytes:
         """Executes a page's request: `{"actions": [...]}`, `{"playing": true}`, `{"speed": 2}`, `{"step": true}`, or
         `{"again": SEED}`, which begins a new film. Raises: ConfigError for anything else."""
-        asked = _asked(body)
+        asked = _requested(body)
         with self._changed:
             self._seen_s = time.monotonic()
             match asked:
@@ -217,7 +217,7 @@ def one_thread() -> Iterator["Each"]:
         torch.set_num_threads(before)
 
 
-def _asked(body: bytes) -> object:
+def _requested(body: bytes) -> object:
     try:
         return json.loads(body)
     except (ValueError, RecursionError):

@@ -185,11 +185,11 @@ def _begun(scene: Scene, conditions: Conditions, *, branch: bool) -> _Begun:
         else:
             clock_s[worker] = max(scene.clock_s)  # it continues from its own
     if conditions.method == "diloco":
-        _alike(sorted(conditions.taking_part()), states, newest, take_over)
+        _equalised(sorted(conditions.taking_part()), states, newest, take_over)
     return _Begun(tuple(states), tuple(clock_s))
 
 
-def _alike(
+def _equalised(
     there: Sequence[int],
     states: list[dict[str, Any]],
     newest: Sequence[int],
@@ -283,7 +283,7 @@ def _bill(start_s: Sequence[float], conditions: Conditions, round: int, reports:
     return _Bill(start_s, spent, timeline.end_s[1].tolist(), timeline.waits_on[1].tolist(), operations)
 
 
-def _says(conditions: Conditions, there: Sequence[int], bill: _Bill) -> str:
+def _round_sentences(conditions: Conditions, there: Sequence[int], bill: _Bill) -> str:
     """A description of a round, in a sentence or two."""
     waiting = sorted(conditions.alive - {*there})
     if not conditions.alive:
@@ -351,7 +351,7 @@ def _frame(
         "losses": tuple(_digits(losses[i], 5) if i in losses else None for i in range(WORKERS)),
         "disagreement": None if assessment is None else _digits(assessment.disagreement, 4),
         "places": tuple((_digits(x, 3), _digits(y, 3)) for x, y in places),
-        "says": _says(conditions, there, bill),
+        "says": _round_sentences(conditions, there, bill),
     }
 
 

@@ -291,7 +291,7 @@ class _Process(Actor["Entered | OrderEvent"], Generic[Core]):
 
     def _begin(self, begun: Entered) -> None:
         self.replica = self._run.replica(self.slot, begun.round)
-        self.core = self.made()
+        self.core = self.new_core()
         if begun.source is not None:
             state = self._run.states[begun.source]
             assert state is not None  # it was missing
@@ -311,7 +311,7 @@ class _Process(Actor["Entered | OrderEvent"], Generic[Core]):
         return content_of(self.core, self.replica, phases=self._phases, source=self._source, held={})
 
     @abstractmethod
-    def made(self) -> Core:
+    def new_core(self) -> Core:
         """The worker at the start of the run."""
 
     @abstractmethod
@@ -341,7 +341,7 @@ class _Gossip(_Process[GossipWorker]):
         # A published message depends on the peers, which are in the following mix event.
         self._alive = {event.number: event.alive for event in life.events if isinstance(event, Mixed)}
 
-    def made(self) -> GossipWorker:
+    def new_core(self) -> GossipWorker:
         return GossipWorker(self.slot, self._method.rule, self.replica, self._method.topology.mixing(0))
 
     def needs(self, event: Entered | OrderEvent) -> list[Key]:
@@ -383,7 +383,7 @@ class _Gossip(_Process[GossipWorker]):
 class _PairReplay(_Process[PairWorker]):
     kinds = (Learned, MeetingSent, Met)
 
-    def made(self) -> PairWorker:
+    def new_core(self) -> PairWorker:
         assert isinstance(self._run.config.method, InPairs)
         return PairWorker(pair_rule_of(self._run.config.method), self.replica)
 

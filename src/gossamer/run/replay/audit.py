@@ -104,7 +104,7 @@ def audit(
         script = script_of(lives, config.in_rounds, max(one.config.rounds for one in some), config.seed, folder)
     else:
         script = calm(config.timetable, config.workers, max(recorded) + 1)
-    sound = _sound(folder, sorted(script.lives), lineage)
+    sound = _sound_checkpoints(folder, sorted(script.lives), lineage)
     _must_be_whole(recorded, folder, script, sound, range(first, last + 1), worker, logged=bool(lives))
     snapshot = next(q for q in _candidates(sound, first) if _usable(script, q, sound))
     task, threads = task_of(config), threads_of(config, folder)
@@ -202,7 +202,7 @@ def _must_be_of_this_run(recorded: Hashes, folder: Path, workers: int, rounds: i
     simulated = folder / "machines.jsonl"
     files = [folder / f"machines{worker_suffix(one)}.jsonl" for one in owners]
     # Without it an audit on another machine would report false differences.
-    missing = [one for one in files if not any(map(_says_anything, (one, simulated)))]
+    missing = [one for one in files if not any(map(_has_content, (one, simulated)))]
     if missing:
         raise DataError(
             f"'{missing[0] if real else simulated}' is missing or empty, and says by which processor and "
@@ -210,7 +210,7 @@ def _must_be_of_this_run(recorded: Hashes, folder: Path, workers: int, rounds: i
         )
 
 
-def _says_anything(path: Path) -> bool:
+def _has_content(path: Path) -> bool:
     return path.is_file() and path.stat().st_size > 0
 
 
@@ -268,7 +268,7 @@ _Sound = Set[tuple[int, int]]
 """Sound local checkpoints, by slot and round."""
 
 
-def _sound(folder: Path, slots: Sequence[int], lineage: Lineage) -> _Sound:
+def _sound_checkpoints(folder: Path, slots: Sequence[int], lineage: Lineage) -> _Sound:
     """The sound checkpoints of a run; reports damaged ones. Cost: reads them."""
     store, sound = folder / "checkpoints", set[tuple[int, int]]()
     for slot in slots:
@@ -309,12 +309,12 @@ def _spoilt(round: int, workers: Sequence[Worker], folder: Path, lineage: Lineag
     for worker in workers:
         if (worker.index, round + 1) in sound:
             saved = checkpoint.load(folder / "checkpoints", round + 1, worker.index, lineage)
-            if not isinstance(saved, dict) or not _alike(saved, worker.state()):
+            if not isinstance(saved, dict) or not _are_equal(saved, worker.state()):
                 return Difference(round, worker.index, "its checkpoint")
     return None
 
 
-def _alike(saved: Mapping[Any, Any], repeated: Mapping[str, Any]) -> bool:
+def _are_equal(saved: Mapping[Any, Any], repeated: Mapping[str, Any]) -> bool:
     """Whether two states have the same parameters, outer state and inner optimizer, bit for bit.
 
     Ignores the position in the data, which is shared here, and messages in flight, which elastic workers do not take

@@ -70,8 +70,8 @@ class Repeat:
                 f"run.elastic changed after round {changed.first} of '{recorded}', and its log of outcomes has only the rounds "
                 "in which it was true; only a run that was elastic from its start to its end can be computed again from that log"
             )
-        self.begins: Sequence[_Begins] = ()
-        self.trained: _Trained
+        self.begins: Sequence[_BeginActor] = ()
+        self.trained: _TrainingActor
         self._slots = range(some[0].config.workers)
         self._processes = [_Process(slot, script) for slot in self._slots]
         self._kept = defaultdict[tuple[int, int], list[bytes]](list)
@@ -80,7 +80,7 @@ class Repeat:
         begun = [life.begun for lives in script.lives.values() for life in lives]
         self._shared: dict[int, list[Tensor]] = {one.round: [] for one in begun if self._adds_means(one)}
         """By round in which a process begins with an older state and later means: the state shared by all workers then."""
-        self._go_into(stretch_of(0, some))
+        self._begin_stretch(stretch_of(0, some))
         for worker in self.workers:
             self._keep(worker, 0)
 
@@ -88,7 +88,7 @@ class Repeat:
         """Restores the start of a round from the checkpoints before it. Raises: CheckpointError."""
         store = folder / "checkpoints"
         if (there := stretch_of(round, self._stretches)) is not self.stretch:
-            self._go_into(there)
+            self._begin_stretch(there)
         self._needed = self.script.taken_over(round)
         for slot, after in self._needed:
             if 0 < after <= round:
@@ -104,8 +104,8 @@ class Repeat:
         Raises: TrainingError; DataError for a log that contradicts itself.
         """
         span = range(first, last + 1)
-        self.begins = [_Begins(self, slot, span) for slot in sorted(self.script.lives)]
-        self.trained = _Trained(self, span, each)
+        self.begins = [_BeginActor(self, slot, span) for slot in sorted(self.script.lives)]
+        self.trained = _TrainingActor(self, span, each)
         for actor, round in follow([*self.begins, self.trained]):
             if actor is self.trained:
                 yield round, self.trained.reports
@@ -179,7 +179,7 @@ class Repeat:
         there = stretch_of(round, self._stretches)
         if there is not self.stretch:
             states = [worker.state() for worker in self.workers]
-            self._go_into(there)
+            self._begin_stretch(there)
             for worker, state in zip(self.workers, states, strict=True):
                 worker.restore({**state, "under_way": []} if self._logged else state)
 
@@ -208,7 +208,7 @@ class Repeat:
         if begun.round:
             worker.loop.send_ahead(begun.round)
 
-    def _go_into(self, there: Stretch) -> None:
+    def _begin_stretch(self, there: Stretch) -> None:
         """Creates all workers with the settings of a stretch, as at the start of a run."""
         self.stretch, config = there, there.config.unpaced()
         # An optimizer of the user may take its options from the settings.
@@ -250,7 +250,7 @@ class Repeat:
             self._kept[worker.index, after].append(_packed(worker.state()))
 
 
-class _Begins(Actor[Begun]):
+class _BeginActor(Actor[Begun]):
     """The begin events of a slot, in order."""
 
     def __init__(self, repeat: Repeat, slot: int, span: range) -> None:
@@ -284,7 +284,7 @@ class _Begins(Actor[Begun]):
         self._repeat.begin(self._slot, event)
 
 
-class _Trained(Actor[int]):
+class _TrainingActor(Actor[int]):
     """The rounds of a run, which all present workers train together."""
 
     def __init__(self, repeat: Repeat, span: range, each: Each) -> None:

@@ -212,15 +212,15 @@ class _Reader:
         """Adds the counted messages of an exchange."""
         i, (_, of, fragment, alive, *_) = process[0], outcome
         self.script.alive[process, of, fragment] = alive
-        peers = {*self._hears_from(i, of, fragment, alive)}
+        peers = {*self._receives_from(i, of, fragment, alive)}
         if not outcome.lost <= peers:
             raise self._contradiction(
                 i, of, f"it did not exchange with {sorted(outcome.lost - peers)}, who were no peers"
             )
         for j in sorted(peers - outcome.lost):
-            self._hear(process, j, outcome)
+            self._add_counted_message(process, j, outcome)
 
-    def _hear(self, process: Process, j: int, outcome: ExchangeOutcome) -> None:
+    def _add_counted_message(self, process: Process, j: int, outcome: ExchangeOutcome) -> None:
         """Adds that a process counted the message of worker j in an exchange."""
         i, k = process
         message = Message(outcome.of, outcome.fragment, i, j)
@@ -229,7 +229,7 @@ class _Reader:
         self.script.sent.add((message, sender[1]))
         self._send(sender, message)
 
-    def _hears_from(self, i: int, of: int, fragment: int, alive: frozenset[int] | None) -> tuple[int, ...]:
+    def _receives_from(self, i: int, of: int, fragment: int, alive: frozenset[int] | None) -> tuple[int, ...]:
         return self._topology_of(fragment).mixing(of, alive).receives_from(i)
 
     def _sender(self, i: int, j: int, outcome: ExchangeOutcome) -> Process:
@@ -257,9 +257,9 @@ class _Reader:
         if self.script.alive.setdefault((process, of, fragment), alive) != alive:
             raise self._contradiction(i, of, f"worker {j} was received by workers in whose view others took part")
         if self._closes:
-            for other in self._hears_from(j, of, fragment, alive):
+            for other in self._receives_from(j, of, fragment, alive):
                 if (Message(of, fragment, j, other), k) not in self.script.received:
-                    self._hear(process, other, outcome)
+                    self._add_counted_message(process, other, outcome)
 
     def _send(self, sender: Process, message: Message) -> None:
         """Adds the round in which a process sent a counted message, if it has no line of that round."""

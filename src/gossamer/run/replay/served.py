@@ -168,8 +168,8 @@ class _Server(Actor[ServerInput]):
             return None
         if worker >= self._config.workers or (worker in self._workers) == (event.event == "join"):
             raise Contradiction("a worker joins once before it pushes or leaves")
-        if event.event == "push" and core.may_push(worker) != (event.phase, event.fragment):
-            raise Contradiction(f"what it may push is phase and fragment {core.may_push(worker)}")
+        if event.event == "push" and core.expected_push(worker) != (event.phase, event.fragment):
+            raise Contradiction(f"what it may push is phase and fragment {core.expected_push(worker)}")
         return None
 
     def take(self, event: ServerInput) -> None:

@@ -32,7 +32,7 @@ from gossamer.rounds.stopwatch import Stopwatch
 from gossamer.run.bookkeeping.inputs import must_have_inputs, note_inputs
 from gossamer.run.bookkeeping.journal import log_phase, saved_when_unreadable
 from gossamer.run.bookkeeping.resume import History, Resume, lineage_of, resumed
-from gossamer.run.bookkeeping.which_round import kept_by, must_lose_nothing, tell_unverified
+from gossamer.run.bookkeeping.which_round import kept_by, must_lose_nothing, warn_unverified
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.run.participant.agreement import (
     HERE,
@@ -43,7 +43,7 @@ from gossamer.run.participant.agreement import (
     use_recorded_threads,
     use_threads,
 )
-from gossamer.run.served.protocol import OWNED, Terms, terms_of
+from gossamer.run.served.protocol import OWNED, Terms, decode_terms
 from gossamer.run.worker.replica import LocalPhase, Replica
 from gossamer.run.worker.stages.checkpoints import Store
 from gossamer.run.worker.task import Task, task_of
@@ -138,7 +138,7 @@ class ServedWorker:
         if terms.again:
             checkpoint.rewind(self._store, terms.checkpoint, self.index, aside=self._damaged > terms.checkpoint)
             if terms.checkpoint:
-                tell_unverified(Store(self.config, self._store.parent), terms.checkpoint, [self.index])
+                warn_unverified(Store(self.config, self._store.parent), terms.checkpoint, [self.index])
                 self.learner.restore(checkpoint.load(self._store, terms.checkpoint, self.index, self._lineage))
         self._terms, self._worker = terms, ServerWorker(self.learner, self.learner.spans, starts)
 
@@ -357,6 +357,6 @@ def _starting_point(client: ServerLink, served: ServedWorker, p: int, number: in
     like = [torch.empty(len(Terms._fields), dtype=torch.int64), torch.empty(last - first, device="meta")]
     body = client.receive(LetterKind.START, Ticket(0, p), wire.frames_bytes(like)).body
     numbers, x = wire.unpack_frames(body, like)
-    terms = terms_of(numbers, limits_of(served.config))
+    terms = decode_terms(numbers, limits_of(served.config))
     must_be_finite({f"the starting point of phase {number} from the server": x})
     return StartingPoint(x, terms.updates), terms

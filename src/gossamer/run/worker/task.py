@@ -187,7 +187,7 @@ class OwnBatches:
 
     def batch(self, worker: int, step: int) -> Any:
         """See `Batches.batch`. Raises: ConfigError when it differs from one call to the next."""
-        batch = self._sure(worker, step)
+        batch = self._repeatable_batch(worker, step)
         with rng.TURN:
             if worker not in self._first:
                 self._first[worker] = f"{step} {_hash_of(batch)}"
@@ -195,7 +195,7 @@ class OwnBatches:
                     warn_of_equal_batches(self._first.values())
         return batch
 
-    def _sure(self, worker: int, step: int) -> Any:
+    def _repeatable_batch(self, worker: int, step: int) -> Any:
         with rng.TURN:
             batch = self._batch(worker, step)
             if worker not in self._checked:
@@ -210,7 +210,7 @@ class OwnBatches:
 
     def fingerprint(self, worker: int) -> str:
         """Sixteen hex digits of the first batch of a worker."""
-        return _hash_of(self._sure(worker, 0))
+        return _hash_of(self._repeatable_batch(worker, 0))
 
     def read_ahead(self, worker: int, step: int, batches: int) -> None:
         """A no-op: batches are computed on demand."""
@@ -221,7 +221,7 @@ class OwnBatches:
         if self._validation is not None:
             return [self._validation(k) for k in range(num_batches)]
         last = config.run.steps * config.data.accumulate
-        return [self._sure(k % n, last + k // n) for k in range(num_batches)]
+        return [self._repeatable_batch(k % n, last + k // n) for k in range(num_batches)]
 
     def state(self) -> dict[str, Any]:
         """Empty: batches depend only on worker and step."""

@@ -555,7 +555,7 @@ class Attendance(SlotHolder[StoreWorker]):
     def _train(self) -> Steps[None]:
         work, terms = self._work, self.terms
         resumed = yield Do(partial(work.begin, self.slot, self.life))
-        while (yield from self._stand(resumed)):
+        while (yield from self._catch_up(resumed)):
             if self.seen.newest < 0 and self.round == 0:
                 yield from self._await_company()
             while not work.asked():
@@ -592,7 +592,7 @@ class Attendance(SlotHolder[StoreWorker]):
 
     # --- to come in ---------------------------------------------------------------------------------------------------
 
-    def _stand(self, resumed: int) -> Steps[bool]:
+    def _catch_up(self, resumed: int) -> Steps[bool]:
         """Catches up with the newest closed round; returns whether there is another round to train.
 
         Raises: CheckpointError where no state leads there.
@@ -609,7 +609,7 @@ class Attendance(SlotHolder[StoreWorker]):
             for base, donor in self._bases(resumed, finished):
                 begun = yield from self._base(base, resumed, donor)
                 if begun is not None and (
-                    yield from (self._go_to(finished) if terms.gossip else self._add_means(base))
+                    yield from (self._continue_after(finished) if terms.gossip else self._add_means(base))
                 ):
                     # All inner steps that count in a mean belong to the slot, in any of its lives.
                     self._begun = begun._replace(steps=self._steps[self.slot])
@@ -661,7 +661,7 @@ class Attendance(SlotHolder[StoreWorker]):
         sha256 = yield Do(partial(self._work.load, after, slot, item.body))
         return Basis(after, slot, sha256)
 
-    def _go_to(self, finished: int) -> Steps[bool]:
+    def _continue_after(self, finished: int) -> Steps[bool]:
         """In gossip: continues after so many rounds; returns whether the outcome of the last can be read."""
         before = (yield from self.read_commit(finished - 1)) if finished else None
         if before is not None:

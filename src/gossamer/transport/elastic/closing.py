@@ -184,7 +184,7 @@ class Closing:
         was_away, self.closed, self.left_out = self.left_out, False, False
         self._held = self._attempt = self._failed = -1
         if was_away:
-            self._tell_all(LetterKind.REPORT, _plain(self._own))
+            self._send_all(LetterKind.REPORT, _plain(self._own_report))
 
     def ready(self, now: float) -> None:
         """Records that the local phase is over."""
@@ -263,11 +263,11 @@ class Closing:
         if again or leader != self._leader or now - self._said_s >= self._beat_s:
             self._said_s, self._leader = now, leader
             if self.left_out:
-                self._tell_all(LetterKind.REPORT, _plain(self._own))
+                self._send_all(LetterKind.REPORT, _plain(self._own_report))
             elif leader != self.members.me:
-                self._say(leader, LetterKind.REPORT, _plain(self._own))
+                self._send(leader, LetterKind.REPORT, _plain(self._own_report))
         if leader == self.members.me and self._ready_s is not None and not self.closed and not self.left_out:
-            self._reports[self.members.me] = self._own
+            self._reports[self.members.me] = self._own_report
             self._lead(alive, now)
 
     @property
@@ -308,7 +308,7 @@ class Closing:
         return self._alive - ready - {leader}
 
     @property
-    def _own(self) -> _Report:
+    def _own_report(self) -> _Report:
         ready, held, failed = self._ready_s is not None, self._held, self._failed
         # With several closings in a round it could come back only at the first, and the others would wait for it at
         # each. It asks every other time: a worker whose state transfer exceeds the deadline must not delay every round.
@@ -326,7 +326,7 @@ class Closing:
         }
         if (proposed := self.proposed) is not None:
             if all(j in reports and reports[j].held == proposed.attempt for j in proposed.workers):
-                self._tell_all(LetterKind.CLOSED, [self.round, self.history_hash, proposed.attempt])
+                self._send_all(LetterKind.CLOSED, [self.round, self.history_hash, proposed.attempt])
                 self.closed = True
                 return
             lost = any(self._contradicts(j) for j in proposed.workers)
@@ -334,7 +334,7 @@ class Closing:
             failed = now >= self._proposed_s + self._beat_s and (lost or self._has_failed(proposed))
             if proposed.workers <= alive and now < self._proposed_s + self._limit_s and not overtaken and not failed:
                 if now - self._said_s >= self._beat_s or self._said_s == now:
-                    self._tell_all(LetterKind.PROPOSAL, self._proposal(proposed))
+                    self._send_all(LetterKind.PROPOSAL, self._proposal(proposed))
                 return
         since_s = max(self._ready_s, self._proposed_s)
         expected = alive | (self._living & self._returns_until_s.keys())
@@ -344,8 +344,8 @@ class Closing:
             self._attempt = (newest // self.members.slots + 1) * self.members.slots + self.members.me
             self._held, self._proposed_s = -1, now
             self.proposed = Proposal(self._attempt, frozenset(reports))
-            self._reports[self.members.me] = self._own
-            self._tell_all(LetterKind.PROPOSAL, self._proposal(self.proposed))
+            self._reports[self.members.me] = self._own_report
+            self._send_all(LetterKind.PROPOSAL, self._proposal(self.proposed))
 
     def _has_failed(self, proposed: Proposal) -> bool:
         reports = [self._reports[j] for j in proposed.workers if j in self._reports]
@@ -387,8 +387,8 @@ class Closing:
                 return
         if (against or behind) and now - self._asked_s >= self._beat_s:
             self._asked_s = now
-            self._tell_all(LetterKind.REPORT, _plain(self._own))  # they answer with their position
-        if self._hears_nobody_but(against, now):
+            self._send_all(LetterKind.REPORT, _plain(self._own_report))  # they answer with their position
+        if self._only_leader_answers(against, now):
             self._leave_out(min(against))
             return
         if 2 * (len(others) + 1 - len(against)) > self.members.slots:
@@ -398,7 +398,7 @@ class Closing:
                 self._named.add(j)
                 self.unvouched.append(Unvouched(j, self.round, self._places[j].round, waits=True))
 
-    def _hears_nobody_but(self, against: Collection[int], now: float) -> bool:
+    def _only_leader_answers(self, against: Collection[int], now: float) -> bool:
         """Whether only the leader, which makes the claim, answers it.
 
         Two workers behind home routers may both reach the leader but not each other: each learns of rounds closed
@@ -433,7 +433,7 @@ class Closing:
     def _leave_out(self, source: int | None) -> None:
         if not self.left_out:
             self.left_out, self.source, self._misses = True, source, self._misses + 1
-            self._tell_all(LetterKind.REPORT, _plain(self._own))
+            self._send_all(LetterKind.REPORT, _plain(self._own_report))
 
     def _proposal(self, proposed: Proposal) -> list[object]:
         return [self.round, self.history_hash, proposed.attempt, sorted(proposed.workers)]
@@ -447,7 +447,7 @@ class Closing:
             if report.returns:
                 self._returns_until_s[sender] = self._away_until_s[sender]
             if not self.left_out:
-                self._say(sender, LetterKind.REPORT, _plain(self._own))  # so that it knows what to wait for
+                self._send(sender, LetterKind.REPORT, _plain(self._own_report))  # so that it knows what to wait for
         elif report.round > self.round and report.last is not None:
             self._close_what_is_held(report.last)
         elif report.round < self.round or self._leader != self.members.me:
@@ -461,7 +461,7 @@ class Closing:
         before = self._answered.get(sender)
         if before is None or before[0] != round or now >= before[1] + self._beat_s:
             self._answered[sender] = round, now
-            self._say(sender, LetterKind.REPORT, _plain(self._own))
+            self._send(sender, LetterKind.REPORT, _plain(self._own_report))
 
     def _heard_proposal(self, sender: int, place: _Closed, workers: list[int], now: float) -> None:
         round, history_hash, attempt = place
@@ -477,7 +477,9 @@ class Closing:
             if self.members.me in workers and not takes_part:
                 self.fail(attempt, now)  # it refers to an earlier process of this slot
         elif attempt < self._attempt:
-            self._say(sender, LetterKind.REPORT, _plain(self._own))  # it leads and does not know of the later one
+            self._send(
+                sender, LetterKind.REPORT, _plain(self._own_report)
+            )  # it leads and does not know of the later one
 
     def _heard_closed(self, sender: int, closed: _Closed, now: float) -> None:
         self._places[sender] = _Place(closed.round + 1, None, closed)
@@ -490,11 +492,11 @@ class Closing:
         if held and closed[:2] == (self.round, self.history_hash) and not self.left_out:
             self.closed = True
 
-    def _tell_all(self, kind: LetterKind, values: object) -> None:
+    def _send_all(self, kind: LetterKind, values: object) -> None:
         for j in sorted(self._living - {self.members.me}):
-            self._say(j, kind, values)
+            self._send(j, kind, values)
 
-    def _say(self, peer: int, kind: LetterKind, values: object) -> None:
+    def _send(self, peer: int, kind: LetterKind, values: object) -> None:
         body = body_of(json.dumps(values).encode())
         letter = Letter(kind, self.members.me, round=max(self.round, 0) // self.per_round, body=body)
         self.outbox.append((peer, letter))
@@ -513,7 +515,9 @@ class Closing:
                 bool(away),
                 bool(returns),
                 last,
-            ] if self._are_bounded(round, history_hash, attempt) and self._may_be(held) and self._may_be(failed):
+            ] if (
+                self._are_bounded(round, history_hash, attempt) and self._is_attempt(held) and self._is_attempt(failed)
+            ):
                 before = None if last is None else self._closed_round(last)
                 if last is None or before is not None:
                     return _Report(round, history_hash, ready, held, attempt, failed, away, returns, before)
@@ -534,9 +538,9 @@ class Closing:
             newest = min(newest, known + _JUMP * self.members.slots)
         last = self.members.limits.rounds * self.per_round
         sound = round == -1 or _is_below(round, last + 1)
-        return sound and _is_below(history_hash, _HASHES) and self._may_be(attempt, newest)
+        return sound and _is_below(history_hash, _HASHES) and self._is_attempt(attempt, newest)
 
-    def _may_be(self, attempt: object, newest: int = MOST_ATTEMPTS) -> bool:
+    def _is_attempt(self, attempt: object, newest: int = MOST_ATTEMPTS) -> bool:
         return attempt == -1 or _is_below(attempt, newest)
 
     def _are_slots(self, workers: list[object]) -> bool:

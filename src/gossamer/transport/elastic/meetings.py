@@ -121,7 +121,7 @@ class Meetings(Calls):
             if letter.kind in (LetterKind.ACCEPT, LetterKind.MESSAGE):
                 self._send(peer, LetterKind.REFUSE, ticket)
         elif letter.kind == LetterKind.ACCEPT and not current.sent:
-            self._say(current)
+            self._send_message(current)
         elif letter.kind == LetterKind.MESSAGE and current.received is None:
             if not self._sound(
                 letter.body, peer
@@ -146,9 +146,9 @@ class Meetings(Calls):
             return
         self._now = Appointment(peer, ticket, now)
         self._send(peer, LetterKind.ACCEPT, ticket)
-        self._say(self._now)
+        self._send_message(self._now)
 
-    def _say(self, current: Appointment) -> None:
+    def _send_message(self, current: Appointment) -> None:
         current.sent = True
         self._send(current.peer, LetterKind.MESSAGE, current.ticket, self._tell(current))
         self._conclude(current)
@@ -171,5 +171,5 @@ class Meetings(Calls):
         elif current.sent:
             self.missed += 1
 
-    def _asked(self) -> frozenset[int]:
+    def _awaited(self) -> frozenset[int]:
         return frozenset() if self._now is None else frozenset({self._now.peer})

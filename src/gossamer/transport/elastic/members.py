@@ -163,7 +163,7 @@ class Members:
         others = [entry for slot, entry in self.entries.items() if slot != self.me and entry.nonce]
         return self.slots > 1 and all(entry.status == MemberStatus.JOINING for entry in others)
 
-    def believe_only(self, speaks_for: Callable[[int, int], bool]) -> None:
+    def restrict_trust(self, speaks_for: Callable[[int, int], bool]) -> None:
         """Restricts trust in a worker to the slots that it owns: `speaks_for(worker, slot)`.
 
         Until a slot has reported itself, or after it was lost, others are believed about it, as two workers that cannot
@@ -191,7 +191,7 @@ class Members:
             before = self.entries.get(entry.slot)
             unproven = self._speaks_for is not None and (before is None or entry.slot in self._unproven)
             if is_hearsay and (entry.slot == self.me or not unproven):
-                self._hearsay(entry)
+                self._secondhand_report(entry)
                 continue
             if is_hearsay:
                 if entry.incarnation - (before.incarnation if before else 0) > _MOST_OUTBID:
@@ -276,7 +276,7 @@ class Members:
         entry = self.entries.get(slot)
         return slot in self._promised or (entry is not None and entry.status == MemberStatus.JOINING)
 
-    def _hearsay(self, entry: SlotEntry) -> None:
+    def _secondhand_report(self, entry: SlotEntry) -> None:
         """A report about a slot that its sender does not own: at most a reason to ask the slot's process."""
         before = self.entries.get(entry.slot)
         if entry.slot == self.me:

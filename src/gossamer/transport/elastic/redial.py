@@ -61,11 +61,15 @@ class Redial:
         addresses, self._listed = self._listed, []
         lost = [entry for entry in members.with_status(MemberStatus.SUSPECT) if entry.address]
         return [
-            *(entry for entry in lost if entry.slot not in linked and self._may_be(entry, now, self._lost_s)),
+            *(
+                entry
+                for entry in lost
+                if entry.slot not in linked and self._may_have_returned(entry, now, self._lost_s)
+            ),
             *(
                 entry
                 for entry in replaced
-                if self._may_be(entry, now, self._others_s) and entry.nonce not in self.ended
+                if self._may_have_returned(entry, now, self._others_s) and entry.nonce not in self.ended
             ),
             *(
                 SlotEntry(i, 0, _NOBODY, MemberStatus.SUSPECT, 0, address)
@@ -74,5 +78,5 @@ class Redial:
             ),
         ]
 
-    def _may_be(self, entry: SlotEntry, now: float, after_s: float) -> bool:
+    def _may_have_returned(self, entry: SlotEntry, now: float, after_s: float) -> bool:
         return now >= self._dialled_s.get(entry.slot, -1e9) + after_s

@@ -95,7 +95,7 @@ class ElasticTransport:
     ) -> None:
         self.worker, self._endpoint, self._host = members.me, endpoint, host
         if endpoint.keys is not None:
-            members.believe_only(endpoint.keys.are_one)
+            members.restrict_trust(endpoint.keys.are_one)
         self._device = device or torch.device("cpu")
         self._beat_s = min(1.0, endpoint.timeout_s / 8)
         self.core = ElasticCore(
@@ -151,7 +151,7 @@ class ElasticTransport:
             endpoint.listener, endpoint.secret, endpoint.run, self._arrived, self.refusals, keys=endpoint.keys
         )
         # Beats are sent during local phases: a silent worker counts as dead.
-        threading.Thread(target=self._keep_house, daemon=True, name="gossamer house").start()
+        threading.Thread(target=self._run_timeouts, daemon=True, name="gossamer house").start()
 
     @property
     def members(self) -> Members:
@@ -695,7 +695,7 @@ class ElasticTransport:
                 self._reasons[link.peer] = why
                 self.core.lost(link.peer)
             else:
-                self.core.tell_again(link.peer)
+                self.core.resend_view(link.peer)
             self._flush()
             self.changed.notify_all()
 
@@ -726,7 +726,7 @@ class ElasticTransport:
             else:
                 log.warning("%s; worker %d keeps its own state, and does not wait for it", alone, self.worker)
 
-    def _keep_house(self) -> None:
+    def _run_timeouts(self) -> None:
         """Runs timeouts, and redials suspected workers, which may have come back."""
         while not self._closed.wait(self._beat_s):
             self.redial.look(time.monotonic())  # reads files, hence outside the lock
