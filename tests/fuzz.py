@@ -70,7 +70,7 @@ from gossamer.run.config.experiment_file import open_experiment, points
 from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import dump, parse
 from gossamer.run.participant.agreement import limits_of
-from gossamer.run.participant.seat import fact_of
+from gossamer.run.participant.rendezvous import fact_of
 from gossamer.run.planning.expected_loss import read_law
 from gossamer.run.play.film import read_film
 from gossamer.run.served.protocol import Terms, decode_terms
@@ -556,11 +556,11 @@ def _of_states(folder: Path) -> Decoder:
 
 def _of_facts(folder: Path) -> Decoder:
     config = resolve(tiny(run__wait=False), real=True)
-    brought = OwnState(config, folder)
+    start_facts = OwnState(config, folder)
     fact = ["127.0.0.1:4000", 5, [2, [[2, None, None]]], [3, [[0, 4], [1, 6]]]]
     return Decoder(
         [json.dumps(["1f calls", fact, {"rule.lr": "0.7"}]).encode(), json.dumps(["1f calls", fact]).encode()],
-        lambda raw: fact_of(0, _statement(0, raw)[1], brought),
+        lambda raw: fact_of(0, _statement(0, raw)[1], start_facts),
     )
 
 

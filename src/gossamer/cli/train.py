@@ -274,7 +274,7 @@ def _listen_at(address: str, config: "ResolvedRun", join: str | None, among: "Am
     The first machine of a run in rounds gets its place here: the store of the run is at this address, and the workers listen at
     the next ports. Raises: ConfigError where no worker can join.
     """
-    from gossamer.run.participant.seat import LISTEN
+    from gossamer.run.participant.rendezvous import LISTEN
     from gossamer.transport.processes.interfaces import announced_address
     from gossamer.transport.sockets.addresses import shown, split
 

@@ -51,7 +51,7 @@ FAULTS = {
 
 
 def hurt(folder: Path, fault: str, config: RunSettings) -> None:
-    owner, store, line = config.owners[0], folder / "checkpoints", config.line
+    owner, store, line = config.owners[0], folder / "checkpoints", config.lineage
     stem = store / "round-000004" / f"worker-{owner:03}"
     manifest, tensors = stem.with_suffix(".json"), stem.with_suffix(".safetensors")
     state = checkpoint.load(store, 4, owner, line)
@@ -121,14 +121,14 @@ def test_a_checkpoint_of_another_method_is_refused_by_the_field_that_differs(
     shutil.copytree(SAMPLES / "0.1.0" / kind, folder)
     config = settings_in(folder)
     for owner in config.owners:
-        state = checkpoint.load(folder / "checkpoints", 4, owner, config.line)
-        line = config.line._replace(of={**config.line.of, "local steps": "3"})
+        state = checkpoint.load(folder / "checkpoints", 4, owner, config.lineage)
+        line = config.lineage._replace(of={**config.lineage.of, "local steps": "3"})
         checkpoint.save(folder / "checkpoints", 4, owner, state, digest=line)
     if verb == "evaluate":
         code, output = run("evaluate", folder, "--allow-code")
         assert code == 2, output
     else:
-        kept = kept_by(Store(config, folder), config.owners, config.line)
+        kept = kept_by(Store(config, folder), config.owners, config.lineage)
         with pytest.raises(CheckpointError) as refused:
             started(Store(config, folder), kept)
         output = str(refused.value)

@@ -20,7 +20,7 @@ from gossamer.run.bookkeeping.resume import History
 from gossamer.run.bookkeeping.which_round import ChosenRound, Held, newest_of_any, newest_of_own
 from gossamer.run.config.resolved import RunSettings
 from gossamer.run.participant.agreement import limits_of
-from gossamer.run.participant.seat import Brought, Own, Progress
+from gossamer.run.participant.rendezvous import Own, Progress, StartFacts
 from gossamer.run.worker.replica import MISFITS, Replica
 from gossamer.run.worker.stages.checkpoints import Store
 from gossamer.transport.sockets.header import Limits
@@ -164,8 +164,8 @@ class _StateFacts(NamedTuple):
     held: Mapping[int, int]
 
 
-class OwnState(Brought[_StateFacts]):
-    """See `gossamer.run.participant.seat.Brought`: each resumes from its own newest sound checkpoint, of any round."""
+class OwnState(StartFacts[_StateFacts]):
+    """See `gossamer.run.participant.rendezvous.StartFacts`: each resumes from its own newest sound checkpoint, of any round."""
 
     word, one_round = "calls", False
 
@@ -173,7 +173,7 @@ class OwnState(Brought[_StateFacts]):
         self._config, self._folder, self._limits = config, folder, limits_of(config)
 
     def own(self, slot: int, past: History) -> Own:
-        """See `Brought`; `more` has its local phases, and the inner steps of other slots included in its parameters."""
+        """See `StartFacts`; `more` has its local phases, and the inner steps of other slots included in its parameters."""
         state, choice = newest_state(self._config, self._folder, slot, past.lineage, past.before)
         if state is None:
             return Own(choice.kept[slot])
@@ -181,7 +181,7 @@ class OwnState(Brought[_StateFacts]):
         return Own(choice.kept[slot], [state.phases, held], state)
 
     def read(self, more: object) -> _StateFacts | None:
-        """See `Brought`."""
+        """See `StartFacts`."""
         match more:
             case None:
                 return _StateFacts(0, {})
@@ -192,7 +192,7 @@ class OwnState(Brought[_StateFacts]):
         return None
 
     def pick(self, held: Mapping[int, Held]) -> int:
-        """See `Brought`."""
+        """See `StartFacts`."""
         return newest_of_any(held)
 
     def progress(self, slot: int, facts: Sequence[_StateFacts], held: Mapping[int, Held], after: int) -> Progress:

@@ -12,7 +12,7 @@ from gossamer.rounds.compatibility.combine import Method
 from gossamer.run.asynchronous.async_participant import PATIENCE_S, AsyncParticipant
 from gossamer.run.asynchronous.message_form import MessageForm
 from gossamer.run.config.resolved import ResolvedRun
-from gossamer.run.participant.seat import Seat
+from gossamer.run.participant.rendezvous import RendezvousResult
 from gossamer.run.worker.replica import LocalPhase
 from gossamer.run.worker.task import Task
 from gossamer.stop_signals import Asked
@@ -29,8 +29,10 @@ class GossipParticipant(AsyncParticipant[GossipWorker]):
     worker's own message.
     """
 
-    def __init__(self, config: ResolvedRun, folder: Path, task: Task, seat: Seat, asked: Asked) -> None:
-        super().__init__(config, folder, task, seat, asked)
+    def __init__(
+        self, config: ResolvedRun, folder: Path, task: Task, rendezvous: RendezvousResult, asked: Asked
+    ) -> None:
+        super().__init__(config, folder, task, rendezvous, asked)
         m = config.method
         assert isinstance(m, Method)
         self._topology, first = m.topology, m.topology.mixing(0)
@@ -43,7 +45,7 @@ class GossipParticipant(AsyncParticipant[GossipWorker]):
             worker=self.slot,
             device=self.device,
         )
-        self.calls = self._fetches = Fetches(seat.members, self._messages.wire_bytes, limit_s=self.limit_s)
+        self.calls = self._fetches = Fetches(rendezvous.members, self._messages.wire_bytes, limit_s=self.limit_s)
         self._step_s = 0.0
 
     def train(self, number: int, round: int, alive: frozenset[int]) -> tuple[LocalPhase, float]:

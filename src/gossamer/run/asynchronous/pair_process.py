@@ -16,7 +16,7 @@ from gossamer.rng import numpy_rng
 from gossamer.run.asynchronous.async_participant import AsyncParticipant
 from gossamer.run.asynchronous.message_form import MessageForm
 from gossamer.run.config.resolved import InPairs, ResolvedRun
-from gossamer.run.participant.seat import Seat
+from gossamer.run.participant.rendezvous import RendezvousResult
 from gossamer.run.worker.replica import LocalPhase
 from gossamer.run.worker.task import Task
 from gossamer.stop_signals import Asked
@@ -42,8 +42,10 @@ class PairParticipant(AsyncParticipant[PairWorker]):
     starts and no time passes.
     """
 
-    def __init__(self, config: ResolvedRun, folder: Path, task: Task, seat: Seat, asked: Asked) -> None:
-        super().__init__(config, folder, task, seat, asked)
+    def __init__(
+        self, config: ResolvedRun, folder: Path, task: Task, rendezvous: RendezvousResult, asked: Asked
+    ) -> None:
+        super().__init__(config, folder, task, rendezvous, asked)
         method = config.method
         assert isinstance(method, InPairs)
         self._in_phases = method.rule.settle is not None
@@ -52,7 +54,7 @@ class PairParticipant(AsyncParticipant[PairWorker]):
             method.codec, self.replica.layout, self.core.tell(), seed=config.seed, worker=self.slot, device=self.device
         )
         self.calls = self._meetings = Meetings(
-            seat.members,
+            rendezvous.members,
             self._messages.wire_bytes,
             limit_s=self.limit_s,
             tell=lambda one: self._guarded(lambda: self._message_for(one)),

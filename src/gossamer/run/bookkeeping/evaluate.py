@@ -233,7 +233,7 @@ def publish(
     model = model_with(config, task, x, buffers)
     facts = {
         "parameters": f"{x.numel():,}",
-        **config.line.of,
+        **config.lineage.of,
         "rounds": f"{finished:,} of {config.rounds:,}",
         "tokens of all rounds": f"{sum(config.worker_tokens):,}",
         "validation loss": f"{loss:.4f} nats a token" if math.isfinite(loss) else "not known",

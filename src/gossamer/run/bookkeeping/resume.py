@@ -39,7 +39,7 @@ class History(NamedTuple):
     def lineage(self) -> Lineage:
         """The lineage of checkpoints from which the run may resume."""
         now = [(self.before.digest, 1 << 31)] if self.changes else []
-        return self.config.line._replace(earlier=(*_earlier(self.branches), *now))
+        return self.config.lineage._replace(earlier=(*_earlier(self.branches), *now))
 
     def go_on(self, folder: Path, round: int) -> Lineage:
         """Records that the run resumes from this round, and returns the lineage of its checkpoints from now on."""
@@ -51,7 +51,7 @@ class History(NamedTuple):
             log.warning("settings change %s%s", described(kept[-1]), self._lr_change(round))
         if kept != self.branches:
             write_branches(folder, kept)
-        return self.config.line._replace(earlier=_earlier(kept))
+        return self.config.lineage._replace(earlier=_earlier(kept))
 
     def _lr_change(self, round: int) -> str:
         """The change of the learning rate of the next inner step, in words; empty if unchanged."""
@@ -92,7 +92,7 @@ def history(config: RunSettings, folder: Path) -> History:
 
 def lineage_of(config: RunSettings, folder: Path) -> Lineage:
     """The lineage of the run in a folder with these settings."""
-    return config.line._replace(earlier=_earlier(read_branches(folder)))
+    return config.lineage._replace(earlier=_earlier(read_branches(folder)))
 
 
 def _earlier(branches: Sequence[Branch]) -> tuple[tuple[str, int], ...]:

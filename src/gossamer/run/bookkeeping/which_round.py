@@ -401,7 +401,7 @@ class Start(NamedTuple):
         Raises: OSError; as `restore`.
         """
         if self.past is None:
-            return self.store.config.line
+            return self.store.config.lineage
         # In this order, as a process may be killed at any line and the next start must see one history: the state is
         # restored, and saved under this digest, before newer checkpoints are dropped. These are dropped before the
         # branch is written, or they would count as part of it.

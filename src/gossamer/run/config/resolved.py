@@ -101,7 +101,7 @@ class RunSettings(RunLength):
         return range(self.workers, self.workers + 1) if self.kind == "server" else range(self.workers)
 
     @property
-    def line(self) -> Lineage:
+    def lineage(self) -> Lineage:
         """The lineage of a run whose settings were never changed: which checkpoints belong to it."""
         kind = {"server": "server", "pair": "pair"}.get(self.kind, "rule")
         return Lineage(

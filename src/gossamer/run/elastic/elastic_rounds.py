@@ -32,7 +32,7 @@ from gossamer.rounds.loop import Membership
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.elastic.store_rounds import is_equal_after_rounds
 from gossamer.run.participant.life import KEPT, Participant
-from gossamer.run.participant.seat import Seat
+from gossamer.run.participant.rendezvous import RendezvousResult
 from gossamer.run.participant.state_transfer import PAUSE_S, common_hash, must_be_common
 from gossamer.run.worker.task import Task
 from gossamer.run.worker.worker import RoundReport, Worker
@@ -70,8 +70,10 @@ class ElasticRounds(Participant[ElasticTransport]):
     (`gossamer.transport.elastic.closing`). A worker that was too late takes another's state.
     """
 
-    def __init__(self, config: ResolvedRun, folder: Path, task: Task, seat: Seat, asked: Asked) -> None:
-        super().__init__(config, folder, task, seat, asked)
+    def __init__(
+        self, config: ResolvedRun, folder: Path, task: Task, rendezvous: RendezvousResult, asked: Asked
+    ) -> None:
+        super().__init__(config, folder, task, rendezvous, asked)
         self._method = m = config.in_rounds
         self._closes, self._once = m.rule.needs == "everyone", m.exchanges_once
         self._closings = sum(bool(stop.sends) for stop in m.schedule.stops(0, config.full_steps))
@@ -112,8 +114,8 @@ class ElasticRounds(Participant[ElasticTransport]):
         # A message has at most four tensors of the size of x; a larger one is invalid.
         limit_bytes = 16 * self.replica.layout.numel + (1 << 16) if self._closes else None
         transport = ElasticTransport(
-            self.seat.members,
-            self.seat.endpoint,
+            self.rendezvous.members,
+            self.rendezvous.endpoint,
             host=self.host,
             device=self.device,
             limit_bytes=limit_bytes,
@@ -127,8 +129,11 @@ class ElasticRounds(Participant[ElasticTransport]):
 
     def begin(self) -> None:
         """See `Participant`."""
-        seat, members, transport = self.seat, self.seat.members, self.transport
-        begun, joins = Begun(seat.after, seat.after, seat.donor, 0, members.own.incarnation), self.joins
+        rendezvous, members, transport = self.rendezvous, self.rendezvous.members, self.transport
+        begun, joins = (
+            Begun(rendezvous.after, rendezvous.after, rendezvous.donor, 0, members.own.incarnation),
+            self.joins,
+        )
         taken: Begun | None = None
         if joins:
             newest = transport.first_round(self.config.run.timeout_s) - 1
@@ -137,7 +142,7 @@ class ElasticRounds(Participant[ElasticTransport]):
                 begun = self._fetched(begun)
         if begun.after and begun.donor == self.slot:
             try:
-                saved = checkpoint.load(self.folder / "checkpoints", begun.after, self.slot, seat.line)
+                saved = checkpoint.load(self.folder / "checkpoints", begun.after, self.slot, rendezvous.lineage)
                 taken = _taken_over(saved)
                 self._worker.restore({**saved, "under_way": []})
             except (CheckpointError, DataError) as error:
@@ -166,7 +171,7 @@ class ElasticRounds(Participant[ElasticTransport]):
         """See `Participant`."""
         begun = self._begun
         assert begun is not None
-        cut = begun.round if self.seat.goes_on else None
+        cut = begun.round if self.rendezvous.goes_on else None
         self.open_folder(open_, cut, traced_per_round=self._method.sends_per_round)
         self._log = open_.enter_context(OutcomeWriter(self.folder, self.slot, cut))
         self._log.write(begun)
@@ -355,7 +360,7 @@ class ElasticRounds(Participant[ElasticTransport]):
 
     def save(self, finished: int) -> None:
         """See `Participant`."""
-        store, lineage = self.folder / "checkpoints", self.seat.line
+        store, lineage = self.folder / "checkpoints", self.rendezvous.lineage
         with self.saving:
             checkpoint.save(
                 store,
@@ -397,7 +402,7 @@ class ElasticRounds(Participant[ElasticTransport]):
             taken, history_hash = self._accepted(offer, state, steps=steps), state["line"]
             if self._compares:
                 must_be_common(
-                    common_hash(history_hash, [taken["x"], *taken["outer"]]), offer, members, self.seat.endpoint
+                    common_hash(history_hash, [taken["x"], *taken["outer"]]), offer, members, self.rendezvous.endpoint
                 )
             self._worker.take_over(taken)
             return history_hash

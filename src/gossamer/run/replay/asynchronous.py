@@ -101,9 +101,9 @@ def _must_be_whole(config: ResolvedRun, recorded: Path, order: Mapping[int, Sequ
     """
     store, events = recorded / "checkpoints", {one.life: len(one.events) for some in order.values() for one in some}
     for slot in order:
-        for round in checkpoint.rounds(store, slot, config.line)[-1:]:
+        for round in checkpoint.rounds(store, slot, config.lineage)[-1:]:
             try:
-                state = state_of(checkpoint.load(store, round, slot, config.line), round, limits_of(config))
+                state = state_of(checkpoint.load(store, round, slot, config.lineage), round, limits_of(config))
             except CheckpointError:  # damage is reported elsewhere, and does not concern the record
                 continue
             worker, life, place = state.source
@@ -119,7 +119,7 @@ class _Run:
     messages: "_Messages"
 
     def __init__(self, config: ResolvedRun, folder: Path, threads: Threads) -> None:
-        self.config, self.folder, self.line, self._threads = config, folder, config.line, threads
+        self.config, self.folder, self.lineage, self._threads = config, folder, config.lineage, threads
         self.task, self._device = task_of(config), one_device(config.run.device)
         self._probe = Probe(config, self.task, self._device)
         self._probe.threads = threads.at(0, 0)
@@ -279,7 +279,7 @@ class _Process(Actor["Entered | OrderEvent"], Generic[Core]):
             reached = (one.round for one in self.left if isinstance(one, Published | Learned))
             due = due_round(run.config, self.round, next(reached, self.round))
         if 0 < due <= self._void_round:
-            save_state(run.line, run.folder, due, self.slot, self._state())
+            save_state(run.lineage, run.folder, due, self.slot, self._state())
 
     def forget(self) -> None:
         """Frees its state after its last event."""

@@ -136,5 +136,5 @@ class _Replay:
         self._worker_threads.each(lambda worker: self._save(worker, finished), self._present)
 
     def _save(self, worker: Worker, finished: int) -> None:
-        lineage = self._repeat.stretch.config.line
+        lineage = self._repeat.stretch.config.lineage
         checkpoint.save(self._folder / "checkpoints", finished, worker.index, worker.state(), digest=lineage, keep=KEPT)

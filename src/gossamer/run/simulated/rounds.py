@@ -215,7 +215,7 @@ def _started(workers: Sequence[Worker], store: Store, past: History | None) -> t
 
     def restore(i: int, line: Lineage) -> None:
         workers[i].restore(store.load(task, start.round, i, line))
-        store.take_over(i, start.round, workers[i].state(), line, store.config.line)
+        store.take_over(i, start.round, workers[i].state(), line, store.config.lineage)
 
     lineage = start.go_on(owners, restore)
     for owner in owners if past is not None else ():

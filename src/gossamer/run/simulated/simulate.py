@@ -190,7 +190,7 @@ class _Ended:
 
     def models(self) -> list[Tensor]:
         """The parameters of each worker, or of the server."""
-        store, lineage = self.folder / "checkpoints", self.config.line
+        store, lineage = self.folder / "checkpoints", self.config.lineage
         return [checkpoint.load(store, self.finished, owner, lineage)["x"] for owner in self.config.owners]
 
     def buffers(self) -> list[list[Tensor]]:

@@ -65,12 +65,12 @@ NONCE_BITS = 61
 """Bits of the random number that identifies this process."""
 
 
-class Seat(NamedTuple):
+class RendezvousResult(NamedTuple):
     """The slot of this process, and its point of resumption."""
 
     members: Members
     endpoint: Endpoint
-    line: Lineage
+    lineage: Lineage
     """The lineage of the run's checkpoints."""
     after: int
     """Completed rounds of the checkpoint it resumes from; 0 without one, as at the start of a run."""
@@ -79,7 +79,7 @@ class Seat(NamedTuple):
     goes_on: bool
     """Whether files of this slot may exist already."""
     content: object = None
-    """The content of its own checkpoint as read by `Brought.own`, to read it only once; None without one."""
+    """The content of its own checkpoint as read by `StartFacts.own`, to read it only once; None without one."""
 
 
 class Own(NamedTuple):
@@ -102,7 +102,7 @@ class Progress(NamedTuple):
     """Inner steps after which the slot continues, regardless of its own checkpoint."""
 
 
-class Brought(ABC, Generic[Fact]):
+class StartFacts(ABC, Generic[Fact]):
     """The facts that each process of one kind of run contributes to its start, and the common decisions from them.
 
     Each process decides independently, so every answer must depend only on the shared facts, in slot order.
@@ -131,8 +131,15 @@ class Brought(ABC, Generic[Fact]):
 
 
 def started(
-    config: RunSettings, folder: Path, task: Task, run: int, brought: Brought[Fact], open_: ExitStack, *, resume: Resume
-) -> Seat:
+    config: RunSettings,
+    folder: Path,
+    task: Task,
+    run: int,
+    start_facts: StartFacts[Fact],
+    open_: ExitStack,
+    *,
+    resume: Resume,
+) -> RendezvousResult:
     """Waits for all processes of a run that starts, as torchrun's environment variables or our launcher name them.
 
     They may be fewer than the run has slots; the others are empty until a process joins.
@@ -157,15 +164,15 @@ def started(
     # Listens before publishing its address, as readers may connect at once.
     listener, address = listening_towards(os.environ["MASTER_ADDR"])
     nonce = secrets.randbits(NONCE_BITS)
-    own = Own(KeptRounds({})) if past is None else brought.own(me, past)
-    settings, common = run_settings(config, task), f"{run:016x} {brought.word}"
+    own = Own(KeptRounds({})) if past is None else start_facts.own(me, past)
+    settings, common = run_settings(config, task), f"{run:016x} {start_facts.word}"
     stated = agree(
         member, common, [address, nonce, encode_kept(own.kept), own.more], settings=settings, timeout_s=wait_s
     )
-    known = [fact_of(slot, value, brought) for slot, value in enumerate(stated)]
+    known = [fact_of(slot, value, start_facts) for slot, value in enumerate(stated)]
 
     def read(round: int) -> dict[int, Fault | None]:
-        if past is None or not brought.one_round:  # each has read its own, and reported their faults
+        if past is None or not start_facts.one_round:  # each has read its own, and reported their faults
             return {}
         fault = store.fault(round, me, past.lineage) if round in own.kept.whole else None
         return dict(enumerate(decode_faults(agree(member, common, fault and fault.encoded, timeout_s=wait_s))))
@@ -173,25 +180,27 @@ def started(
     try:
         compare_first_batches(member, task, wait_s)
         kept = {slot: one.kept for slot, one in enumerate(known)}
-        speaks = brought.one_round and me == 0
-        start = begin_or_resume(store, task, past, Agreement(kept, read, brought.pick, speaks))
+        speaks = start_facts.one_round and me == 0
+        start = begin_or_resume(store, task, past, Agreement(kept, read, start_facts.pick, speaks))
         after, kept = start.round, start.choice.kept
         newest = _own_round(own, kept[me], after)
-        lineage = start.go_on([me], back_to=after if brought.one_round else newest)
+        lineage = start.go_on([me], back_to=after if start_facts.one_round else newest)
     finally:  # also on refusal, so that each reports the reason rather than a lost store
         part(member, wait_s)
     warn_of_loopback(address, [one.address for one in known])
     held = {slot: one.whole for slot, one in kept.items()}
     # If each resumes from its own round, one too far behind takes the newest state, like a newcomer.
     oldest = max(0, after - config.run.rejoin_rounds)
-    has_own = after == 0 or (after in held[me] if brought.one_round else newest >= oldest)
+    has_own = after == 0 or (after in held[me] if start_facts.one_round else newest >= oldest)
     donor = me if has_own else next(slot for slot in held if after in held[slot])
     facts = [one.fact for one in known]
-    how_far = [brought.progress(slot, facts, held, after) for slot in range(config.workers)]
+    how_far = [start_facts.progress(slot, facts, held, after) for slot in range(config.workers)]
     endpoint = Endpoint(listener, run, member.secret, wait_s, config.run.round_deadline_s, keys)
     announce(folder, Address(me, address, run))
     members = Members(limits_of(config), me, _entries(known, how_far))
-    return Seat(members, endpoint, lineage, after, donor, past is not None, own.content if has_own and after else None)
+    return RendezvousResult(
+        members, endpoint, lineage, after, donor, past is not None, own.content if has_own and after else None
+    )
 
 
 def _own_round(own: Own, kept: KeptRounds, after: int) -> int:
@@ -210,7 +219,7 @@ def _entries(known: Sequence["Stated[Any]"], how_far: Sequence[Progress]) -> Ite
         )
 
 
-def join_run(config: RunSettings, folder: Path, run: int, where: str, others: Sequence[str] = ()) -> Seat:
+def join_run(config: RunSettings, folder: Path, run: int, where: str, others: Sequence[str] = ()) -> RendezvousResult:
     """Gets a slot of a running run. The state is fetched later, when this process is ready to train.
 
     Args:
@@ -254,7 +263,7 @@ def join_run(config: RunSettings, folder: Path, run: int, where: str, others: Se
             endpoint = Endpoint(listener, run, secret, wait_s, config.run.round_deadline_s, keys)
             announce(folder, Address(offer.slot, listens_at, run))
             members = Members(limits_of(config), offer.slot, offer.entries)
-            return Seat(members, endpoint, lineage, after, offer.slot, goes_on=True)
+            return RendezvousResult(members, endpoint, lineage, after, offer.slot, goes_on=True)
         if (addresses and tries.final.issuperset(addresses)) or time.monotonic() + _AGAIN_S >= deadline:
             raise _nobody(folder, wait_s, tries, addresses)
         tries.wait(folder, addresses)
@@ -331,11 +340,11 @@ class Stated(NamedTuple, Generic[Fact]):
     fact: Fact
 
 
-def fact_of(slot: int, value: object, brought: Brought[Fact]) -> Stated[Fact]:
+def fact_of(slot: int, value: object, start_facts: StartFacts[Fact]) -> Stated[Fact]:
     """The facts that a process published at the start. Raises: PeerError for anything else."""
     match value:
         case [str(address), int(nonce), kept, more]:
-            if address and is_process(address, nonce) and (fact := brought.read(more)) is not None:
+            if address and is_process(address, nonce) and (fact := start_facts.read(more)) is not None:
                 return Stated(address, nonce, decode_kept(slot, kept), fact)
     raise PeerError(f"worker {slot} published no address ({value!r:.60}); install the same gossamer version everywhere")
 
