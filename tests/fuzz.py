@@ -324,7 +324,7 @@ def _must_be_one_line(sentence: str) -> None:
 
 
 @contextlib.contextmanager
-def bounded() -> Iterator[None]:
+def check_values() -> Iterator[None]:
     """Memory beyond `MEMORY_BYTES` more than what is used now cannot be had within, and an alarm ends what takes too long."""
 
     def ring(number: int, frame: FrameType | None) -> None:
@@ -349,7 +349,7 @@ def tried(name: str, decoder: Decoder, seed: int, share: float = 1.0) -> Tried:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for example in decoder.examples:
         decoder.decode(example)  # what is not spoilt is taken, or nothing below means anything
-    with bounded():
+    with check_values():
         for number in range(count):
             raw = spoilt(decoder.examples, random.Random(f"{seed} {name} {number}"))
             signal.setitimer(signal.ITIMER_REAL, SECONDS)

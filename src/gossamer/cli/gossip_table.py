@@ -46,9 +46,9 @@ def gossip_table(topology: Topology, outlook: Outlook) -> str:
     table = [
         (f"momentum {gamma:g}, gossip step {alpha:g}", "disagreement", "steady", "largest stable", "best step for"),
         ("", "per round", "variance", "momentum", "this momentum"),
-        _row('after mixing (site "post")', after, _limit(after)),
-        _row('before mixing (site "pre")', before, _limit(before)),
-        _row('of drifts (site "drift")', drifts, _limit(drifts)),
+        _row('after mixing (site "post")', after, _largest_momentum_text(after)),
+        _row('before mixing (site "pre")', before, _largest_momentum_text(before)),
+        _row('of drifts (site "drift")', drifts, _largest_momentum_text(drifts)),
         _row("without momentum", without, ""),
     ]
     return "\n".join([*lines, "", *(f"{a:<31} {b:<14} {c:<10} {d:<16} {e}" for a, b, c, d, e in table)])
@@ -82,5 +82,5 @@ def _row(title: str, gossip: Gossip, largest: str) -> tuple[str, ...]:
     return title, f"x {radius:.3f}", f"{variance:.3g}", largest, f"{gossip.best_alpha:g}"
 
 
-def _limit(gossip: Gossip) -> str:
+def _largest_momentum_text(gossip: Gossip) -> str:
     return "none" if math.isnan(gossip.largest_gamma) else f"{gossip.largest_gamma:.3f}"

@@ -126,13 +126,13 @@ class PairRun(VirtualTimeLoop):
 
     def models(self) -> list[Tensor]:
         """The parameters `[P]` of each worker, all at the current virtual time."""
-        return [x for x, _ in self._advanced()]
+        return [x for x, _ in self._at_current_time()]
 
     def states(self) -> list[Tree]:
         """The rule's state of each worker, all at the current virtual time."""
-        return [s for _, s in self._advanced()]
+        return [s for _, s in self._at_current_time()]
 
-    def _advanced(self) -> list[tuple[Tensor, Tree]]:
+    def _at_current_time(self) -> list[tuple[Tensor, Tree]]:
         now_s = self.time_s
         return [self.rule.advance(peer.worker.x, peer.worker.s, now_s - peer.time_s) for peer in self._peers]
 

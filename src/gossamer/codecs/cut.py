@@ -24,7 +24,7 @@ class Cut(NamedTuple):
         return tuple((count, num_blocks(length * k, chunk)) for count, length in self.rows)
 
 
-def runs(numel: int, chunk: int) -> Cut:
+def vector_cut(numel: int, chunk: int) -> Cut:
     """Runs of `chunk` elements, and a shorter last one."""
 
     def views(x: Tensor) -> Iterator[Tensor]:

@@ -114,13 +114,13 @@ def topk2bit(k: PerChunk = 64, chunk: PerChunk = 4096, tiles: bool = True) -> Co
     tensor([ 0.,  1.,  0., -1.,  0.,  4.,  0.,  0.])
     """
     fits_chunk("topk2bit", k, chunk)
-    in_runs = _two_bits(lambda numel: cut.runs(numel, chunk), k, chunk)._replace(blockwise=chunk)
+    in_runs = _two_bits(lambda numel: cut.vector_cut(numel, chunk), k, chunk)._replace(blockwise=chunk)
     if not tiles:
         return in_runs
 
     def fit(layout: Layout) -> Codec:
         whole = cut.tiles(layout, chunk)
-        return _two_bits(lambda numel: whole if numel == whole.numel else cut.runs(numel, chunk), k, chunk)
+        return _two_bits(lambda numel: whole if numel == whole.numel else cut.vector_cut(numel, chunk), k, chunk)
 
     return in_runs._replace(fit=fit)
 
@@ -196,12 +196,12 @@ def value_bytes(values: ValueFormat) -> int:
 
 def gather(x: Tensor, k: int, chunk: int) -> tuple[Tensor, Tensor]:
     """The places in their chunks (int16) and the values of the k largest elements of every chunk, flat and in order."""
-    return _gather(x, cut.runs(x.numel(), chunk), k, chunk)
+    return _gather(x, cut.vector_cut(x.numel(), chunk), k, chunk)
 
 
 def place(indices: Tensor, values: Tensor, like: Tensor, k: int, chunk: int) -> Tensor:
     """The inverse of `gather` on a tensor of zeros. Raises TransportError for an index outside its chunk."""
-    return _place(indices, values, like, cut.runs(like.numel(), chunk), k, chunk)
+    return _place(indices, values, like, cut.vector_cut(like.numel(), chunk), k, chunk)
 
 
 def _gather(x: Tensor, plan: Cut, k: int, chunk: int) -> tuple[Tensor, Tensor]:

@@ -35,7 +35,7 @@ from gossamer.library.parts import (
 )
 from gossamer.library.peers import Common, Peers, common_of, describe_model
 from gossamer.library.recording import Recorder, Recording, run_toml
-from gossamer.library.saved import FORMAT, OuterState, must_be_of, must_continue_alike, what_it_is_of
+from gossamer.library.saved import FORMAT, OuterState, must_continue_alike, require_matching_state, what_it_is_of
 from gossamer.library.siblings import Siblings
 from gossamer.library.sites import REJOIN_ROUNDS, ElasticSite, elastic_site
 from gossamer.library.watch import LoopCheck, explained, waiting_for
@@ -685,7 +685,9 @@ class Outer(Generic[M]):
         tensors = self._outer_state()
         if isinstance(state, Mapping):
             layouts = layouts_with_wrappers(self.model, self.layout)
-            must_be_of(state, self._is_of, [describe_model(one, self.x.dtype, self._flat.words) for one in layouts])
+            require_matching_state(
+                state, self._is_of, [describe_model(one, self.x.dtype, self._flat.words) for one in layouts]
+            )
         try:
             rounds, steps, saved = state["rounds"], state["steps"], list(state["outer"])
             self._must_be_place(rounds, steps)
@@ -753,7 +755,7 @@ class Outer(Generic[M]):
         current = self.shared_state_dict()
         try:
             saved = {"format": FORMAT, "of": json.loads(state["outer.of"]), "start": state["outer.start"]}
-            must_be_of(saved, self._is_of_whatever_shards)
+            require_matching_state(saved, self._is_of_whatever_shards)
             rounds, steps = state["outer.rounds"], state["outer.steps"]
             self._must_be_place(rounds, steps)
             tensors = {key: t for key, t in current.items() if isinstance(t, torch.Tensor)}

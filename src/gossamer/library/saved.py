@@ -55,7 +55,9 @@ def what_it_is_of(common: Common, rule: Rule, lane: Lane, *, local_steps: str) -
     }
 
 
-def must_be_of(state: Mapping[str, Any], current: Mapping[str, str], same_models: Collection[str] = ()) -> None:
+def require_matching_state(
+    state: Mapping[str, Any], current: Mapping[str, str], same_models: Collection[str] = ()
+) -> None:
     """Raises CheckpointError, with both sides, for a state that belongs to something else; warns of one that does not record it.
 
     Args: `same_models` are further descriptions of the model of `current`, as earlier versions have saved them.

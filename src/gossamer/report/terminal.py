@@ -21,7 +21,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from gossamer.record.progress import TrainedHere, is_quiet, printable, trained
+from gossamer.record.progress import TrainedHere, is_quiet, printable, training_counts
 from gossamer.report.metrics import METRICS
 from gossamer.report.page.view import standings
 from gossamer.report.reading.follow import FollowedRun, figure_of
@@ -150,7 +150,7 @@ class Terminal:
         now_s, lines = self._now_s(), list[str]()
         for one in over or self._unfinished():
             # With several running runs, this process's counters cannot be attributed to one.
-            one.look(patience_s, now_s, trained() if len(self._unfinished()) == 1 else None)
+            one.look(patience_s, now_s, training_counts() if len(self._unfinished()) == 1 else None)
             lines += one.lines(now_s, over=one in over) if self._live is None else []
         for one in over:
             one.end()
@@ -186,7 +186,7 @@ class _Shown:
         self._before: tuple[float, int, float] | None = None
         """Time, rounds and tokens at the first observed training, the baseline of rates."""
         self._start = self._run.done, _tokens(self._run)
-        self._followed_s, self._here = now_s, _LocalProgress(self._run.done, trained())
+        self._followed_s, self._here = now_s, _LocalProgress(self._run.done, training_counts())
         self._moves = False
         """Whether this process has trained some of it."""
         self.cells: dict[str, str] = {}
@@ -210,12 +210,12 @@ class _Shown:
         run.look(time.monotonic() + patience_s)
         if run.done < self._reported:  # it was rewound to a checkpoint
             self._reported, self._seen, self._before, self._start = run.done, run.done, None, (run.done, _tokens(run))
-            self._here = _LocalProgress(run.done, here or trained())
+            self._here = _LocalProgress(run.done, here or training_counts())
         self._evaluated = min(self._evaluated, self._newest_evaluation())
         if self._before is None and (run.done, _tokens(run)) != self._start:
             self._before = now_s, run.done, _tokens(run)
         if here is None:
-            self._here = _LocalProgress(run.done, trained())
+            self._here = _LocalProgress(run.done, training_counts())
         self._here = self._here.at(now_s, here)
         self._moves = here is not None and here.inner_steps > self._here.first.inner_steps
         self.cells = {"round": _UNKNOWN} if run.file is None else self._figures(now_s)
@@ -322,10 +322,10 @@ class _LocalProgress(NamedTuple):
         ahead, all_steps = max(0, now.inner_steps - self.first.inner_steps), file.steps_before(file.rounds)
         steps = min(file.steps_before(self.done) + ahead, all_steps)
         mean = steps * file.steps // all_steps
-        past_s, trained = now_s - began_s, now.inner_steps - began.inner_steps
-        if past_s <= 0 or trained == 0:
+        past_s, trained_steps = now_s - began_s, now.inner_steps - began.inner_steps
+        if past_s <= 0 or trained_steps == 0:
             return mean, None
-        return mean, _Pace((now.tokens - began.tokens) / past_s, (all_steps - steps) * past_s / trained)
+        return mean, _Pace((now.tokens - began.tokens) / past_s, (all_steps - steps) * past_s / trained_steps)
 
 
 def _scored(run: FollowedRun, *, whole: bool) -> list[tuple[int, dict[str, str]]]:

@@ -405,7 +405,7 @@ def _analysis(topology: Topology) -> _Analysis:
     if topology.everyone and topology.period == 1:  # W = J, which is zero on the disagreement space
         return _periodic(np.zeros((1, 1, 1, 1)))
     if topology.period is not None:
-        return _periodic(_parts(topology))
+        return _periodic(_invariant_blocks(topology))
     return _sampled(_restricted([topology.mixing(t) for t in range(_DRAWS)]))
 
 
@@ -472,7 +472,7 @@ def _restricted(mixings: Sequence[Mixing]) -> Array:
     return np.stack([basis.T @ matrix(mixing) @ basis for mixing in mixings])
 
 
-def _parts(topology: Topology) -> Array:
+def _invariant_blocks(topology: Topology) -> Array:
     """The disagreement space in invariant parts, `[parts, t, b, b]`: scalars where the mixings are all circulant, or
     symmetric and commute; else one part of size n - 1."""
     mixings = [topology.mixing(t) for t in range(topology.period or 0)]

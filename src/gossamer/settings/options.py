@@ -328,10 +328,10 @@ def check_option(owner: str, option: str, got: object, kind: Any) -> None:
         raise ConfigError(f"{owner} got {option} = {got!r}, which must be {words_of(kind)}") from None
 
 
-def bounded(kind: Any, **values: object) -> None:
+def check_values(kind: Any, **values: object) -> None:
     """Raises ConfigError for the first of these values that does not fit `kind`; the keys are the names in the message.
 
-    >>> bounded(Count, replicas=0)
+    >>> check_values(Count, replicas=0)
     Traceback (most recent call last):
     gossamer.errors.ConfigError: replicas is 0 but must be a whole number of at least 1
     """

@@ -541,10 +541,10 @@ def words_of(hint: Any, name: str = "") -> str:
         return f"a list{count}, each {words_of(arguments[0], name)}"
     kinds = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
     multiple = next((one.multiple_of for one in extras if hasattr(one, "multiple_of")), None)
-    return (f"a multiple of {multiple}" if multiple else kinds.get(bare, str(bare))) + _span(extras) + with_unit
+    return (f"a multiple of {multiple}" if multiple else kinds.get(bare, str(bare))) + _bounds_text(extras) + with_unit
 
 
-def _span(extras: list[Any]) -> str:
+def _bounds_text(extras: list[Any]) -> str:
     """The bounds of a field, in words."""
     limits = {
         key: getattr(one, key) for one in extras for key in ("ge", "gt", "le", "lt", "min_length") if hasattr(one, key)

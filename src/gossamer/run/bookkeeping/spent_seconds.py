@@ -189,7 +189,7 @@ class EventSeconds:
             case Phase():
                 if event.worker in self._away_until:
                     self._idle(event.worker, self._away_until.pop(event.worker))
-                self._hold_up(event.worker, event.start_s)
+                self._add_delay(event.worker, event.start_s)
                 tally = self._tallies[event.worker]
                 tally.compute_s += event.end_s - event.start_s
                 tally.end_s = event.end_s
@@ -221,7 +221,7 @@ class EventSeconds:
         tally.other_s += max(0.0, until_s - tally.end_s)
         tally.end_s = max(tally.end_s, until_s)
 
-    def _hold_up(self, i: int, until_s: float) -> None:
+    def _add_delay(self, i: int, until_s: float) -> None:
         """Counts transfer and waiting since the last local phase, up to the start of the next."""
         tally = self._tallies[i]
         waiting_s, at_s = 0.0, tally.end_s

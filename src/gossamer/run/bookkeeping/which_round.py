@@ -665,7 +665,7 @@ def to_evaluate(store: Store, lineage: Lineage, round: int | None) -> tuple[int,
     )
     having = [owner for owner, one in choice.kept.items() if choice.round in one.whole]
     if round is not None and (not choice.round or (every and len(having) < len(kept))):
-        raise _does_not_count(round, choice.kept, every=every)
+        raise _cannot_be_scored(round, choice.kept, every=every)
     if not choice.round:
         raise _nothing_to_score(store, choice)
     choice.tell()
@@ -704,7 +704,7 @@ def _warn_of_missing(store: Store, choice: ChosenRound, having: Sequence[int]) -
         )
 
 
-def _does_not_count(round: int, kept: Mapping[int, KeptRounds], *, every: bool) -> CheckpointError:
+def _cannot_be_scored(round: int, kept: Mapping[int, KeptRounds], *, every: bool) -> CheckpointError:
     """The reason why the requested round cannot be scored."""
     having = {r: [i for i, one in kept.items() if r in one.whole] for one in kept.values() for r in one.faults}
     complete = sorted(r for r, some in having.items() if some and (len(some) == len(kept) or not every))

@@ -29,7 +29,7 @@ from gossamer.run.config.pipeline import PipelineConfig, misfits
 from gossamer.run.config.totals import each_batch, rounds_for, tokens_for
 from gossamer.settings import over_time
 from gossamer.settings.fields import NEUTRAL, Changeable, FolderName, Words
-from gossamer.settings.options import Count, Number, Positive, bounded
+from gossamer.settings.options import Count, Number, Positive, check_values
 from gossamer.settings.over_time import (
     LearningRate,
     Steps,
@@ -223,7 +223,7 @@ def local_steps_faults(value: object) -> Iterator[str]:
         kinds = {f"[{step}]": (one, each) for step, one in over_time.entries(value)}
     for where, (one, kind) in kinds.items():
         try:
-            bounded(kind, **{f"run.local_steps{where}": one})
+            check_values(kind, **{f"run.local_steps{where}": one})
         except ConfigError as error:
             yield str(error)
 

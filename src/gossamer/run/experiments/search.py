@@ -158,7 +158,9 @@ class _State:
         ]
         # A larger γ moves further, so the learning rate may be halved with it, and doubled with a smaller one.
         for one in leading:
-            settings += [GridPoint(one.doublings + k, pair) for pair, way in self._ends(one, _GAMMA) for k in (0, -way)]
+            settings += [
+                GridPoint(one.doublings + k, pair) for pair, way in self._beyond_edges(one, _GAMMA) for k in (0, -way)
+            ]
         return settings
 
     def _beyond_a_cross(self, rung: int, leading: list[GridPoint]) -> list[GridPoint]:
@@ -210,7 +212,7 @@ class _State:
             return SearchResult(None, (), spent)
         edges = ["lr"] if self._neighbours(best, last) else []
         for name, which in (("outer_lr", _ETA), ("momentum", _GAMMA)):
-            if self._untried_next_to(best, which) if self._space.cross else self._ends(best, which):
+            if self._untried_next_to(best, which) if self._space.cross else self._beyond_edges(best, which):
                 edges.append(name)
         return SearchResult(best, tuple(edges), spent)
 
@@ -260,7 +262,7 @@ class _State:
         pairs = [*self._space.outers, *(trial.setting.outer for trial in self.losses)]
         return [pair[which] for pair in pairs if pair is not None]
 
-    def _ends(self, setting: GridPoint, which: int) -> list[tuple[OuterPair, int]]:
+    def _beyond_edges(self, setting: GridPoint, which: int) -> list[tuple[OuterPair, int]]:
         """The pair with the next η or γ where that of a setting is the largest tried (1), and the smallest (-1)."""
         plain = not any(pair[_GAMMA] for pair in self._space.outers if pair)
         if setting.outer is None or (plain and which == _GAMMA):  # a grid without momentum stays without
@@ -279,7 +281,7 @@ class _State:
         values = sorted({*self._tried(which)})
         at = values.index(setting.outer[which])
         neighbours = [_with(setting.outer, which, values[k]) for k in (at - 1, at + 1) if 0 <= k < len(values)]
-        pairs = [*neighbours, *(pair for pair, _ in self._ends(setting, which))]
+        pairs = [*neighbours, *(pair for pair, _ in self._beyond_edges(setting, which))]
         known = {trial.setting for trial in self.losses}
         return [near for pair in pairs if (near := GridPoint(setting.doublings, pair)) not in known]
 

@@ -181,7 +181,7 @@ def examine_run(config: RunConfig, refused: Mapping[Verb, Sequence[str]] | None 
     words, m = local_tokenizer(run.data.tokenizer), run.method
     vocab_size = None if words is None else words.vocab_size
     documents = None if words is None or run.data.own else _document_separators(words)
-    layout, (text, most_tokens, missing) = _layout(run, vocab_size), _text(run, vocab_size)
+    layout, (text, most_tokens, missing) = _layout(run, vocab_size), _text_files(run, vocab_size)
     passes = None if most_tokens is None else passes_over(run.data.shards, most_tokens, run.worker_tokens)
     topology = None if isinstance(m, WithServer) else m.topology
     predicted = None
@@ -229,7 +229,7 @@ def examine_run(config: RunConfig, refused: Mapping[Verb, Sequence[str]] | None 
 def passes_of(config: RunConfig) -> float | None:
     """The least number of passes of a run over its text; None where it cannot be known without reading that, or here."""
     run = settings_of(config)
-    _, most, _ = _text(run, vocabulary(run.data.tokenizer))
+    _, most, _ = _text_files(run, vocabulary(run.data.tokenizer))
     return None if most is None else passes_over(run.data.shards, most, run.worker_tokens)
 
 
@@ -248,7 +248,7 @@ def _endless(documents: AroundDocuments | None, tokenizer: str) -> list[str]:
     ]
 
 
-def _text(run: RunSettings, vocab_size: int | None) -> tuple[tuple[TextFiles, ...], list[int] | None, list[str]]:
+def _text_files(run: RunSettings, vocab_size: int | None) -> tuple[tuple[TextFiles, ...], list[int] | None, list[str]]:
     """The files of each source, the most tokens that each can have, and why there are none on this machine, for which the run
     may not be meant.
     """
@@ -335,7 +335,7 @@ def _known_of(config: RunConfig) -> Examined:
         tokens=sum(run.worker_tokens),
         warnings=(),
         processes=sum(run.processes),
-        here=(*_text(run, vocab_size)[2], *_lacking(run)),
+        here=(*_text_files(run, vocab_size)[2], *_lacking(run)),
         peers=dealt(run.peers),
         code=tuple(names.values()),
     )

@@ -308,7 +308,7 @@ PLAN_HEADINGS = (
 def format_codecs(candidate: Candidate) -> str:
     """The codec of each direction: of what goes to the owners of a mean, and of their sums; one where each message is whole.
 
-    >>> codec_words(Candidate("DiLoCo", "fp4", "bf16", (30,) * 8, 1.0, 1.0, 0.9, 1.0))
+    >>> format_codecs(Candidate("DiLoCo", "fp4", "bf16", (30,) * 8, 1.0, 1.0, 0.9, 1.0))
     'fp4, bf16'
     """
     if candidate.method == ALONE:

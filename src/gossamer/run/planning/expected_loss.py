@@ -187,9 +187,9 @@ class LossScale(NamedTuple):
     @property
     def _place(self) -> float:
         """From 0 for the parameters that were measured to 1 for those from which it is published."""
-        return self.on_the_way_to(_PUBLISHED[0])
+        return self.log_fraction_to(_PUBLISHED[0])
 
-    def on_the_way_to(self, parameters: float) -> float:
+    def log_fraction_to(self, parameters: float) -> float:
         """From 0 for the parameters that were measured to 1 for so many, in their logarithm."""
         way = math.log(self.parameters / MEASURED_PARAMETERS) / math.log(parameters / MEASURED_PARAMETERS)
         return min(1.0, max(0.0, way))
@@ -385,7 +385,7 @@ def _both_lengths(scale: LossScale, method: str, local_steps: int) -> tuple[Rela
     if both is None or method == "data parallel" or local_steps >= _FEWEST_STEPS:
         return both
     # One local step is the worst setting of published runs; in the small ones here it was the best.
-    at_most, place = relative_losses(method, _WORST_AS), scale.on_the_way_to(_PUBLISHED[0])
+    at_most, place = relative_losses(method, _WORST_AS), scale.log_fraction_to(_PUBLISHED[0])
     assert at_most is not None
     few = place * (1 - math.log(local_steps) / math.log(_FEWEST_STEPS))
     shorter, longer = (_raised(one, other, few) for one, other in zip(both, at_most, strict=True))
@@ -403,7 +403,7 @@ def _interpolated_loss(
 ) -> tuple[list[tuple[float, ...]], float]:
     """The loss of a method between the measured size and that from which a paper has its difference to DiLoCo."""
     known = PUBLISHED[method]
-    there, diloco = scale.on_the_way_to(known.parameters), _both_lengths(scale, "DiLoCo", local_steps)
+    there, diloco = scale.log_fraction_to(known.parameters), _both_lengths(scale, "DiLoCo", local_steps)
     assert diloco is not None
     nats = list[tuple[float, ...]]()
     for (share, _), by_run, beside in zip(weighed, by_seed, diloco, strict=True):
@@ -447,7 +447,7 @@ def expected_difference(scale: LossScale, one: Penalty, other: Penalty, more_tok
     text = TEXT * max(one.gap, other.gap)
     text = text if one.method != other.method else min(text, abs(texts[0] - texts[1]))
     off_the_law = (one.gap > 0) != (other.gap > 0)
-    residual = _RESIDUAL * scale.level * scale.on_the_way_to(_PUBLISHED[0]) if off_the_law else 0.0
+    residual = _RESIDUAL * scale.level * scale.log_fraction_to(_PUBLISHED[0]) if off_the_law else 0.0
     half = (
         math.hypot(chance, text, residual)
         + scale.method_doubt * abs(texts[0] - texts[1])

@@ -39,7 +39,7 @@ from gossamer.run.planning.teams import (
     sites_as_workers,
     slow_teams,
 )
-from gossamer.settings.options import Positive, Share, bounded
+from gossamer.settings.options import Positive, Share, check_values
 from gossamer.topologies.sequences import random_matchings
 
 EXACT: Mapping[str, float] = {"exact": 32.0}
@@ -143,7 +143,7 @@ class PlanSettings:
             value = getattr(self, name)
             source = "the text has" if name == "vocab_size" else "a worker's inner step has"
             ensure(name, value, 1 <= value <= _LARGEST, f"a whole number from 1 to {_LARGEST}; give what {source}")
-        bounded(
+        check_values(
             Positive,
             **{
                 name: v
@@ -151,7 +151,7 @@ class PlanSettings:
                 if (v := getattr(self, name)) is not None
             },
         )
-        bounded(Share, mfu=self.mfu)
+        check_values(Share, mfu=self.mfu)
         for name, bits in self.codecs.items():
             ensure(f"the size of codec '{name}'", bits, 0 < bits <= 64, "above 0 and at most 64 bits per parameter")
 

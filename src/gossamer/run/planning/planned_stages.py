@@ -26,7 +26,7 @@ from gossamer.run.planning.candidates import PLANNED, drafted
 from gossamer.run.planning.check import counted
 from gossamer.run.planning.plan import PlanSettings, RunPlan, plan, stepped, workers_of
 from gossamer.run.worker.stages.timing import in_stages, work_in
-from gossamer.settings.options import Positive, bounded
+from gossamer.settings.options import Positive, check_values
 
 BOUNDARY_PAIRS: Mapping[str, str] = {"dense": "dense", "cast": "cast", "intk": "intk", "tahquant": "intk"}
 """Boundary codecs of activations that a plan can try, from the mildest on, each with the codec of gradients."""
@@ -100,7 +100,7 @@ def plan_in_stages(
     Raises: ConfigError where no number of stages fits, a batch cannot be split among them, or no boundary codec fits; as `plan`.
     """
     n = workers_of(network, options)
-    bounded(Positive, memory_bytes=memory_bytes)
+    check_values(Positive, memory_bytes=memory_bytes)
     layout = layout_for(model, options.vocab_size)
     network = stepped(network, layout.numel, options)
     sketch = _Sketch(network, model, options, n, layout)

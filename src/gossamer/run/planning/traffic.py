@@ -48,7 +48,7 @@ def traffic(config: ResolvedRun, layout: Layout, rounds: int = 0) -> Traffic:
     """
     m = config.method
     if isinstance(m, WithServer | InPairs):
-        return _of_phases(config, m, layout)
+        return _phase_traffic(config, m, layout)
     # Without waiting, what is published after a phase is what would be sent in a round.
     return play_rounds(config, m, layout, *extent(config, m, rounds or period_of(config, m)))[0]
 
@@ -178,7 +178,7 @@ def _meta_rule(rule: Rule) -> Rule:
     return rule._replace(init=kept(rule.init), send=kept(rule.send), distrusts=None, norms=None, at=None)
 
 
-def _of_phases(config: RunSettings, method: WithServer | InPairs, layout: Layout) -> Traffic:
+def _phase_traffic(config: RunSettings, method: WithServer | InPairs, layout: Layout) -> Traffic:
     """The messages of a worker after one local phase: what it pushes, or sends at a meeting."""
     # A worker of a server keeps one: where the server let it start.
     copies = 1.0 if isinstance(method, WithServer) else float(method.rule.state_copies)

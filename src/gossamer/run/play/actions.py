@@ -1,5 +1,4 @@
-"""The actions of a visitor between two rounds, and the resulting conditions: `acted(conditions, action) -> conditions`,
-without torch.
+"""The actions of a visitor between two rounds, and the resulting conditions (`conditions_after`), without torch.
 
 ["kill", 3]   ["revive", 3]   ["slow", 7]   ["mend", 7]   ["cut"]   ["heal"]
 ["method", "gasloc"]   ["local_steps", 20]   ["momentum", 0.5]
@@ -96,10 +95,10 @@ def action_of(raw: object) -> Action:
     raise ConfigError(f'{short(raw)} is no action; write one such as ["kill", 3], ["cut"] or ["local_steps", 20]')
 
 
-def acted(conditions: Conditions, action: Action) -> Conditions:
+def conditions_after(conditions: Conditions, action: Action) -> Conditions:
     """The conditions after an action; unchanged if it has no effect, such as killing a dead worker.
 
-    >>> acted(Conditions(), Action("kill", 3)).alive == frozenset(range(8)) - {3}
+    >>> conditions_after(Conditions(), Action("kill", 3)).alive == frozenset(range(8)) - {3}
     True
     """
     alive, slow, value = conditions.alive, conditions.slow, action.value

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from gossamer.errors import ConfigError, DataError, GossamerError, TrainingError
 from gossamer.record.jsonl import short
-from gossamer.run.play.actions import Action, Conditions, acted, action_of
+from gossamer.run.play.actions import Action, Conditions, action_of, conditions_after
 from gossamer.run.play.film import MOST_ROUNDS, TEMPO, Film, Frame, Head, film_contents, film_lines
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class Live:
                     if len(self._queue) + len(actions) > _MOST_QUEUED:
                         raise ConfigError(f"more than {_MOST_QUEUED} actions wait for the next round; wait for it too")
                     for action in actions:
-                        self._settings = acted(self._settings, action)
+                        self._settings = conditions_after(self._settings, action)
                     self._queue += actions
                 case {"playing": bool(playing), **rest} if not rest:
                     self._playing = playing

@@ -29,7 +29,7 @@ from gossamer.run.bookkeeping.spent_seconds import priced
 from gossamer.run.config.resolve import resolve_document
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.config.user_parts import BUILT_IN
-from gossamer.run.play.actions import SLOWER, WORKERS, Action, Conditions, acted, describe
+from gossamer.run.play.actions import SLOWER, WORKERS, Action, Conditions, conditions_after, describe
 from gossamer.run.play.film import MOST_ROUNDS, Frame, Head
 from gossamer.run.simulated.rounds import make_workers, train_together
 from gossamer.run.worker.task import Task, task_of
@@ -127,7 +127,7 @@ def next_scene(studio: Studio, scene: Scene, actions: Sequence[Action]) -> tuple
     """
     conditions, done, sentences = scene.conditions, list[Action](), list[str]()
     for action in actions:
-        after = acted(conditions, action)
+        after = conditions_after(conditions, action)
         if after != conditions:
             done.append(action)
             sentences.append(describe(action, conditions))

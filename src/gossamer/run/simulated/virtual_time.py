@@ -45,7 +45,7 @@ from gossamer.tree import leaves, must_fit
 logger = logging.getLogger("gossamer")
 
 
-class Events:
+class VirtualTimeSimulation:
     """A simulation over virtual time, a pure function of run file and seed. It holds files and threads only while
     `opened`.
 
