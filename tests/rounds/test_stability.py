@@ -165,9 +165,9 @@ def test_momentum_on_the_drift_contracts_like_the_slower_of_gossip_and_momentum(
 
 def test_random_pairs_beyond_the_limit_drift_apart_in_a_simulation() -> None:
     limit = largest_stable_gamma(1.0, "pre", random(8))
-    for gamma, check_values in ((limit - 0.06, True), (limit + 0.1, False)):
+    for gamma, bounded in ((limit - 0.06, True), (limit + 0.1, False)):
         variances = simulate(Consensus(1.0, gamma, "pre"), random(8), drift=1.0, rounds=600, samples=400)
-        assert (variances[-50:].mean() < 1.5 * variances[250:300].mean()) == check_values
+        assert (variances[-50:].mean() < 1.5 * variances[250:300].mean()) == bounded
 
 
 @pytest.mark.sampled(2)
