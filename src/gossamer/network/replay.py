@@ -15,7 +15,7 @@ from gossamer.record.logs.trace import Integers, Kind, Messages, Trace
 
 
 class _Message(NamedTuple):
-    """A message under way."""
+    """A message in flight."""
 
     operation: "_Operation"
     source: int
@@ -91,7 +91,7 @@ class Paths:
 
 
 class _Operation:
-    """An exchange or a mean of one round while it is under way; a mean through owners is two exchanges."""
+    """An exchange or a mean of one round in flight; a mean through owners is two exchanges."""
 
     def __init__(self, round: int, kind: Kind, messages: Messages, mean: MeanKind, overlap: Integers | None):
         self.then: _Operation | None = None
@@ -127,7 +127,7 @@ class _Operation:
 
 
 class Replay:
-    """A run replayed over links that are shared or change: a heap of things to do, and the streams under way."""
+    """A run replayed over links that are shared or change: a heap of things to do, and the streams in flight."""
 
     def __init__(self, trace: Trace, paths: Paths, start_s: Floats | None = None):
         self.trace, self.paths = trace, paths

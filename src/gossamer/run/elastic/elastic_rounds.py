@@ -77,7 +77,7 @@ class ElasticRounds(Participant[ElasticTransport]):
         self._method = m = config.in_rounds
         self._closes, self._once = m.rule.needs == "everyone", m.exchanges_once
         self._closings = sum(bool(stop.sends) for stop in m.schedule.stops(0, config.full_steps))
-        # Else workers differ after a round by what is under way, by their own errors or by their experts.
+        # Else workers differ after a round by what is in flight, by their own errors or by their experts.
         one = is_equal_after_rounds(m.rule) and m.exchanges_once and m.codec.back is None and not m.holders
         self._compares = self._closes and one
         """Whether all workers have the same parameters and outer state after a round."""

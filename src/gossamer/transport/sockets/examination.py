@@ -88,7 +88,7 @@ class ExaminationServer:
 
     Args:
         sock: listens; closed by `close`.
-        told: called with the address of each answered peer, and whether it is reachable from here.
+        report: called with the address of each answered peer, and whether it is reachable from here.
     """
 
     def __init__(
