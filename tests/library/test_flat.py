@@ -266,7 +266,7 @@ def resumed(stage: Stage) -> None:
             saved = copy.deepcopy(
                 {"outer": outer.state_dict(), "optimizer": optimizer.state_dict(), "model": model.state_dict()}
             )
-            train(case, model, optimizer, outer, turns, range(6, 15))
+            train(case, model, optimizer, outer, turns, range(6, 10))
             outer.finish()
             ends.append(whole(model))
         model = made(case, stage.mesh["shard"])
@@ -275,7 +275,7 @@ def resumed(stage: Stage) -> None:
             model.load_state_dict(saved["model"])
             optimizer.load_state_dict(saved["optimizer"])
             outer.load_state_dict(saved["outer"])
-            train(case, model, optimizer, outer, turns, range(6, 15))
+            train(case, model, optimizer, outer, turns, range(6, 10))
             outer.finish()
             ends.append(whole(model))
         stage.keep(f"{name}, went on", stage.rank, ends[0])

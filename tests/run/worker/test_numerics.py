@@ -122,6 +122,7 @@ def same(a, b):
     assert losses(a) == losses(b) and losses(a)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_of_fewer_workers_than_cores_has_the_bits_of_its_simulation_and_of_its_replay_on_any_number_of_cores(
