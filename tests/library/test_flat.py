@@ -725,6 +725,7 @@ def two_sites(argv: list[str]) -> int:
     )
 
 
+@pytest.mark.full
 def test_worlds_that_start_by_themselves_are_the_workers_of_one_run(tmp_path, told):
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     code, output = Command(

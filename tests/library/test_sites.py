@@ -470,6 +470,7 @@ def four_copies(argv: list[str]) -> int:
     return in_forks(4, lambda rank: with_optimizer_states_in_parts(rank, Path(argv[0]), argv[1:]))
 
 
+@pytest.mark.full
 def test_sites_whose_optimizer_is_torchs_zero_1_end_with_the_bits_of_those_with_the_whole_state(tmp_path: Path) -> None:
     joins = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     code, output = Command(tmp_path, *joins, work=four_copies, GLOO_SOCKET_IFNAME=loopback()).finish()
