@@ -211,6 +211,7 @@ def must_hold(world: World, rule: ServerRule) -> None:
     assert any(work.core.is_finished for work in replicas)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_no_acknowledged_push_is_lost_and_all_have_one_server_whoever_dies_and_however_the_store_fails(
     part: int, request: pytest.FixtureRequest

@@ -31,6 +31,7 @@ BODY = torch.zeros(4, dtype=torch.uint8)
 TICKET = Ticket(0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_hundred_runs_over_faulty_networks_keep_what_is_promised(part: int, request: pytest.FixtureRequest) -> None:
     """A thousand with `--full`."""

@@ -209,8 +209,8 @@ def run_served(
             _wait(workers, time.monotonic() + grace_s)
             raise
         deadline = time.monotonic() + grace_s
-        if code == STOPPED:
-            _ask_to_leave(workers)  # they would look for a server until `run.timeout_s` is over
+        if code > 0:  # stopped or failed: they would look for a server until `run.timeout_s` is over
+            _ask_to_leave(workers)
         if code < 0:
             again = shlex.join(["gossamer", *resume, *at])
             log.warning("the server ended with code %d; its workers try again; resume it with %s", _shown(code), again)
