@@ -80,7 +80,7 @@ from gossamer.transport.bucket.bucket import head_and_body, item_in
 from gossamer.transport.bucket.protocol import commit_in
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic import newcomer
-from gossamer.transport.elastic.ask import _view
+from gossamer.transport.elastic.ask import _parse_view
 from gossamer.transport.elastic.closing import Closing
 from gossamer.transport.elastic.members import (
     Members,
@@ -504,7 +504,7 @@ def _of_views(folder: Path) -> Decoder:
     value = {"worker": 1, "entries": _NEWS.decode(), "silent_s": {"0": 0.5}, "refused": {"worker 2: bounds": 3}}
 
     def decode(raw: bytes) -> None:
-        if (view := _view(raw, limits(3))) is not None:
+        if (view := _parse_view(raw, limits(3))) is not None:
             json.dumps([view.worker, [*view.entries], dict(view.refused)], ensure_ascii=False).encode()
 
     return Decoder([json.dumps(value).encode()], decode)

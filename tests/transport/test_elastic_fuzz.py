@@ -26,7 +26,7 @@ from gossamer.run.participant.agreement import limits_of
 from gossamer.run.participant.rendezvous import fact_of
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic import newcomer
-from gossamer.transport.elastic.ask import _view
+from gossamer.transport.elastic.ask import _parse_view
 from gossamer.transport.elastic.core import ElasticCore
 from gossamer.transport.elastic.fetches import Fetches
 from gossamer.transport.elastic.meetings import Meetings
@@ -201,11 +201,11 @@ def test_strings_that_utf8_cannot_encode_are_in_no_value_that_a_peer_has_sent() 
 def test_thousands_of_views_are_views_or_none(count: int) -> None:
     draw = random.Random(8)
     value = {"worker": 1, "entries": NEWS.decode(), "silent_s": {"0": 0.5}, "refused": {"worker 2: bounds": 3}}
-    assert _view(json.dumps(value).encode(), limits(3)) is not None
-    assert _view(json.dumps({**value, "entries": "\ud800"}).encode(), limits(3)) is None
+    assert _parse_view(json.dumps(value).encode(), limits(3)) is not None
+    assert _parse_view(json.dumps({**value, "entries": "\ud800"}).encode(), limits(3)) is None
     for number in range(count // 2):
         raw = changed(json.dumps(value).encode(), draw) if number % 2 else json.dumps(swapped(value, draw)).encode()
-        if (view := _view(raw, limits(3))) is not None:
+        if (view := _parse_view(raw, limits(3))) is not None:
             json.dumps([view.worker, [*view.entries], dict(view.refused)], ensure_ascii=False).encode()
 
 
