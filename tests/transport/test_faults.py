@@ -296,7 +296,7 @@ def test_news_that_may_have_been_lost_with_one_of_two_connections_are_sent_again
     core.outbox.clear()
     core.tell(1)
     assert said(core) == []
-    core.tell_again(1)
+    core.resend_view(1)
     assert said(core) == [(1, LetterKind.MEMBERSHIP)]
 
 

@@ -155,7 +155,7 @@ def test_a_record_that_lacks_a_hash_is_no_record_that_agrees(tmp_path, caplog):
 def test_a_checkpoint_with_another_state_of_any_kind_is_found(part, tmp_path):
     config, parts = small(every=4, rule="diloco")
     recorded(tmp_path, config, parts, worker=0, round=3, change=lambda x: None)
-    store, line = tmp_path / "checkpoints", resolve(config, parts).line
+    store, line = tmp_path / "checkpoints", resolve(config, parts).lineage
     state = checkpoint.load(store, 4, 2, line)
     changes = {
         "x": {"x": state["x"] + 1},

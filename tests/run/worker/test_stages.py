@@ -33,7 +33,7 @@ from gossamer.record.logs.seconds import read_seconds
 from gossamer.record.logs.stage_seconds import end_logs_of_others, read_stages
 from gossamer.record.logs.trace import read_trace
 from gossamer.run.bookkeeping.evaluate import evaluate
-from gossamer.run.bookkeeping.resume import lineage
+from gossamer.run.bookkeeping.resume import lineage_of
 from gossamer.run.bookkeeping.which_round import lost_stages
 from gossamer.run.config.resolve import resolve, settings_of
 from gossamer.run.config.run_file import dump, parse
@@ -294,7 +294,7 @@ def test_when_a_loss_is_not_finite_all_stages_end_with_the_same_sentence(trained
 
 def parameters(config, folder):
     """Those of each worker after the last round."""
-    task, line = task_of(settings_of(config)), lineage(settings_of(config), folder)
+    task, line = task_of(settings_of(config)), lineage_of(settings_of(config), folder)
     return [Store(settings_of(config), folder).load(task, config.rounds, w, line)["x"] for w in range(config.workers)]
 
 

@@ -22,7 +22,7 @@ from typing import NamedTuple, TextIO
 import torch
 
 from gossamer.record.progress import counting_children
-from gossamer.stop_signals import deaf, has_launcher
+from gossamer.stop_signals import has_launcher, ignore_stop_signals
 from gossamer.transport.keys import Keys
 from gossamer.transport.processes.keyed_store import meeting_store
 from gossamer.transport.processes.launch import intra_op_threads
@@ -334,7 +334,7 @@ def _enter(
     code = work(argv)
     # Once one process was stopped, the launcher stops all: that signal's exception during Python's shutdown would give
     # code 1.
-    deaf()
+    ignore_stop_signals()
     sys.exit(code)
 
 

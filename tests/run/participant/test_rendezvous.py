@@ -15,7 +15,7 @@ from gossamer.run.asynchronous import train_asynchronous
 from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import dump
 from gossamer.run.elastic import train_elastic
-from gossamer.run.participant.seat import join_run
+from gossamer.run.participant.rendezvous import join_run
 from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry
 from gossamer.transport.elastic.transport import ElasticTransport
 from gossamer.transport.secret import folder_secret
