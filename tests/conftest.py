@@ -99,7 +99,7 @@ LONGEST = (
     "config",
     "errors",
     "injuries",
-    "seat",
+    "rendezvous",
     "tune",
     "lossy_codecs",
     "pipeline_time",
