@@ -80,7 +80,8 @@ def join(
     torch.set_num_threads(intra_op_threads(threads, _number("LOCAL_WORLD_SIZE", default=ranks)))
     if where.type == "cuda":
         torch.cuda.set_device(where)
-    store, behind = _store(rank, timeout_s, keys)
+    known = _STORES.get((os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""), rank))
+    store, behind = _store(rank, timeout_s, keys) if known is None else (known, None)
     with contextlib.ExitStack() as undo:
         if keys is not None and behind is not None:
             mine = [rank] if rank is not None else [r for r in sorted(keys.numbers(keys.certificate)) if r < ranks]
@@ -141,7 +142,7 @@ def launched(timeout_s: float) -> Member | None:
     return member
 
 
-_STORES = dict[tuple[str, str, int], Store]()
+_STORES = dict[tuple[str, str, int | None], Store]()
 """The stores that `launched` has reached, by address, port and rank."""
 
 
