@@ -4,11 +4,18 @@ import contextlib
 import io
 import json
 import os
+import random
 import shutil
 import signal
 import socket
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 
+import psutil
+import pytest
 import torch
 
 from commands import must_have_stages_in_processes, run
@@ -16,8 +23,9 @@ from gossamer.cli import main
 from gossamer.record import checkpoint
 from gossamer.record.lineage import read_branches
 from gossamer.run.bookkeeping.resume import lineage
-from gossamer.run.config.resolve import settings_in
+from gossamer.run.config.resolve import settings_in, settings_of
 from gossamer.run.config.run_file import dump
+from gossamer.run.synchronous import regroup
 from gossamer.run.worker.stages.checkpoints import Store
 from gossamer.run.worker.task import task_of
 from gossamer.transport.processes.local import run_local
@@ -54,24 +62,34 @@ def on_a_machine(argv):
         "LOCAL_WORLD_SIZE": "1",
     }
     os.chdir(Path(plan["root"]) / name)
-    number, after = plan["signals"].get(name, (0, 0))
+    number, after, delay_s = plan["signals"].get(name, (0, 0, 0.0))
+    newest = 0
 
     def save(store, finished, *state, real=checkpoint.save, **lineage):
+        nonlocal newest
         real(store, finished, *state, **lineage)
+        newest = finished
         if number and finished == after:
-            os.kill(os.getpid(), number)
+            threading.Timer(delay_s, os.kill, (os.getpid(), number)).start() if delay_s else os.kill(
+                os.getpid(), number
+            )
 
     checkpoint.save = save
+    # Noise of a busy machine shall not decide; a machine is slow from a round on.
+    regroup._speed = lambda config: 0.25 if newest >= plan["slow"].get(name, 1 << 31) else 1.0
     return main(["train", str(Path(plan["root"]) / "run.toml"), "--stages", "auto", "--out", "run"])
 
 
-def start(root, machines, **signals):
-    """The exit code and the output of a run on these machines, as torchrun starts it once."""
+def start(root, machines, slow=None, **signals):
+    """The exit code and the output of a run on these machines, as torchrun starts it once.
+
+    A machine gets a signal some seconds after it has saved a round.
+    """
     for name in machines:
         (root / name).mkdir(exist_ok=True)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    plan = {"root": str(root), "machines": machines, "port": port, "signals": signals}
+    plan = {"root": str(root), "machines": machines, "port": port, "signals": signals, "slow": slow or {}}
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         code = run_local(len(machines), on_a_machine, [json.dumps(plan)], grace_s=60)
@@ -100,11 +118,11 @@ def test_two_workers_of_three_stages_lose_a_machine_with_its_disk_and_train_on_w
     must_have_stages_in_processes()
     (tmp_path / "run.toml").write_text(dump(tiny(**SMALL)))
     machines = [f"m{k}" for k in range(MACHINES)]
-    code, output = start(tmp_path, machines, m1=(signal.SIGKILL, 3))
+    code, output = start(tmp_path, machines, m1=(signal.SIGKILL, 3, 0))
     assert code == 128 + signal.SIGKILL and "6 processes: 2 workers of 3 stages" in output, output
     shutil.rmtree(tmp_path / "m1")
     left = [name for name in machines if name != "m1"]
-    code, output = start(tmp_path, left, m2=(signal.SIGTERM, 4))
+    code, output = start(tmp_path, left, m2=(signal.SIGTERM, 4, 0))
     assert "5 processes: 2 workers of 2 stages" in output and "1 spare" in output, output
     assert output.count("and saved; resume with") == 4, output
     code, output = start(tmp_path, machines)
@@ -122,3 +140,110 @@ def must_have_the_bits_of_its_replay(root, machines):
     assert code == 0, output
     config = settings_in(whole)
     assert all(map(torch.equal, parameters(config, whole), parameters(config, root / "again")))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", [0])
+def test_after_twenty_kills_at_any_time_of_any_machine_half_of_them_with_their_disk_a_run_has_the_bits_of_its_replay(
+    tmp_path, forks, seed
+):
+    must_have_stages_in_processes()
+    draw = random.Random(seed)
+    case = {**SMALL, "run__steps": 100, "run__local_steps": 1, "run__checkpoint_every": 1}
+    (tmp_path / "run.toml").write_text(dump(tiny(**case)))
+    machines, away = [f"m{k}" for k in range(MACHINES)], set[str]()
+    for _ in range(20):
+        here = [name for name in machines if name not in away]
+        saved = [int(path.name[6:]) for path in tmp_path.glob("m*/run/checkpoints/stage-*/round-*")]
+        victim = draw.choice(here[: len(here) // 2 * 2])
+        when = (signal.SIGKILL, max(saved, default=0) + draw.randint(1, 2), draw.choice([0.0, draw.uniform(0, 0.5)]))
+        code, output = start(tmp_path, here, **{victim: when})
+        assert code == 128 + signal.SIGKILL, output
+        if draw.random() < 0.5:
+            shutil.rmtree(tmp_path / victim)
+        away = {victim} if draw.random() < 0.7 else set()
+    code, output = start(tmp_path, machines)
+    assert code == 0, output
+    stages = {one["changes"].get("pipeline.stages", [0, 0])[1] for one in read_branches(tmp_path / "m0" / "run")}
+    assert {2, 3} <= stages
+    must_have_the_bits_of_its_replay(tmp_path, machines)
+
+
+@pytest.mark.full
+def test_a_machine_that_becomes_slow_has_fewer_layers_after_some_rounds(tmp_path, forks):
+    must_have_stages_in_processes()
+    (tmp_path / "run.toml").write_text(dump(tiny(**SMALL, model__layers=6)))
+    machines = [f"m{k}" for k in range(MACHINES)]
+    code, output = start(tmp_path, machines, slow={"m4": 1})
+    assert code in (2, 130) and "a process is slow; all are asked to stop" in output, output
+    code, output = start(tmp_path, machines, slow={"m4": 0})
+    assert code == 0, output
+    (change,) = read_branches(tmp_path / "m0" / "run")
+    assert change["changes"] == {"pipeline.cuts": [[2, 4], [2, 3]]}
+    must_have_the_bits_of_its_replay(tmp_path, machines)
+
+
+def test_layers_move_when_that_makes_the_slowest_stage_faster_by_a_third():
+    config = settings_of(tiny(**SMALL, model__layers=6, pipeline__cuts=[2, 4]))
+    assert regroup.cuts_at([1.0] * 6, config) == (2, 4)
+    assert not regroup.may_be_faster([1.0, 0.9, 1.1] * 2, config)  # noise
+    assert regroup.cuts_at([1.0, 1.0, 1.0, 1.0, 0.25, 1.0], config) == (2, 3)  # stage 1 of worker 1
+    assert regroup.may_be_faster([1.0, 1.0, 1.0, 1.0, 0.25, 1.0], config)
+    assert not regroup.may_be_faster([0.25] * 6, config)  # slow in all places alike
+
+
+def agent(root, name, port):
+    """torchrun on one of several machines, as docs/how-to/pipelines.md starts it, with shorter waits."""
+    (root / name).mkdir(exist_ok=True)
+    conf = f"is_host={int(name == 'm0')},last_call_timeout=5,keep_alive_interval=4,join_timeout=300"
+    words = ["--nnodes", "4:6", "--nproc-per-node", "1", "--max-restarts", "100", "--monitor-interval", "0.5"]
+    words += ["--rdzv-id", "a-run", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    words += ["--rdzv-conf", conf, "--local-addr", "127.0.0.1", "-m", "gossamer"]
+    words += ["train", str(root / "run.toml"), "--stages", "auto", "--out", "run"]
+    environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    with (root / f"{name}.log").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *words],
+            cwd=root / name,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_torchrun_starts_a_run_again_without_a_machine_that_is_gone_and_with_it_when_it_is_back(tmp_path):
+    must_have_stages_in_processes()
+    case = {**SMALL, "run__steps": 80, "run__local_steps": 1, "run__checkpoint_every": 1, "run__pace_s": 0.5}
+    (tmp_path / "run.toml").write_text(dump(tiny(**case)))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    agents = {name: agent(tmp_path, name, port) for name in (f"m{k}" for k in range(MACHINES))}
+
+    def said(words):
+        return any(words in path.read_text() for path in tmp_path.glob("m*.log"))
+
+    def wait_until(happened):
+        until = time.monotonic() + 240
+        while not happened():
+            logs = "\n".join(path.read_text()[-3000:] for path in sorted(tmp_path.glob("m*.log")))
+            assert time.monotonic() < until and agents["m0"].poll() is None, logs
+            time.sleep(0.2)
+
+    try:
+        wait_until(lambda: [*tmp_path.glob("m1/run/checkpoints/stage-*/round-00000[3-9]")])
+        for process in [*psutil.Process(agents["m1"].pid).children(recursive=True), agents["m1"]]:
+            process.kill()
+        agents["m1"].wait()
+        shutil.rmtree(tmp_path / "m1")
+        wait_until(lambda: said("5 processes: 2 workers of 2 stages"))
+        agents["m1"] = agent(tmp_path, "m1", port)
+        assert [one.wait(400) for one in agents.values()] == [0] * MACHINES
+    finally:
+        for one in agents.values():
+            one.terminate()
+    changes = [one["changes"].get("pipeline.stages") for one in read_branches(tmp_path / "m1" / "run")]
+    assert changes == [[3, 2], [2, 3]]
+    must_have_the_bits_of_its_replay(tmp_path, [*agents])

@@ -11,12 +11,15 @@ worker may be lost with its disk at any time.
 Source: the snapshots of ElasWave, arXiv 2510.00606, in a ring.
 """
 
+import contextlib
 import os
+import re
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,13 +35,14 @@ from gossamer.record.lineage import read_branches
 from gossamer.record.progress import say
 from gossamer.record.whole_files import atomic_write, make_folder
 from gossamer.run.bookkeeping.resume import history
-from gossamer.run.config.pipeline import cuts_of
+from gossamer.run.config.pipeline import cuts_of, work_of_layers
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.run.worker.stages.checkpoints import Partition, Store, partitions_of
 from gossamer.transport.alike import short_settings
 from gossamer.transport.processes.backend import FOREVER, gloo_group
+from gossamer.transport.processes.board import Board
 from gossamer.transport.processes.interfaces import use_interface_towards
-from gossamer.transport.processes.launch import agree, device_of, intra_op_threads, late_to_part, launched
+from gossamer.transport.processes.launch import agree, device_of, intra_op_threads, launched
 from gossamer.transport.processes.member import Member, place_of
 from gossamer.transport.processes.pipe import Flow, Pipe
 
@@ -53,6 +57,9 @@ _PIECE = 64 << 20
 """Bytes of a message, each of which takes at most `run.timeout_s`."""
 _MOST_BYTES = 1 << 40
 """A file of a checkpoint at most."""
+_ROUNDS = 3
+"""For how many rounds other cuts would be faster before the processes are asked to start again with them."""
+_DISMISS_S = 10.0
 _OVER = 1
 """The tag of the message to spare processes that the run has ended."""
 
@@ -73,7 +80,8 @@ class Meeting(NamedTuple):
     def dismiss(self) -> None:
         """Ends the spare processes, when the run has ended; process 0 calls it."""
         for spare in self.spares if self.group.rank() == 0 else ():
-            self.group.send([torch.ones(1, dtype=torch.uint8)], spare, _OVER).wait()
+            with contextlib.suppress(RuntimeError):  # it is gone already
+                self.group.send([torch.ones(1, dtype=torch.uint8)], spare, _OVER).wait(timedelta(seconds=_DISMISS_S))
 
 
 def must_be_elastic() -> None:
@@ -99,7 +107,7 @@ def meet(configs: Mapping[int, ResolvedRun], folder: Path) -> Meeting | None:
     """
     config = configs[max(configs)]
     workers, timeout_s = config.workers, config.run.timeout_s
-    member = launched(timeout_s)
+    member = launched(timeout_s, outlives=False)
     ranks = 1 if member is None else member.ranks
     stages = min(max(configs), ranks // workers)
     if member is None or stages < FEWEST:
@@ -108,15 +116,14 @@ def meet(configs: Mapping[int, ResolvedRun], folder: Path) -> Meeting | None:
             f"let torchrun wait for them with --nnodes {FEWEST * workers}:{max(configs) * workers}"
         )
     config = configs[stages]
+    torch.set_num_threads(intra_op_threads(config.run.threads, int(os.environ.get("LOCAL_WORLD_SIZE", ranks))))
     _take_newest_record(config, folder, member)
     rest = [
         _speed(config),
         {str(w): {k: sorted(v) for k, v in one.items()} for w, one in _held(config, folder).items()},
     ]
     facts = [_fact(rank, fact) for rank, fact in enumerate(agree(member, config.digest, rest, timeout_s=timeout_s))]
-    slowest = [min(facts[w * stages + p][0] for w in range(workers)) for p in range(stages)]
-    quarters = tuple(max(1, round(4 * speed / max(slowest))) / 4 for speed in slowest)
-    cuts = cuts_of(replace(config.pipeline, cuts=None, speeds=quarters), config.model, config.data)
+    cuts = cuts_at([speed for speed, _ in facts], config)
     own = Partition(stages, cuts)
     use_interface_towards(os.environ["MASTER_ADDR"])
     group = gloo_group(PrefixStore("regroup", member.store), member.rank, ranks, timeout_s)
@@ -136,6 +143,53 @@ def meet(configs: Mapping[int, ResolvedRun], folder: Path) -> Meeting | None:
         say(f"{ranks} processes: {workers} workers of {stages} stages, cut before layers {[*cuts]}{more}")
     os.environ["WORLD_SIZE"] = str(stages * workers)
     return Meeting((f"pipeline.stages={stages}", f"pipeline.cuts={[*cuts]}"), spares, group)
+
+
+def cuts_at(speeds: Sequence[float], config: RunSettings) -> tuple[int, ...]:
+    """The cuts that suit processes of these speeds, whose numbers are those of stages; all workers have the same.
+
+    Speeds count in quarters of the fastest, so that noise moves no layer.
+    """
+    return cuts_of(
+        replace(config.pipeline, cuts=None, speeds=tuple(_quarters(speeds, config))), config.model, config.data
+    )
+
+
+def _quarters(speeds: Sequence[float], config: RunSettings) -> list[float]:
+    """The speed of each stage, which is that of the slowest process that has it."""
+    stages = config.pipeline.stages
+    slowest = [min(speeds[w * stages + p] for w in range(config.workers)) for p in range(stages)]
+    return [max(1, round(4 * speed / max(slowest))) / 4 for speed in slowest]
+
+
+def may_be_faster(speeds: Sequence[float], config: RunSettings) -> bool:
+    """Whether other cuts would make the slowest stage faster by a third, now that processes have these speeds."""
+    work, quarters = work_of_layers(config.model, config.data), _quarters(speeds, config)
+
+    def longest_s(cuts: Sequence[int]) -> float:
+        spans = pairwise([0, *cuts, len(work)])
+        return max(sum(work[a:b]) / speed for (a, b), speed in zip(spans, quarters, strict=True))
+
+    now, best = (longest_s(cuts) for cuts in (config.pipeline.cuts or (), cuts_at(speeds, config)))
+    return best <= 0.75 * now
+
+
+class SlowStages:
+    """Notices in process 0 that other cuts would suit the processes better, from speeds that all of them post each round."""
+
+    def __init__(self, config: RunSettings, board: Board) -> None:
+        self._config, self._board, self._rounds = config, board, 0
+
+    def noticed(self) -> bool:
+        """Whether that has been so for some rounds; each process calls it once a round. Never waits for another."""
+        notes = self._board.circulate(f"{_speed(self._config):.3f}")
+        texts = [notes[rank].decode(errors="replace") for rank in sorted(notes)]
+        if self._board.worker or len(texts) < self._config.pipeline.stages * self._config.workers:
+            return False
+        known = all(re.fullmatch(r"\d{1,12}(\.\d{1,12})?", text) and float(text) > 0 for text in texts)
+        faster = known and may_be_faster([*map(float, texts)], self._config)
+        self._rounds = self._rounds + 1 if faster else 0
+        return self._rounds >= _ROUNDS
 
 
 def copy_on(store: Store, pipe: Pipe, worker: int, round: int) -> None:
@@ -217,16 +271,12 @@ def _odd(rank: int, what: str) -> PeerError:
 
 
 def _speed(config: RunSettings) -> float:
-    """How many products of matrices this process takes in a second, with the threads and the device of the run."""
-    device = device_of(config.run.device)
-    before = torch.get_num_threads()
-    torch.set_num_threads(intra_op_threads(config.run.threads, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    x, best_s = torch.ones(512, 512, device=device), 1e9
+    """How many products of matrices this process takes in a second on the device of the run."""
+    x, best_s = torch.ones(512, 512, device=device_of(config.run.device)), 1e9
     for _ in range(8):  # the best of some, as a machine that is busy for a moment is not slow
         began_s = time.perf_counter()
         (x @ x).sum().item()
         best_s = min(best_s, time.perf_counter() - began_s)
-    torch.set_num_threads(before)
     return 1 / best_s
 
 
@@ -306,7 +356,6 @@ def _bytes(content: Tensor) -> bytes:
 
 def _wait_as_spare(member: Member, group: dist.ProcessGroup) -> None:
     """Returns when the run has ended. Raises PeerError when process 0 is gone before."""
-    late_to_part(member, member.timeout_s)
     for one in (signal.SIGTERM, signal.SIGINT):  # torch waits without looking at signals, and nothing is to be saved
         signal.signal(one, signal.SIG_DFL)
     say(f"process {member.rank} is spare: it takes layers when another process is gone")

@@ -48,7 +48,7 @@ from gossamer.run.config.pipeline import stage_in
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.run.participant.agreement import compare_first_batches, use_equal_threads, use_recorded_threads
 from gossamer.run.participant.seat import listening_towards
-from gossamer.run.synchronous.regroup import Meeting, copy_on
+from gossamer.run.synchronous.regroup import Meeting, SlowStages, copy_on
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.shards import Shards
 from gossamer.run.worker.stages.checkpoints import Store, partition_of
@@ -114,7 +114,7 @@ def train(config: ResolvedRun, folder: Path, *, resume: Resume = False, meeting:
         asked.at_once = True
         try:
             with holding(folder, member.worker, member.part, member.parts):
-                train_member(config, folder, member, keys, resume=resume, asked=asked, copies=meeting is not None)
+                train_member(config, folder, member, keys, resume=resume, asked=asked, varies=meeting is not None)
                 if meeting is not None:
                     meeting.dismiss()
         except (GossamerError, OSError, KeyboardInterrupt) as error:
@@ -146,7 +146,7 @@ def train_member(
     *,
     resume: Resume = False,
     asked: Asked | None = None,
-    copies: bool = False,
+    varies: bool = False,
 ) -> None:
     """Trains the worker that this process is; bitwise equal to the simulator, unless local steps adapt to measured seconds.
 
@@ -155,7 +155,8 @@ def train_member(
         resume: continues from the newest round of which every worker has a sound checkpoint; "auto" starts if there is
             none.
         asked: the stop request of this process; before training it ends at once.
-        copies: whether each process of a worker keeps a copy of the checkpoints of the one before it.
+        varies: whether the stages may change, for which each process of a worker keeps a copy of the checkpoints of the one
+            before it.
     Raises: as `train`.
     Cost: one model, its gradients and states, and messages in flight.
     """
@@ -187,7 +188,7 @@ def train_member(
         stopwatch = Stopwatch(member.worker, recorded_s(folder, member.worker, start.cut))
         own = None if keys is None else [_connections(config, folder, member, keys, open_)]
         trainer = _trainer(config, task, member, pipe, stopwatch, own)
-        stopped, unreadable = _train_rounds(trainer, start, member, asked or Asked(), open_, copies=copies)
+        stopped, unreadable = _train_rounds(trainer, start, member, asked or Asked(), open_, varies=varies)
     with contextlib.suppress(GossamerError):  # other processes' errors, when this one is done
         part(member, config.run.timeout_s)  # the store's host must not leave while another process still uses it
     if stopped is not None:
@@ -266,7 +267,7 @@ def _train_rounds(
     asked: Asked,
     open_: contextlib.ExitStack,
     *,
-    copies: bool,
+    varies: bool,
 ) -> tuple[int | None, DataError | None]:
     """Trains from this start to the end and records it, with files closed by `open_`.
 
@@ -276,7 +277,7 @@ def _train_rounds(
     store, worker, stopwatch, first = start.store, trainer.worker, trainer.stopwatch, start.round
 
     def copy(round: int) -> None:
-        if copies and trainer.pipe is not None:
+        if varies and trainer.pipe is not None:
             copy_on(store, trainer.pipe, worker.index, round)
 
     config, line = store.config, _go_on(worker, start, member, copy)
@@ -293,7 +294,8 @@ def _train_rounds(
     stopped: int | None = None
     unreadable: DataError | None = None
     asked.left_s, asked.at_once = lambda: worker.replica.phase_left_s, False
-    stopping = open_.enter_context(Stopping(member, lambda: asked.is_set() or unreadable is not None, first))
+    slow, uneven = SlowStages(config, board) if varies else None, False
+    stopping = open_.enter_context(Stopping(member, lambda: asked.is_set() or unreadable is not None or uneven, first))
     stopwatch.start()
     for round in range(first, config.rounds):
         if unreadable is None:
@@ -304,6 +306,9 @@ def _train_rounds(
                 unreadable = error
         report, deliveries = _trained_round(trainer, round, config, log_of_stages)
         journal.log(worker, round, report)
+        if slow is not None and not uneven and slow.noticed():
+            log.warning("a process is slow; all are asked to stop after a round, and to start again with other cuts")
+            uneven = True
         if worker.pacer is not None and round + 1 < config.rounds:
             _adapt(worker, report, deliveries, board, worker.loop.method.topology)
         # After local steps have adapted, so that a checkpoint here has those of the next round.

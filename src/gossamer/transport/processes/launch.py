@@ -110,7 +110,7 @@ def join(
     return member
 
 
-def launched(timeout_s: float) -> Member | None:
+def launched(timeout_s: float, *, outlives: bool = True) -> Member | None:
     """This process among those started by a launcher such as torchrun; None for a single process.
 
     It only reaches the store of the processes. No process group is made and no torch setting is changed, so that the
@@ -118,7 +118,9 @@ def launched(timeout_s: float) -> Member | None:
     when all others have, or some seconds after its script: others may still use the store, as a process group that is
     made later does.
 
-    Args: `timeout_s` is how long to wait for the store.
+    Args:
+        timeout_s: how long to wait for the store.
+        outlives: whether rank 0 hosts the store beyond its script.
     Raises: ConfigError when the environment counts several processes without saying how to reach them, TransportError
         when the store cannot be reached.
     """
@@ -136,7 +138,7 @@ def launched(timeout_s: float) -> Member | None:
     where = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank
     store = _STORES.get(where) or _store(rank, timeout_s)[0]
     member = Member.at(rank, n, torch.device("cpu"), store, secret=environment_secret())
-    if where not in _STORES and _hosts_store(0):
+    if outlives and where not in _STORES and _hosts_store(0):
         atexit.register(_parted, member, min(timeout_s, LAST_S))
     _STORES[where] = store
     return member
