@@ -184,6 +184,58 @@ def test_a_machine_that_becomes_slow_has_fewer_layers_after_some_rounds(tmp_path
     must_have_the_bits_of_its_replay(tmp_path, machines)
 
 
+UNDER_TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "a run",
+    "TORCHELASTIC_USE_AGENT_STORE": "False",
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "words", "said"),
+    [
+        ({}, ["train"], "no torchrun has started this one; start it on each machine with TORCH_DISABLE_SHARE"),
+        (
+            {**UNDER_TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"},
+            ["train"],
+            "this one keeps a store from restart to",
+        ),
+        (
+            {},
+            ["train", "--local", "2"],
+            "--stages auto was given with --local 2, which it replaces; start each machine with",
+        ),
+        (
+            {},
+            ["simulate"],
+            "--stages auto follows the processes that torchrun starts for gossamer train; give a number",
+        ),
+        (UNDER_TORCHRUN, ["train", "--set", "pipeline.cuts=[1,2]"], "pipeline.cuts are set; leave these out"),
+        (
+            UNDER_TORCHRUN,
+            ["train", "--set", "data.accumulate=2"],
+            "data.accumulate is 2: with fewer micro-batches than stages",
+        ),
+        (
+            UNDER_TORCHRUN,
+            ["train"],
+            "1 processes are there, which is fewer than 2 stages for each of 2 workers; start more",
+        ),
+    ],
+)
+def test_another_launch_or_a_run_that_cannot_have_fewer_stages_is_refused(
+    tmp_path, monkeypatch, environment, words, said
+):
+    (tmp_path / "run.toml").write_text(dump(tiny(**SMALL)))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    verb, *rest = words
+    code, output = run(verb, tmp_path / "run.toml", "--stages", "auto", "--out", tmp_path / "run", *rest)
+    assert code == 2 and said in " ".join(output.split()), output
+    assert not (tmp_path / "run").exists()
+
+
 def test_layers_move_when_that_makes_the_slowest_stage_faster_by_a_third():
     config = settings_of(tiny(**SMALL, model__layers=6, pipeline__cuts=[2, 4]))
     assert regroup.cuts_at([1.0] * 6, config) == (2, 4)
