@@ -277,7 +277,11 @@ def test_a_visitor_plays_and_the_page_shows_what_he_did(page: Any, tmp_path: Pat
         page.locator(".map .cut").wait_for()
         page.locator("[data-method=diloco]").click()
         page.get_by_text("no side has as many").wait_for()  # four of eight are not more than half
-        page.locator("[data-worker='3']").click()
+        page.locator("[data-worker='3']").hover()
+        page.mouse.down()
+        drawn = page.locator(".map[data-round]").get_attribute("data-round")
+        page.locator(f".map[data-round]:not([data-round='{drawn}'])").wait_for()
+        page.mouse.up()  # a round between press and release costs no press
         page.locator("[data-worker='3'][data-standing=trains]").wait_for()
         assert page.locator("[data-worker='5'][data-standing=waits]").count() == 1
         momentum = page.locator("[data-do=momentum]")

@@ -59,22 +59,32 @@ def test_within_a_round_that_trains_here_a_line_moves_from_the_first_second(tmp_
     with RunFolder(tmp_path / "a", RUN_TOML) as run, plain(out, clock) as terminal:
         terminal.follow("a", tmp_path / "a")
         per_worker = 36
-        for at, steps, told in ((0.5, 1, 0), (1, 0, 1), (2, 2, 1), (5.5, 0, 1), (6, 2, 2), (10, 0, 2), (11, 1, 3)):
+        for at, steps, told in (
+            (0.5, 1, 0),
+            (1, 0, 1),
+            (2, 2, 1),
+            (5.5, 0, 1),
+            (6, 2, 2),
+            (10, 0, 2),
+            (11, 1, 3),
+            (60, 0, 4),
+        ):
             clock.now_s = at
             note_trained(steps, 32 * steps)
             terminal.look()
             assert len(out.getvalue().splitlines()) == told, (at, out.getvalue())
-        first, second, third = out.getvalue().splitlines()
+        first, second, third, fourth = out.getvalue().splitlines()
         assert first == f"a: round 0 of 4  step 0/{per_worker}", first
         # Four steps of all since the first was seen, 5.5 s ago, and 2 workers.
         assert second.startswith(f"a: round 0 of 4  step 2/{per_worker}  tokens/s {4 * 32 / 5.5:.4g}  left "), second
         assert third.startswith(f"a: round 0 of 4  step 3/{per_worker}"), third
+        assert fourth == third, "it waits for others, which says nothing of how long its steps take"
         write_round(run, 0)
         terminal.follow("b", tmp_path / "b")
         clock.now_s = 20
         note_trained(4, 128)
         terminal.look()
-    assert "step" not in "".join(out.getvalue().splitlines()[3:]), "of two runs it is not known whose steps they are"
+    assert "step" not in "".join(out.getvalue().splitlines()[4:]), "of two runs it is not known whose steps they are"
 
 
 def test_a_table_shows_steps_within_a_round_of_a_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -311,7 +311,8 @@ class _Here(NamedTuple):
     now: tuple[float, TrainedHere] | None = None
 
     def at(self, now_s: float, here: TrainedHere | None) -> "_Here":
-        if here is None or here == self.first:
+        # While it waits for others it makes no step: the time of its last one counts, so that the time left does not grow.
+        if here is None or here == (self.first if self.now is None else self.now[1]):
             return self
         return self._replace(began=self.began or (now_s, here), now=(now_s, here))
 

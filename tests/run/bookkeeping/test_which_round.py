@@ -26,12 +26,13 @@ from gossamer.run.bookkeeping.which_round import (
     ChosenRound,
     KeptRounds,
     Start,
+    _none_counts,
     choose_round,
     kept_by,
     newest_of_all,
     round_to_resume,
 )
-from gossamer.run.config.resolve import settings_of
+from gossamer.run.config.resolve import resolve, settings_of
 from gossamer.run.config.run_file import RunConfig, dump
 from gossamer.run.simulated.simulate import simulate
 from gossamer.run.worker.stages.checkpoints import Store
@@ -217,6 +218,20 @@ def test_workers_of_a_run_without_a_common_round_go_on_from_what_is_sound_with_t
     words = command.split()[1:]
     code, output = run(*words, "--local", 2, "--set", "run.steps=12")
     assert code == 0 and "worker 1 takes the state of worker 0 after round 4" in output, output
+
+
+def test_the_folder_of_a_later_worker_says_whose_checkpoints_it_has_and_how_all_start_from_them(tmp_path: Path) -> None:
+    config = single(workers=3, run__steps=4, run__elastic=True, rule__name="gasloc", topology__name="random")
+    simulate(config, tmp_path)
+    for place in tmp_path.glob("checkpoints/round-*/worker-00[02].*"):
+        place.unlink()
+    store, past = Store(resolve(config), tmp_path), resumed(resolve(config), tmp_path, True)
+    assert past is not None
+    choice = choose_round(kept_by(store, [0], past.lineage), round_to_resume, lambda _: {})
+    with pytest.raises(
+        CheckpointError, match="of worker 1 and none of what is started, worker 0; start it too, with --local 2"
+    ):
+        raise _none_counts(store, choice)
 
 
 def test_the_choice_reads_what_is_picked_and_picks_again_without_what_is_spoilt() -> None:

@@ -1,9 +1,10 @@
 """Runs with a server that lie in a folder: each worker has the server's state, and no death costs what was acknowledged."""
 
+import base64
 import json
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from gossamer.record.logs.arrivals import read_arrivals
 from gossamer.run.config.run_file import RunConfig, digest, dump
 from gossamer.transport.bucket.bucket import Folder, SecretSeal, opened_item
 from gossamer.transport.bucket.server_log import event_in
+from gossamer.transport.keys import certificate_of, new_key
+from s3 import S3, s3
 
 
 def until(holds: Callable[[], bool], *commands: Command) -> None:
@@ -129,6 +132,48 @@ def test_no_kill_costs_an_acknowledged_push_and_the_replay_has_the_bits_of_all(
     assert code == 0 and f"{config.rounds} of {config.rounds} rounds" in said, said
     code, said = run("train", tmp_path / "run.toml", "--store", store, "--out", tmp_path / "late")
     assert code == 0 and f"the run in the store has ended after {config.rounds} rounds" in said, said
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
+    with s3(monkeypatch) as store:
+        yield store
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_with_keys_a_server_in_an_object_store_that_fails_now_and_then_has_the_bits_of_its_replay_and_shows_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bucket: S3
+) -> None:
+    pytest.importorskip("cryptography")
+    keys = {name: new_key(name, tmp_path / f"{name}.pem") for name in ("berlin", "paris")}
+    peers = {name: {"certificate": base64.b64encode(certificate_of(path)).decode()} for name, path in keys.items()}
+    config = in_store(
+        run__timeout_s=20,
+        run__steps=24,
+        codec__name="int8",
+        peers={**peers, "berlin": {**peers["berlin"], "server": True}},
+    )
+    (tmp_path / "run.toml").write_text(dump(config))
+    store, bucket.fails_every = "s3://bucket/run", 40
+    words = {
+        name: ("train", tmp_path / "run.toml", "--store", store, "--out", tmp_path / name, "--key", key)
+        for name, key in keys.items()
+    }
+    started = {name: Command(*some) for name, some in words.items()}
+    ends = {name: one.finish() for name, one in started.items()}
+    assert all(code == 0 and "is not encrypted" not in said for code, said in ends.values()), ends
+    assert pushes(tmp_path / "berlin") == pushes(tmp_path / "paris")
+    assert {worker for worker, _ in pushes(tmp_path / "berlin")} == {0, 1}
+    code, said = run("simulate", "--replay", tmp_path / "berlin", "--out", tmp_path / "again")
+    assert code == 0, said
+    whole = model(tmp_path / "berlin", config)
+    assert same(whole, model(tmp_path / "paris", config)) and same(whole, model(tmp_path / "again", config))
+    bucket.fails_every, objects = 0, [*bucket.objects.values()]
+    assert not any(word in one for one in objects for word in (b"heloco", b"event", b"phase", b"leaves"))
+    monkeypatch.setenv("GOSSAMER_KEY", str(keys["paris"]))
+    code, said = run("status", store, "--peers", tmp_path / "run.toml", "--json")
+    assert code == 0 and json.loads(said)["round"] == config.rounds, said
 
 
 def test_who_pushes_what_is_no_update_is_gone_for_all_and_the_others_take_its_steps(tmp_path: Path) -> None:

@@ -526,6 +526,15 @@ def _none_counts(store: Store, choice: ChosenRound) -> CheckpointError:
     """The error for a folder without a usable round: reasons, sound parts and a remedy."""
     config, kept, where = store.config, choice.kept, f"'{store.folder / 'checkpoints'}'"
     if not choice.skipped:
+        names = (path.stem.partition("-")[2] for path in (store.folder / "checkpoints").glob("round-*/worker-*.json"))
+        others = sorted({int(name) for name in names if name.isdecimal()} - kept.keys())
+        if others and others[-1] < config.workers:  # the folder of a machine whose worker had a later slot
+            here, started = ", ".join(map(str, others)), ", ".join(map(str, kept))
+            return CheckpointError(
+                f"{where} has checkpoints of worker {here} and none of what is started, worker {started}; start "
+                f"{'it' if len(others) == 1 else 'them'} too, with --local {others[-1] + 1}: a worker without a checkpoint "
+                "takes the state of one that has it"
+            )
         return CheckpointError(
             f"{where} has no checkpoints to resume from or to score; train past the first one, or start again with another --out"
         )

@@ -45,7 +45,7 @@ def fetch_state(
     Unanswered requests are repeated for `timeout_s`: in a common start, a worker may not be ready yet.
 
     Args:
-        first: the worker asked first.
+        first: the worker asked first. Workers whose claims proved false are asked last.
         accept: raises a CheckpointError for a state that does not fit, and another worker is asked.
         before: the last donor, without a round since: asked only after all others.
         behind: completed rounds of this worker.
@@ -55,7 +55,7 @@ def fetch_state(
     why, ended, deadline = "nobody else is alive", set[int](), time.monotonic() + endpoint.timeout_s
     while True:
         alive = [entry for entry in members.with_status(MemberStatus.ALIVE) if entry.nonce not in ended]
-        for entry in sorted(alive, key=lambda entry: (entry.slot == before, entry.slot != first)):
+        for entry in sorted(alive, key=lambda e: (e.nonce in members.disproved, e.slot == before, e.slot != first)):
             try:
                 offer = ask_for_state(entry, members, endpoint)
                 state = accept(offer, unpacked(offer.raw or b""))
@@ -134,13 +134,16 @@ def must_be_common(mine: str, offer: Offer, members: Members, endpoint: Endpoint
     """Compares the hash of a state that a worker gave with those of the others after the same round.
 
     More than half of the workers that answer, the donor among them, must have the same. Where all have different ones nobody
-    can decide, as where two are left and one lies: then the donor is believed, and named.
+    can decide, as where two are left and one lies: then the donor is believed, and named. A worker whose claims about closed
+    rounds proved false is not: its hash does not count, and its state needs that of another beside it.
 
     Raises: CheckpointError when too few have it.
     """
     deadline = time.monotonic() + _COMPARES_S
+    disproved = members.entries[offer.donor].nonce in members.disproved
     while True:
-        others = [entry for entry in members.with_status(MemberStatus.ALIVE) if entry.slot != offer.donor]
+        alive = members.with_status(MemberStatus.ALIVE)
+        others = [entry for entry in alive if entry.slot != offer.donor and entry.nonce not in members.disproved]
         with ThreadPoolExecutor(max(1, len(others))) as pool:
             answers = [
                 one
@@ -148,9 +151,9 @@ def must_be_common(mine: str, offer: Offer, members: Members, endpoint: Endpoint
                 if one != ""
             ]
         same, asked = 1 + answers.count(mine), 1 + len(answers)
-        if 2 * same > asked:
+        if 2 * same > asked and (same > 1 or not disproved):
             return
-        if same == 1 and None not in answers and len({*answers}) == len(answers):
+        if same == 1 and not disproved and None not in answers and len({*answers}) == len(answers):
             log.warning(
                 "worker %d takes the state of worker %d after round %d on its word alone: %s; if one of these machines is bad, "
                 "end it, and start this worker again with --join",
@@ -162,6 +165,11 @@ def must_be_common(mine: str, offer: Offer, members: Members, endpoint: Endpoint
             return
         # The others may be about to close the round after which the donor's state is.
         if None not in answers or time.monotonic() >= deadline:
+            if disproved:
+                raise CheckpointError(
+                    f"worker {offer.donor} has claimed rounds that were not closed, and no other has this state after round "
+                    f"{offer.after}; look at that machine"
+                )
             raise CheckpointError(
                 f"{same} of {asked} workers have this state after round {offer.after}, and more than half must have it; look at "
                 f"the machine of worker {offer.donor}"

@@ -93,6 +93,8 @@ class _Claim(NamedTuple):
     here: int
     """The round that this worker was in when it read that."""
     place: _Place
+    nonce: int
+    """The process that claimed it."""
 
 
 class Unvouched(NamedTuple):
@@ -219,13 +221,14 @@ class Closing:
         history. A claim that a later round was closed too implies that it was closed without this worker, which is
         disproved once it is closed with it. Until then this worker may be late, and learn so from others.
         """
-        for j, (here, place) in [*self._claims.items()]:
+        for j, (here, place, nonce) in [*self._claims.items()]:
             if self.round == here + 1 < place.round:
                 continue
             del self._claims[j]
             same = place.closed == self._last if place.line is None else place.line == self.line
             if not (same and self.round == here + 1 == place.round):
                 self.unvouched.append(Unvouched(j, here, place.round, waits=False))
+                self.members.disproved.add(nonce)
 
     def receive(self, letter: Letter, now: float) -> None:
         """Handles a received letter. Raises: RefusedError for an impossible one, which changes nothing."""
@@ -365,7 +368,7 @@ class Closing:
             self._leave_out(self._source_of(against))
             return
         for j in against:
-            self._claims.setdefault(j, _Claim(self.round, self._places[j]))
+            self._claims.setdefault(j, _Claim(self.round, self._places[j], self.members.entries[j].nonce))
         behind = set[int]()
         if self._taken:
             behind = {j for j in others - against if j in self._places and self._places[j].round < self.round}

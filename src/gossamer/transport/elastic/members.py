@@ -111,6 +111,8 @@ class Members:
         """Whether another process has taken this worker's slot."""
         self.doubts: dict[int, SlotEntry] = {}
         """Unverified reports about slots by workers that do not own them; the slot's process is to be asked."""
+        self.disproved = set[int]()
+        """The nonces of processes whose claims about closed rounds proved false: their word on a state counts for nothing."""
         self._speaks_for: Callable[[int, int], bool] | None = None
         self._unproven = set[int]()
         self._promised = set[int]()

@@ -117,6 +117,11 @@ G.page = (root, frozen) => {
     return span.length ? span.reduce((sum, [, number, name]) => sum + number * unit[name], 0) : +found[0][1];
   };
 
+  // Headings and what folds are made once: an element that an update replaces loses a press, the keyboard's focus and its fold.
+  const columns = G.make("tr"), body = G.make("tbody");
+  table.append(G.make("table", {}, G.make("thead", {}, columns), body), G.data(() => [state.contents.table.headings, ...state.contents.table.rows]));
+  const sortBy = (column) => { state.sort = { column, up: !(state.sort && state.sort.column === column && state.sort.up) }; drawTable(); };
+
   const drawTable = () => {
     const { headings, rows, best } = state.contents.table;
     const order = rows.map((cells, place) => ({ cells, best: place === best }));
@@ -124,15 +129,19 @@ G.page = (root, frozen) => {
       const { column, up } = state.sort;
       order.sort((a, b) => (column ? worth(a.cells[column]) - worth(b.cells[column]) || 0 : a.cells[0].localeCompare(b.cells[0])) * (up ? 1 : -1));
     }
-    const sortBy = (column) => { state.sort = { column, up: !(state.sort && state.sort.column === column && state.sort.up) }; drawTable(); };
-    const headers = headings.map((heading, column) => G.make("th", {
-      scope: "col", tabindex: "0", "aria-sort": state.sort && state.sort.column === column ? (state.sort.up ? "ascending" : "descending") : "none",
-      onclick: () => sortBy(column), onkeydown: (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); sortBy(column); } },
-    }, heading));
-    const body = order.map(({ cells, best: wins }) => G.make("tr", {}, ...cells.map((cell, column) =>
-      G.make(column ? "td" : "th", { class: wins && column === 1 ? "best" : null, scope: column ? null : "row" }, cell))));
-    table.replaceChildren(G.make("table", {}, G.make("thead", {}, G.make("tr", {}, ...headers)), G.make("tbody", {}, ...body)),
-      G.data(() => [headings, ...rows]));
+    if (columns.childElementCount !== headings.length) {
+      columns.replaceChildren(...headings.map((_, column) => G.make("th", {
+        scope: "col", tabindex: "0",
+        onclick: () => sortBy(column), onkeydown: (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); sortBy(column); } },
+      })));
+    }
+    headings.forEach((heading, column) => {
+      const cell = columns.children[column];
+      if (cell.textContent !== heading) cell.textContent = heading;
+      cell.setAttribute("aria-sort", state.sort && state.sort.column === column ? (state.sort.up ? "ascending" : "descending") : "none");
+    });
+    body.replaceChildren(...order.map(({ cells, best: wins }) => G.make("tr", {}, ...cells.map((cell, column) =>
+      G.make(column ? "td" : "th", { class: wins && column === 1 ? "best" : null, scope: column ? null : "row" }, cell)))));
     table.hidden = !rows.length;
   };
 
@@ -157,6 +166,9 @@ G.page = (root, frozen) => {
     const play = G.make("button", { type: "button", class: "small", "aria-label": "play the rounds" }, "▶");
     const network = G.make("select", { "aria-label": "network" });
     const gossip = G.gossip(), timeline = G.timeline(), losses = G.chart("Training loss by worker"), people = G.make("div", { class: "scroll" });
+    const crew = { summary: G.make("summary"), table: G.make("table"), draw: () => {} };
+    crew.fold = G.make("details", { ontoggle: () => { if (crew.fold.open) crew.draw(); } }, crew.summary, crew.table);
+    people.append(crew.fold);
     losses.node.classList.remove("card");
     const happened = G.make("ul", { class: "plain" });
     const tools = G.make("div", { class: "controls" }, "round", slider, number, play, newest, network);
@@ -238,12 +250,11 @@ G.page = (root, frozen) => {
       const rows = view.standings.slice(0, 64).map((word, worker) => [`${worker}`, word, `${view.rounds_of[worker]}`, G.short(view.last_losses[worker]),
         ...(kinds ? kinds[worker].map((s) => G.seconds(s)) : []), ...(kinds ? [most(worker)] : [])]);
       const headings = ["worker", "standing", "rounds", "training loss", ...(kinds ? [...G.KINDS, "waits most for"] : [])];
-      const table = () => G.make("table", {},
+      crew.summary.textContent = `workers: ${counted(view.standings)}`;
+      crew.draw = () => crew.table.replaceChildren(
         G.make("thead", {}, G.make("tr", {}, ...headings.map((heading) => G.make("th", { scope: "col" }, heading)))),
         G.make("tbody", {}, ...rows.map((cells) => G.make("tr", {}, ...cells.map((cell) => G.make("td", {}, cell))))));
-      const fold = people.querySelector("details"), open = fold ? fold.open : false;
-      people.replaceChildren(G.make("details", { ...(open ? { open: "" } : {}), ontoggle: ({ target }) => { if (target.open && !target.querySelector("table")) target.append(table()); } },
-        G.make("summary", {}, `workers: ${counted(view.standings)}`), open ? table() : null));
+      if (crew.fold.open) crew.draw();
     };
 
     const update = (view, fresh = true) => {

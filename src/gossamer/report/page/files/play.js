@@ -118,29 +118,38 @@ G.play = (root, frozen) => {
     const { contents } = state, site = workers().map((i) => (contents.sides[0].includes(i) ? 0 : 1));
     const at = G.places(contents.workers, site, 2, SIZE), middle = SIZE / 2;
     const slow = new Set(frame.slow), alive = new Set(frame.alive), there = new Set(frame.there);
-    map.replaceChildren();
+    if (!map.childElementCount) map.append(G.mark("g"), ...workers().map((i) => workerMark(i, at[i])));
+    const between = map.firstChild;
+    between.replaceChildren();
     map.setAttribute("data-round", frame.round);
     if (frame.cut) {  // between the last of one side and the first of the other
       const edge = (i, j) => { const x = (at[i].x + at[j].x) / 2 - middle, y = (at[i].y + at[j].y) / 2 - middle, far = (SIZE / 2 - 4) / Math.hypot(x, y); return [middle + x * far, middle + y * far]; };
       const [a, b] = contents.sides, [x1, y1] = edge(a[a.length - 1], b[0]), [x2, y2] = edge(b[b.length - 1], a[0]);
-      map.append(G.mark("path", { d: `M${x1} ${y1}L${x2} ${y2}`, class: "cut" }));
+      between.append(G.mark("path", { d: `M${x1} ${y1}L${x2} ${y2}`, class: "cut" }));
     }
     const colour = COLOUR[frame.method];
     if (frame.mean.length) {
       const x = frame.mean.reduce((sum, i) => sum + at[i].x, 0) / frame.mean.length, y = frame.mean.reduce((sum, i) => sum + at[i].y, 0) / frame.mean.length;
-      for (const i of frame.mean) map.append(G.mark("line", { x1: at[i].x, y1: at[i].y, x2: x, y2: y, stroke: colour, class: slow.has(i) ? "flow slow" : "flow" }));
-      map.append(G.mark("circle", { cx: x, cy: y, r: 30, fill: "var(--card)", stroke: colour, "stroke-width": 2 }), G.mark("text", { x, y: y + 4, "text-anchor": "middle", class: "ink" }, "mean"));
+      for (const i of frame.mean) between.append(G.mark("line", { x1: at[i].x, y1: at[i].y, x2: x, y2: y, stroke: colour, class: slow.has(i) ? "flow slow" : "flow" }));
+      between.append(G.mark("circle", { cx: x, cy: y, r: 30, fill: "var(--card)", stroke: colour, "stroke-width": 2 }), G.mark("text", { x, y: y + 4, "text-anchor": "middle", class: "ink" }, "mean"));
     }
     for (const [i, j] of frame.pairs) {
-      map.append(G.mark("line", { x1: at[i].x, y1: at[i].y, x2: at[j].x, y2: at[j].y, stroke: colour, "data-pair": `${i}-${j}`, class: slow.has(i) || slow.has(j) ? "flow slow" : "flow" }));
+      between.append(G.mark("line", { x1: at[i].x, y1: at[i].y, x2: at[j].x, y2: at[j].y, stroke: colour, "data-pair": `${i}-${j}`, class: slow.has(i) || slow.has(j) ? "flow slow" : "flow" }));
     }
     for (const i of workers()) drawWorker(i, at[i], frame, { alive: alive.has(i), there: there.has(i), slow: slow.has(i) });
     map.setAttribute("aria-label", `Round ${frame.round}. ${frame.mean.length ? `A mean over ${frame.mean.length} workers.` : `${frame.pairs.length} pairs.`} ${frame.says}`);
   };
 
+  // What takes a press is drawn once: a browser forgets a press whose mark a new round has replaced before the release.
+  const workerMark = (i, { x, y }) => G.mark("g", { class: `worker${live() ? " live" : ""}`, "data-worker": i, onclick: () => { if (live()) act([state.conditions.alive.includes(i) ? "kill" : "revive", i]); } },
+    G.mark("title"), G.mark("g", { class: "drawn" }), G.mark("circle", { cx: x, cy: y, r: RING + 4, class: "press" }));
+
   const drawWorker = (i, { x, y }, frame, is) => {
     const word = !is.alive ? "dead" : !is.there ? "waits" : is.slow ? "slow uplink" : "";
-    const node = G.mark("g", { class: `worker${live() ? " live" : ""}`, "data-worker": i, "data-standing": word || "trains", onclick: () => { if (live()) act([state.conditions.alive.includes(i) ? "kill" : "revive", i]); } });
+    const mark = map.querySelector(`[data-worker="${i}"]`), node = mark.querySelector(".drawn");
+    mark.setAttribute("data-standing", word || "trains");
+    mark.firstChild.textContent = !live() ? "" : is.alive ? `kill worker ${i}` : `revive worker ${i}`;
+    node.replaceChildren();
     if (is.alive && frame.seconds[i]) {
       const [, compute, waiting, , transfer] = frame.seconds[i], all = compute + waiting + transfer || 1;
       node.append(G.mark("circle", { cx: x, cy: y, r: RING, fill: "none", stroke: "var(--line)", "stroke-width": 7 }), arc(x, y, RING, 0, 1, "var(--card)"));
@@ -153,8 +162,6 @@ G.play = (root, frozen) => {
     node.append(G.mark("circle", { cx: x, cy: y, r: NODE, fill: is.alive ? (is.there ? "var(--ink)" : "var(--other)") : "var(--card)", stroke: is.alive ? "none" : "var(--bad)", "stroke-width": 2, "stroke-dasharray": is.alive ? "" : "4 3" }),
       G.mark("text", { x, y: y + 5, "text-anchor": "middle", class: "number", style: `fill:${is.alive ? "var(--card)" : "var(--bad)"}` }, is.alive ? `${i}` : "✕"));
     if (word) node.append(G.mark("text", { x, y: y > SIZE / 2 ? y + RING + 16 : y - RING - 8, "text-anchor": "middle", class: is.slow && is.there ? "word slow" : "word" }, is.slow && !is.alive ? "dead" : word));
-    if (live()) node.append(G.mark("title", {}, is.alive ? `kill worker ${i}` : `revive worker ${i}`));
-    map.append(node);
   };
 
   // Moves points that would cover each other, each pair by as much, so that each can be seen.
@@ -305,6 +312,7 @@ G.play = (root, frozen) => {
     state.follow = true;
     document.title = contents.live ? "Gossamer play" : "Gossamer play: a film";
     plane.replaceChildren();
+    map.replaceChildren();
     build();
     offer([0.5, 1, 2, 4]);
     if (!contents.live) { show(0); run(); }
