@@ -239,7 +239,7 @@ UNDER_TORCHRUN = {
         (
             UNDER_TORCHRUN,
             ["train"],
-            "1 processes are there, which is fewer than 2 stages for each of 2 workers; start more",
+            "processes are there: 1, which are fewer than 2 stages for each of 2 workers; start more",
         ),
     ],
 )

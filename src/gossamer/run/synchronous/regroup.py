@@ -112,7 +112,7 @@ def meet(configs: Mapping[int, ResolvedRun], folder: Path) -> Meeting | None:
     stages = min(max(configs), ranks // workers)
     if member is None or stages < FEWEST:
         raise PeerError(
-            f"{ranks} processes are there, which is fewer than {FEWEST} stages for each of {workers} workers; start more, and "
+            f"processes are there: {ranks}, which are fewer than {FEWEST} stages for each of {workers} workers; start more, and "
             f"let torchrun wait for them with --nnodes {FEWEST * workers}:{max(configs) * workers}"
         )
     config = configs[stages]
@@ -126,9 +126,9 @@ def meet(configs: Mapping[int, ResolvedRun], folder: Path) -> Meeting | None:
     cuts = cuts_at([speed for speed, _ in facts], config)
     own = Partition(stages, cuts)
     use_interface_towards(os.environ["MASTER_ADDR"])
-    group = gloo_group(PrefixStore("regroup", member.store), member.rank, ranks, timeout_s)
     spares = range(stages * workers, ranks)
     try:
+        group = gloo_group(PrefixStore("regroup", member.store), member.rank, ranks, timeout_s)
         _fetch(config, folder, own, [held for _, held in facts], group)
         group.barrier().wait(timedelta(seconds=timeout_s))  # nobody trains while another drops newer checkpoints
         if member.rank in spares:
@@ -146,7 +146,7 @@ def meet(configs: Mapping[int, ResolvedRun], folder: Path) -> Meeting | None:
 
 
 def cuts_at(speeds: Sequence[float], config: RunSettings) -> tuple[int, ...]:
-    """The cuts that suit processes of these speeds, whose numbers are those of stages; all workers have the same.
+    """The cuts with which the slowest stage is as fast as possible, the same for all workers, given each process's speed.
 
     Speeds count in quarters of the fastest, so that noise moves no layer.
     """
