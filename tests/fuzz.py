@@ -70,17 +70,17 @@ from gossamer.run.config.experiment_file import open_experiment, points
 from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import dump, parse
 from gossamer.run.participant.agreement import limits_of
-from gossamer.run.participant.seat import fact_of
+from gossamer.run.participant.rendezvous import fact_of
 from gossamer.run.planning.expected_loss import read_law
 from gossamer.run.play.film import read_film
-from gossamer.run.served.protocol import Terms, terms_of
+from gossamer.run.served.protocol import Terms, decode_terms
 from gossamer.run.simulated.simulate import simulate
 from gossamer.transport import wire
 from gossamer.transport.bucket.bucket import head_and_body, item_in
 from gossamer.transport.bucket.protocol import commit_in
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic import newcomer
-from gossamer.transport.elastic.ask import _view
+from gossamer.transport.elastic.ask import _parse_view
 from gossamer.transport.elastic.closing import Closing
 from gossamer.transport.elastic.members import (
     Members,
@@ -324,7 +324,7 @@ def _must_be_one_line(sentence: str) -> None:
 
 
 @contextlib.contextmanager
-def bounded() -> Iterator[None]:
+def check_values() -> Iterator[None]:
     """Memory beyond `MEMORY_BYTES` more than what is used now cannot be had within, and an alarm ends what takes too long."""
 
     def ring(number: int, frame: FrameType | None) -> None:
@@ -349,7 +349,7 @@ def tried(name: str, decoder: Decoder, seed: int, share: float = 1.0) -> Tried:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for example in decoder.examples:
         decoder.decode(example)  # what is not spoilt is taken, or nothing below means anything
-    with bounded():
+    with check_values():
         for number in range(count):
             raw = spoilt(decoder.examples, random.Random(f"{seed} {name} {number}"))
             signal.setitimer(signal.ITIMER_REAL, SECONDS)
@@ -504,7 +504,7 @@ def _of_views(folder: Path) -> Decoder:
     value = {"worker": 1, "entries": _NEWS.decode(), "silent_s": {"0": 0.5}, "refused": {"worker 2: bounds": 3}}
 
     def decode(raw: bytes) -> None:
-        if (view := _view(raw, limits(3))) is not None:
+        if (view := _parse_view(raw, limits(3))) is not None:
             json.dumps([view.worker, [*view.entries], dict(view.refused)], ensure_ascii=False).encode()
 
     return Decoder([json.dumps(value).encode()], decode)
@@ -525,7 +525,7 @@ def _of_closings(kind: LetterKind, value: object, folder: Path) -> Decoder:
 def _of_terms(folder: Path) -> Decoder:
     example = torch.tensor(Terms(3, 2, 1, 3, 0, 4, 0, 1_000_000), dtype=torch.int64).numpy().tobytes()
     size = len(example)
-    return Decoder([example], lambda raw: terms_of(_tensor(raw, size).view(torch.int64), limits(3)))
+    return Decoder([example], lambda raw: decode_terms(_tensor(raw, size).view(torch.int64), limits(3)))
 
 
 def _of_commits(folder: Path) -> Decoder:
@@ -556,11 +556,11 @@ def _of_states(folder: Path) -> Decoder:
 
 def _of_facts(folder: Path) -> Decoder:
     config = resolve(tiny(run__wait=False), real=True)
-    brought = OwnState(config, folder)
+    start_facts = OwnState(config, folder)
     fact = ["127.0.0.1:4000", 5, [2, [[2, None, None]]], [3, [[0, 4], [1, 6]]]]
     return Decoder(
         [json.dumps(["1f calls", fact, {"rule.lr": "0.7"}]).encode(), json.dumps(["1f calls", fact]).encode()],
-        lambda raw: fact_of(0, _statement(0, raw)[1], brought),
+        lambda raw: fact_of(0, _statement(0, raw)[1], start_facts),
     )
 
 

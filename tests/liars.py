@@ -35,7 +35,7 @@ def ahead(lied: Path, argv: Sequence[str]) -> int:
 
     Args: `lied` is a file that it writes when it lies for at least the second time, a local phase after the first.
     """
-    own = Closing._own.fget
+    own = Closing._own_report.fget
     assert own is not None
 
     def lying(self: Closing) -> Any:
@@ -46,7 +46,7 @@ def ahead(lied: Path, argv: Sequence[str]) -> int:
             lied.touch()
         return report._replace(round=report.round + 2, last=None)
 
-    Closing._own = property(lying)  # type: ignore[assignment]
+    Closing._own_report = property(lying)  # type: ignore[assignment]
     ask.membership_update = lambda entries: SimpleNamespace(decode=lambda: "\ud800")
     return main(argv)
 

@@ -29,7 +29,7 @@ WITHOUT_A_VALUE = {  # beginning of the sentence: why it has none to show
     "DataError(saved_when_unreadable(": "its sentence is made in the journal, with the round and the folder",
     "ConfigError(sentence)": "its sentences are made by `settings.over_time`, with the table that was given",
     "ConfigError(wrong)": "its sentences are made above, with the steps that were counted",
-    "RefusedError(kind, what)": "its sentences are made above, with the number that the peer gave itself",
+    "RefusedError(kind, why)": "its sentences are made above, with the number that the peer gave itself",
     "RefusedError('checksum', 'the header of its letter": "nothing of a changed header can be believed, nor shown",
     "refused_by('the server', letter)": "it is what the server has said",
     "gossamer keys new got no name": "nothing was given",

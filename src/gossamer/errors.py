@@ -92,7 +92,7 @@ class RefusedError(PeerError):
         self.kind = kind
 
 
-def choose(what: str, got: str, allowed: Iterable[str]) -> str:
+def choose(noun: str, got: str, allowed: Iterable[str]) -> str:
     """One sentence for a name that is not in a table, with the nearest name that is, in whatever case it was written.
 
     >>> choose("rule", "DilCo", ["diloco", "gossip"])
@@ -101,7 +101,7 @@ def choose(what: str, got: str, allowed: Iterable[str]) -> str:
     names = sorted(allowed)
     near = nearest(got, names)
     hint = f"did you mean '{near}'? " if near else ""
-    return f"unknown {what} '{got:.60}'; {hint}Allowed: {', '.join(names)}"
+    return f"unknown {noun} '{got:.60}'; {hint}Allowed: {', '.join(names)}"
 
 
 @contextlib.contextmanager

@@ -175,11 +175,11 @@ def _with_layer(layout: Layout) -> list[tuple[str, Leaf]]:
     first = next((prefix for prefix in prefixes if prefix), None)
     if first is None:
         return [(leaf.name, leaf) for leaf in layout.leaves]
-    found, current = [], first
+    pairs, current = [], first
     for prefix, leaf in zip(prefixes, layout.leaves, strict=True):
         current = prefix or current
-        found.append((current, leaf))
-    return found
+        pairs.append((current, leaf))
+    return pairs
 
 
 def _layer(name: str) -> str:
@@ -199,10 +199,10 @@ def layers_of(layout: Layout) -> list[list[tuple[int, int]]]:
     >>> layers_of(Layout(tuple(Leaf(name, (b - a,), a, b) for name, (a, b) in zip(names, ends)), 6))
     [[(0, 2), (5, 6)], [(2, 4), (4, 5)]]
     """
-    found: dict[str, list[tuple[int, int]]] = {}
+    slices: dict[str, list[tuple[int, int]]] = {}
     for leaf in layout.leaves:
-        found.setdefault(_layer(leaf.name), []).append((leaf.start, leaf.stop))
-    return [*found.values()]
+        slices.setdefault(_layer(leaf.name), []).append((leaf.start, leaf.stop))
+    return [*slices.values()]
 
 
 def attach(model: nn.Module, layout: Layout, buffer: Tensor | None = None, *, own_storage: bool = False) -> Tensor:

@@ -66,16 +66,16 @@ def sets_generator(act: Callable[[], object]) -> bool:
     """
     import torch
 
-    own, found = torch.set_rng_state, False
+    original, was_set = torch.set_rng_state, False
 
     def noted(new_state: torch.Tensor) -> None:
-        nonlocal found
-        found = True
-        own(new_state)
+        nonlocal was_set
+        was_set = True
+        original(new_state)
 
     torch.set_rng_state = noted
     try:
         act()
     finally:
-        torch.set_rng_state = own
-    return found
+        torch.set_rng_state = original
+    return was_set

@@ -37,7 +37,7 @@ def interrupted() -> None:
     _install(_handler(stop))
 
 
-def deaf() -> dict[Any, Any]:
+def ignore_stop_signals() -> dict[Any, Any]:
     """Disables stop signals, once the exit code is decided. Returns the previous handlers."""
     return _install(lambda *_: None)  # not SIG_IGN, which whatever is started would inherit
 
@@ -81,7 +81,7 @@ class Asked(threading.Event):
             raise KeyboardInterrupt
         if not self.is_set():
             self.set()
-            self._say_so()
+            self._report_request()
             if self.saves is not None:
                 # In a thread, as training continues with this phase, and a handler may interrupt anything and must stay
                 # short.
@@ -90,7 +90,7 @@ class Asked(threading.Event):
         elif not _has_launcher():  # else the launcher ends it: both may get the same signal
             raise KeyboardInterrupt
 
-    def _say_so(self) -> None:
+    def _report_request(self) -> None:
         if _has_launcher():  # which prints it for all of them
             return
         left_s = self.left_s()

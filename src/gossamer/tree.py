@@ -46,8 +46,8 @@ def refill(like: Tree, tensors: "Iterable[Tensor]") -> Tree:
     return map_leaves(lambda _: next(supply), like)
 
 
-def must_fit(saved: Sequence[Any], own: "Sequence[Tensor]") -> None:
-    """Raises ValueError unless the saved values are tensors with the shapes and dtypes of `own`, in order.
+def must_fit(saved: Sequence[Any], like: "Sequence[Tensor]") -> None:
+    """Raises ValueError unless the saved values are tensors with the shapes and dtypes of `like`, in order.
 
     >>> import torch
     >>> must_fit([torch.zeros(2)], [torch.zeros(3)])
@@ -57,13 +57,13 @@ def must_fit(saved: Sequence[Any], own: "Sequence[Tensor]") -> None:
     """
     from torch import Tensor
 
-    if len(saved) != len(own):
-        raise ValueError(f"{len(saved)} tensors for {len(own)}")
-    for theirs, mine in zip(saved, own, strict=True):
-        if not isinstance(theirs, Tensor):
-            raise ValueError(f"{type(theirs).__name__} for a tensor")
-        if theirs.shape != mine.shape or theirs.dtype != mine.dtype:
-            raise ValueError(f"a tensor of {tuple(theirs.shape)} {theirs.dtype} for {tuple(mine.shape)} {mine.dtype}")
+    if len(saved) != len(like):
+        raise ValueError(f"{len(saved)} tensors for {len(like)}")
+    for value, tensor in zip(saved, like, strict=True):
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{type(value).__name__} for a tensor")
+        if value.shape != tensor.shape or value.dtype != tensor.dtype:
+            raise ValueError(f"a tensor of {tuple(value.shape)} {value.dtype} for {tuple(tensor.shape)} {tensor.dtype}")
 
 
 def nbytes(tree: Tree) -> int:
@@ -73,5 +73,5 @@ def nbytes(tree: Tree) -> int:
 
 def shares_storage(tree: Tree, x: "Tensor") -> bool:
     """Whether any tensor of the tree is a view of the memory of `x`."""
-    own = x.untyped_storage().data_ptr()
-    return any(leaf.untyped_storage().data_ptr() == own for leaf in leaves(tree))
+    address = x.untyped_storage().data_ptr()
+    return any(leaf.untyped_storage().data_ptr() == address for leaf in leaves(tree))

@@ -12,7 +12,7 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 
 from gossamer.boundaries import BOUNDARIES
 from gossamer.record.folder import read_metrics
-from gossamer.run.bookkeeping.resume import lineage
+from gossamer.run.bookkeeping.resume import lineage_of
 from gossamer.run.config.resolve import resolve, settings_of
 from gossamer.run.config.run_file import parse
 from gossamer.run.simulated.simulate import simulate
@@ -111,7 +111,7 @@ def test_two_processes_have_the_bits_and_the_bytes_of_the_virtual_pipeline_with_
         simulate(config, simulated / "-".join(case))
         found: list[tuple[torch.Tensor, Any]] = []
         for folder in (real / "-".join(case), simulated / "-".join(case)):
-            x = Store(run, folder).load(task_of(run), run.rounds, 0, lineage(run, folder))["x"]
+            x = Store(run, folder).load(task_of(run), run.rounds, 0, lineage_of(run, folder))["x"]
             lines = [line for line in read_metrics(folder) if line["kind"] == "train"]
             found.append((x, [(line["loss"], line["boundary_bytes"]) for line in lines]))
         (x, crossed), (expected, bytes_) = found

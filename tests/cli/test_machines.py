@@ -118,6 +118,7 @@ def test_three_machines_whose_names_lead_to_themselves_train_by_the_name_of_the_
     assert code == 0, said
 
 
+@pytest.mark.full
 @pytest.mark.netns
 @pytest.mark.timeout(300)
 def test_machines_with_keys_join_the_first_over_encrypted_connections(machines: list[str], tmp_path: Path) -> None:
@@ -127,7 +128,7 @@ def test_machines_with_keys_join_the_first_over_encrypted_connections(machines: 
         code, said = run("keys", "new", f"m{i}", "--out", home / "gossamer" / "keys" / f"m{i}.pem", "--json")
         assert code == 0, said
         peers[f"m{i}"] = {"certificate": json.loads(said)["keys"][0]["certificate"]}
-    config = tiny(run__elastic=True, run__timeout_s=30.0, run__steps=200, run__pace_s=0.05, peers=peers)
+    config = tiny(run__elastic=True, run__timeout_s=30.0, run__steps=100, run__pace_s=0.1, peers=peers)
     (tmp_path / "run.toml").write_text(dump(config))
 
     def started(i: int, *words: str) -> Command:
@@ -147,6 +148,7 @@ def test_machines_with_keys_join_the_first_over_encrypted_connections(machines: 
         assert f"worker {i} takes the state of worker" in told, told
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.netns
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("kind", ["in rounds", "elastic"])
@@ -157,6 +159,7 @@ def test_machines_meet_at_an_address_of_ipv6(machines: list[str], tmp_path: Path
     assert [code for code, _ in ends] == [0] * 3, ends
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.netns
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["in rounds", "elastic"])

@@ -54,7 +54,7 @@ def test_what_a_worker_has_done_is_counted_from_what_it_was_sent():
     push(server, 0, 1.0, fragment=0)
     counted = server.counted(0, 1, torch.ones(1), 10)  # the second phase since it was sent fragment 1
     assert (counted.updates, counted.steps, counted.tokens) == (0, 4, 40)
-    assert server.may_push(0) == (1, 1) and server.may_push(1) is None
+    assert server.expected_push(0) == (1, 1) and server.expected_push(1) is None
 
 
 def test_a_window_closes_a_grace_period_after_its_quorum():

@@ -12,7 +12,7 @@ import pytest
 from test_data import documents, joined, write_jsonl, write_parquet, write_txt
 
 from gossamer.data.corpus import open_corpus
-from gossamer.data.documents import field, found_at, read_documents
+from gossamer.data.documents import field, read_documents, source_files
 from gossamer.data.settings import DataConfig
 from gossamer.data.token_files import FileCorpus
 from gossamer.errors import DataError
@@ -58,12 +58,12 @@ def test_a_folder_says_how_many_files_of_which_endings_it_leaves_out_but_not_of_
 
 def test_copies_in_hidden_folders_are_not_read_where_a_folder_is_searched(tmp_path: Path) -> None:
     folder = write_txt(tmp_path / ".texts", documents(3))
-    before = found_at([str(folder)])
+    before = source_files([str(folder)])
     for name in (".ipynb_checkpoints/0-checkpoint.txt", ".cache/huggingface/a.md", "__pycache__/b.py", ".c.txt"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("an older copy")
-    assert found_at([str(folder)]) == before and len(before[0].files) == 3
-    assert len(found_at([str(folder / ".ipynb_checkpoints")])[0].files) == 1, "as it is named"
+    assert source_files([str(folder)]) == before and len(before[0].files) == 3
+    assert len(source_files([str(folder / ".ipynb_checkpoints")])[0].files) == 1, "as it is named"
 
 
 def test_the_card_of_a_data_set_is_no_text_but_a_readme_among_texts_is(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_a_file_that_vanishes_is_not_blamed_on_the_cache(tmp_path: Path, monkeyp
 
 def test_a_file_of_two_sources_belongs_to_the_first(tmp_path: Path) -> None:
     folder = write_txt(tmp_path / "texts", documents())
-    first, second = found_at([str(folder / "000.txt"), str(folder)])
+    first, second = source_files([str(folder / "000.txt"), str(folder)])
     assert len(first.files) == 1 and len(second.files) == 59
 
 

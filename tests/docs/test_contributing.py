@@ -31,9 +31,15 @@ def apply(folder: Path) -> None:
             file.write_text(source.replace(before, "".join(line[1:] for line in lines)), encoding="utf-8")
 
 
-@pytest.mark.timeout(600)  # seconds; an idle machine takes 30
+@pytest.mark.sampled(1)
+@pytest.mark.timeout(600)  # seconds; an idle machine takes 15
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [("rules", {"cautious", "test_rules", "test_docstrings", "test_methods"}), ("codecs", {"fp24", "test_codecs"})],
+    ids=["rule", "codec"],
+)
 def test_who_follows_the_examples_gets_a_rule_and_a_codec_that_pass_their_specification_and_ruff(
-    tmp_path: Path,
+    part: str, expected: set[str], tmp_path: Path
 ) -> None:
     for name in ("src", "tests", "docs"):
         # With what is compiled, as to compile takes long, but not what another process of tests is writing.
@@ -54,10 +60,6 @@ def test_who_follows_the_examples_gets_a_rule_and_a_codec_that_pass_their_specif
     files += ["src/gossamer/codecs/fp24.py", "src/gossamer/codecs/__init__.py"]
     run("ruff", "check", "--no-cache", *files)
     run("ruff", "format", "--no-cache", "--check", *files)
-    rule, codec = re.findall(r"^    \.venv/bin/pytest (.+)$", EXAMPLE, re.MULTILINE)
-    for command, expected in (
-        (rule, {"cautious", "test_rules", "test_docstrings", "test_methods"}),
-        (codec, {"fp24", "test_codecs"}),
-    ):
-        out = run("pytest", "-v", "-p", "no:cacheprovider", *shlex.split(command))
-        assert set(re.findall(r"^(?:src|tests)/\S*?(\w+)\.py::.* PASSED", out, re.MULTILINE)) == expected, out
+    (command,) = re.findall(rf"^    \.venv/bin/pytest (src/gossamer/{part} .+)$", EXAMPLE, re.MULTILINE)
+    out = run("pytest", "-v", "-p", "no:cacheprovider", *shlex.split(command))
+    assert set(re.findall(r"^(?:src|tests)/\S*?(\w+)\.py::.* PASSED", out, re.MULTILINE)) == expected, out

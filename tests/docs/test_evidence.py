@@ -413,10 +413,10 @@ def test_later_stages_use_the_settings_that_tuning_chose() -> None:
     for shards, name in (("iid", "tuning"), ("contiguous", "tuning_contiguous")):
         outcomes = FIRST_STAGE / f"{name}.jsonl"
         for one in searched(contenders(load_document(CONFIGS / f"{name}.toml")), outcomes) if outcomes.exists() else ():
-            if one.found is not None and one.found.best is not None:
+            if one.result is not None and one.result.best is not None:
                 topology = one.contender.config.topology
                 graph = f"{topology.name}{topology.options.get('peers', '')}"
-                chosen[shards, one.contender.config.rule.name, graph] = one.contender.chosen(one.found.best)
+                chosen[shards, one.contender.config.rule.name, graph] = one.contender.chosen(one.result.best)
     assert len(chosen) >= 7
     for name in AT_STAGE_1:
         for run in points(load_document(CONFIGS / f"{name}.toml")):
@@ -439,9 +439,9 @@ def given(run: Point) -> dict[str, Any]:
 def chosen_by(search: str) -> dict[str, dict[str, Any]]:
     """The settings of each variant of a search that has ended for it."""
     return {
-        one.contender.row.label: one.contender.chosen(one.found.best)
+        one.contender.row.label: one.contender.chosen(one.result.best)
         for one in searched(contenders(load_document(CONFIGS / f"{search}.toml")), FIRST_STAGE / f"{search}.jsonl")
-        if one.found is not None and one.found.best is not None
+        if one.result is not None and one.result.best is not None
     }
 
 

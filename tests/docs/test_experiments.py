@@ -95,7 +95,7 @@ def drawn(pytestconfig: pytest.Config) -> Callable[[list[PointResult], Figure], 
     return of
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("file", FILES + RIVALS + REGISTERED, ids=lambda file: file.stem)
 def test_every_experiment_runs_in_small_and_draws_its_figure(
     file: Path, ran: Callable[[RunConfig], Path], drawn: Callable[[list[PointResult], Figure], bytes]

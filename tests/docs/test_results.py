@@ -91,7 +91,7 @@ def test_an_experiment_has_an_outcome_for_each_of_its_runs_and_seeds(file: Path)
     assert seeds == ([0] if file.stem.endswith("_lr") else [0, 1, 2])
 
 
-@pytest.mark.sampled(25)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("file", experiments.outcome_files(), ids=lambda file: file.stem)
 def test_the_page_of_an_experiment_is_what_its_outcomes_say(file: Path) -> None:
     page = file.with_suffix(".md").read_text(encoding="utf-8")

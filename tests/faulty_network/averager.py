@@ -109,7 +109,7 @@ class Averager(Participant):
         """Takes part in an attempt."""
         core, plan, round = self.core, self.plan, self.core.round
         self._tried, self._workers, self._posted_s = named.attempt, sorted(named.workers), self.network.now
-        core.plan(named.workers, self.closing.line)
+        core.plan(named.workers, self.closing.history_hash)
         self._mixing = plan.topology.mixing(round, named.workers)
         if self.sharing is not None:
             self._mixing = self.sharing.weighed(self._mixing, named.workers)
@@ -158,7 +158,7 @@ class Averager(Participant):
 
     def _update(self) -> None:
         """Makes the update of a round that is closed."""
-        closing, round, line = self.closing, self.closing.round, self.closing.line
+        closing, round, line = self.closing, self.closing.round, self.closing.history_hash
         assert closing.proposed is not None
         named = closing.proposed
         assert named.attempt == self._tried, f"{self} closes round {round} with a mean that it does not have"
@@ -179,9 +179,9 @@ class Averager(Participant):
             before, self.sharing = self.sharing, self.sharing.closed(named.workers, LOCAL_STEPS)
             self.steps = self.sharing.steps[self.slot]
             self.network.ledger.shared(
-                self.uid, line, (closing.line, named.workers), before, self.sharing, self._places
+                self.uid, line, (closing.history_hash, named.workers), before, self.sharing, self._places
             )
-        self.network.ledger.closed(self.uid, round, line, closing.line, named, tuple(map(float, self.x)))
+        self.network.ledger.closed(self.uid, round, line, closing.history_hash, named, tuple(map(float, self.x)))
         self._keep(self.finished)
         if self.disk_fails:
             self._fail("cannot save a checkpoint")
@@ -204,7 +204,7 @@ class Averager(Participant):
 
     def _keep(self, after: int) -> None:
         x, s = tuple(map(float, self.x)), map_leaves(Tensor.clone, self.s)
-        self.kept = KeptState(after, x, s, self.closing.line, self.sharing)
+        self.kept = KeptState(after, x, s, self.closing.history_hash, self.sharing)
 
     def _round_after(self, kept: KeptState, round: int) -> int:
         self.s = refill(kept.s, map(Tensor.clone, leaves(kept.s)))

@@ -123,7 +123,7 @@ class Participant(ABC):
         plan, self.members = self.plan, members
         self.slot = self.worker = members.me
         if self.network.keyed:
-            members.believe_only(lambda worker, slot: worker == slot)
+            members.restrict_trust(lambda worker, slot: worker == slot)
         self.core = ElasticCore(members, timeout_s=plan.timeout_s, deadline_s=plan.deadline_s, beat_s=plan.beat_s)
         self.x = torch.full((NUMEL,), x, dtype=torch.float64) if plan.rule else [x] * NUMEL
         self.s: Tree = ()
@@ -240,7 +240,7 @@ class Participant(ABC):
         if entry is not None and self.core.is_filled_by(end.peer, end.nonce) and not self._ends_to(end.peer):
             self.core.lost(end.peer)
         else:
-            self.core.tell_again(end.peer)
+            self.core.resend_view(end.peer)
         self.flush()
         self._poll()
 

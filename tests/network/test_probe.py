@@ -16,6 +16,7 @@ from gossamer.network.probe import _measured as measured
 from gossamer.network.probe import _seconds as step_seconds
 
 
+@pytest.mark.full
 def test_three_workers_on_loopback_write_a_network_that_can_be_read(tmp_path: Path) -> None:
     out = tmp_path / "network.toml"
     limits = ["--max-bytes", 65536, "--test-s", 0.05]

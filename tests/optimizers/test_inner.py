@@ -211,7 +211,7 @@ def test_a_users_optimizer_of_torch_steps_with_equal_bits_and_keeps_its_kind_and
 
     hooked: list[type] = []
     ours, plain = small(), small()
-    mine = build_optimizer(InnerConfig(), ours, own=make)
+    mine = build_optimizer(InnerConfig(), ours, factory=make)
     train(ours, mine)
     assert isinstance(mine, kind) and type(mine).__module__ == kind.__module__ and len(hooked) == 4
     theirs = make(list(plain.parameters()))
@@ -226,7 +226,7 @@ def test_a_users_optimizer_that_is_differentiable_or_none_of_torchs_kinds_is_lef
         pass
 
     for make in (lambda p: torch.optim.SGD(p, differentiable=True), Own):
-        assert type(build_optimizer(InnerConfig(), small(), own=make)) in (torch.optim.SGD, Own)
+        assert type(build_optimizer(InnerConfig(), small(), factory=make)) in (torch.optim.SGD, Own)
 
 
 def test_the_recipe_muloco_trains_with_the_settings_of_its_authors_code() -> None:

@@ -93,6 +93,7 @@ def saves_after(round: int, folder: Path, owner: int) -> None:
     raise AssertionError(f"nothing is saved after round {round}: {[*folder.glob('checkpoints/*')]}")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("kind", RUNS)
 def test_a_run_under_way_is_not_resumed_a_second_time_and_goes_on(kind: str, tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ for r in range(10**9):
         assert process.stdout.readline() == b"ready\n"
     finally:
         process.send_signal(signal.SIGKILL)
-        process.wait(timeout=10)
+        process.wait(timeout=60)
         if process.stdout is not None:
             process.stdout.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -487,13 +487,13 @@ def test_a_dashboard_that_hangs_holds_a_run_up_for_a_bounded_time_and_is_warned_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, at: str
 ) -> None:
     over = threading.Event()
-    monkeypatch.setitem(sys.modules, "wandb", Faulty(at, lambda: void(over.wait(20))))
+    monkeypatch.setitem(sys.modules, "wandb", Faulty(at, lambda: void(over.wait(100))))
     for name in ("OPEN_S", "END_S", "END_FAILED_S"):
         monkeypatch.setattr(loggers, name, 0.2)
     began, stdout = time.monotonic(), sys.stdout
     with RunFolder(tmp_path, "", RecordConfig(tensorboard=False, wandb_project="p")) as run:
         fill(run, range(3))
-    assert time.monotonic() - began < 10 and sys.stdout is stdout and len(read_metrics(tmp_path)) == 9
+    assert time.monotonic() - began < 50 and sys.stdout is stdout and len(read_metrics(tmp_path)) == 9
     (warned,) = caplog.messages
     assert "Weights & Biases has not" in warned
     over.set()
@@ -502,7 +502,7 @@ def test_a_dashboard_that_hangs_holds_a_run_up_for_a_bounded_time_and_is_warned_
 def test_rows_that_no_dashboard_takes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loggers, "MOST_POINTS", 2)
     monkeypatch.setattr(loggers, "OPEN_S", 0.1)
-    over, service = threading.Event(), Faulty("init", lambda: void(over.wait(20)))
+    over, service = threading.Event(), Faulty("init", lambda: void(over.wait(100)))
     monkeypatch.setitem(sys.modules, "wandb", service)
     with RunFolder(tmp_path, "", RecordConfig(tensorboard=False, wandb_project="p")) as run:
         for r in range(5):
@@ -599,6 +599,7 @@ for name, package in zip(*(sys.argv[k].split(",") for k in (1, 2))):
 """
 
 
+@pytest.mark.full
 @pytest.mark.timeout(200)
 def test_whatever_a_dashboard_does_a_simulation_trains_all_rounds_and_warns_once(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(dump(single(run__steps=12, run__eval_every=0)))

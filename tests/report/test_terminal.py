@@ -19,7 +19,7 @@ from test_follow import RUN_TOML, write_round
 from gossamer.cli import main
 from gossamer.record.folder import RunFolder, note_evaluation
 from gossamer.record.logs.seconds import RoundSeconds
-from gossamer.record.progress import counting_children, note_trained, quieted, say, trained
+from gossamer.record.progress import counting_children, note_trained, quieted, say, training_counts
 from gossamer.report import terminal as terminal_of_runs
 from gossamer.report.terminal import Terminal
 from tiny import document
@@ -100,19 +100,19 @@ def test_a_table_shows_steps_within_a_round_of_a_simulation(tmp_path: Path, monk
 
 def test_what_child_processes_train_is_counted_and_stays_so_when_they_have_ended() -> None:
     program = "from gossamer.record.progress import note_trained\nfor _ in range(3):\n    note_trained(1, 32)\ninput()"
-    before = trained()
+    before = training_counts()
     with counting_children() as environment:
         children = [
             subprocess.Popen([sys.executable, "-c", program], env=os.environ | environment(), stdin=subprocess.PIPE)
             for _ in range(2)
         ]
         deadline = time.monotonic() + 60
-        while trained().inner_steps < before.inner_steps + 6 and time.monotonic() < deadline:
+        while training_counts().inner_steps < before.inner_steps + 6 and time.monotonic() < deadline:
             time.sleep(0.02)
-        under_way = trained()
+        under_way = training_counts()
         for child in children:
             child.communicate(b"\n", timeout=60)
-    assert under_way == trained() == (before.inner_steps + 6, before.tokens + 192)
+    assert under_way == training_counts() == (before.inner_steps + 6, before.tokens + 192)
 
 
 def test_the_line_of_an_earlier_round_has_no_bytes_or_rates_of_a_later_one(tmp_path: Path) -> None:

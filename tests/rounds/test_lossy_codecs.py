@@ -53,7 +53,9 @@ def test_workers_that_agree_and_stand_still_stay(name, request):
         changes_as_little_as_said(facts)
         if not combination_faults(facts):
             share, sentence = coding.change(facts), coding.lossy_warning(facts) or ""
-            assert ("whole parameters" in sentence) == (share is not None and share > coding.borne(facts))
+            assert ("whole parameters" in sentence) == (
+                share is not None and share > coding.measured_error_limit(facts)
+            )
             assert not sentence or share is None or f"up to {share:.2%} of their norm" in sentence
 
 

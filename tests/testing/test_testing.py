@@ -465,5 +465,6 @@ def train_and_check(words: list[str]):
     return 0
 
 
+@pytest.mark.full
 def test_a_program_that_has_trained_on_several_threads_can_check_parity():
     assert Command(work=train_and_check).finish() == (0, "equal\n")

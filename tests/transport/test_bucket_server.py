@@ -132,7 +132,7 @@ class Worker(ServerAttendance):
 
     def live(self) -> Steps[None]:
         work = self.replica
-        while (yield from self.enter()):
+        while (yield from self.take_slot()):
             work.answers.clear()
             try:
                 yield from self.join(())
@@ -192,7 +192,7 @@ def must_hold(world: World, rule: ServerRule) -> None:
     states, counted, starts = dict[int, str](), set[tuple[int, int, int]](), dict[int, Send]()
     for number, event, message in events_of(world):
         if event.event == "push":
-            expected = core.may_push(event.worker)
+            expected = core.expected_push(event.worker)
             if expected is None or expected[0] != event.phase:
                 continue  # the same event a second time
             start = starts[event.worker]
@@ -211,6 +211,7 @@ def must_hold(world: World, rule: ServerRule) -> None:
     assert any(work.core.is_finished for work in replicas)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_no_acknowledged_push_is_lost_and_all_have_one_server_whoever_dies_and_however_the_store_fails(
     part: int, request: pytest.FixtureRequest

@@ -126,10 +126,10 @@ class World:
                 self._take_state(i, worker)
             elif worker.closed:
                 assert worker.proposed is not None
-                self.histories[worker.round, worker.line].add(worker.proposed)
+                self.histories[worker.round, worker.history_hash].add(worker.proposed)
                 worker.advance()
                 if worker.round % self.per_round == 0:
-                    self.kept[i] = worker.round, worker.line
+                    self.kept[i] = worker.round, worker.history_hash
                 self.left_s[i] = self.draw.uniform(0.1, 2.0)
             elif worker.proposed is not None and self.held.get(i) != (worker.round, worker.proposed.attempt):
                 self._try(i, worker, worker.proposed)
@@ -168,7 +168,7 @@ def test_all_workers_end_with_one_history_after_any_partitions(n):
     for seed in range(12):
         world = World(seed, n)
         assert world.run(limit_s=120.0), (seed, [worker.round for worker in world.workers])
-        assert len({worker.line for worker in world.workers}) == 1, seed
+        assert len({worker.history_hash for worker in world.workers}) == 1, seed
 
 
 def test_where_one_was_not_heard_by_another_that_it_heard_all_go_on_with_one_history():
@@ -178,7 +178,7 @@ def test_where_one_was_not_heard_by_another_that_it_heard_all_go_on_with_one_his
         world.run(limit_s=8.0)
         world.unheard.clear()
         assert world.run(limit_s=120.0), (seed, [worker.round for worker in world.workers])
-        assert len({worker.line for worker in world.workers}) == 1, seed
+        assert len({worker.history_hash for worker in world.workers}) == 1, seed
 
 
 def test_without_faults_every_round_is_closed_over_everyone_at_the_first_attempt():
@@ -197,7 +197,7 @@ def test_nobody_waits_for_a_limit_where_workers_die_and_newcomers_take_their_slo
         world = World(seed, 5, per_round=per_round, limit_s=1e6)
         world.faults, world.deaths = [], sorted(world.draw.uniform(0.0, 15.0) for _ in range(6))
         assert world.run(limit_s=90.0), (seed, [worker.round for worker in world.workers])
-        assert len({worker.line for worker in world.workers}) == 1, seed
+        assert len({worker.history_hash for worker in world.workers}) == 1, seed
 
 
 @pytest.mark.parametrize("away", range(3))
@@ -206,7 +206,7 @@ def test_others_close_their_round_at_once_without_a_newcomer_that_came_amid_it_a
     workers = [Closing(Members(limits(3), i, entries), limit_s=30.0, beat_s=0.5, per_round=2) for i in range(3)]
     others = [worker for i, worker in enumerate(workers) if i != away]
     for worker in workers:
-        worker.begin_round(6, line=7)
+        worker.begin_round(6, history_hash=7)
     closed(workers, others)
     for worker in workers:
         worker.members.entries[away] = SlotEntry(away, 1, 200, MemberStatus.ALIVE, 3)
@@ -247,7 +247,7 @@ def test_a_newcomer_that_leads_amid_a_round_names_an_attempt_after_those_that_it
     entries = [SlotEntry(i, 0, 100 + i, MemberStatus.ALIVE if i else MemberStatus.SUSPECT, 3) for i in range(5)]
     workers = [Closing(Members(limits(5), i, entries), limit_s=3.0, beat_s=0.5) for i in range(5)]
     for worker in workers:
-        worker.begin_round(3, line=7)
+        worker.begin_round(3, history_hash=7)
     for worker in workers[1:]:
         worker.ready(1.0)
     deliver(workers, 1.0)
@@ -332,30 +332,30 @@ def test_a_worker_that_is_left_out_again_is_waited_for_until_the_deadline(in_tim
     trio.pass_s(0.6)
     assert late.left_out
     assert trio.close(0, 1) == {0, 1}, "nobody waits for who was left out once: it may have been cut off for long"
-    late.begin_round(1, line=0)  # with a state that is a round too old, as it took longer than a round
+    late.begin_round(1, history_hash=0)  # with a state that is a round too old, as it took longer than a round
     trio.pass_s(0.6)
     assert late.left_out
     assert trio.close(0, 1) is None, "the others wait"
     if in_time:
-        late.begin_round(2, line=trio.workers[0].line)
+        late.begin_round(2, history_hash=trio.workers[0].history_hash)
         assert trio.close(0, 1, 2) == {0, 1, 2}
         assert [worker.round for worker in trio.workers] == [3, 3, 3]
     else:
         trio.pass_s(3.0)
         assert trio.close(0, 1) == {0, 1}
         trio.pass_s(0.6)
-        late.begin_round(2, line=trio.workers[0].line)
+        late.begin_round(2, history_hash=trio.workers[0].history_hash)
         trio.pass_s(0.6)
         assert late.left_out
         assert trio.close(0, 1) == {0, 1}, "of who is too slow for the deadline not every round waits"
 
 
-def lie(sender, round, line=0, last=None):
+def lie(sender, round, history_hash=0, last=None):
     """A report of a worker that says that it is there."""
     return Letter(
         LetterKind.REPORT,
         sender,
-        body=body_of(json.dumps([round, line, True, -1, -1, -1, False, False, last]).encode()),
+        body=body_of(json.dumps([round, history_hash, True, -1, -1, -1, False, False, last]).encode()),
     )
 
 
@@ -397,7 +397,7 @@ def repeats_it(worker: Closing, liar: int, now: float) -> None:
 
 def takes_it_back(worker: Closing, liar: int, now: float) -> None:
     """Says that it is where the other worker is, and cannot be reached."""
-    worker.receive(lie(liar, worker.round, worker.line), now)
+    worker.receive(lie(liar, worker.round, worker.history_hash), now)
     worker.members.suspect(liar)
 
 
@@ -433,11 +433,11 @@ def test_a_liar_that_joins_in_the_last_rounds_is_named_at_the_last(round: int) -
     trio.cut = {2}
     first = limits(3).rounds - 2
     for worker in trio.workers:
-        worker.begin_round(first, line=7)
+        worker.begin_round(first, history_hash=7)
     for k in range(2):
         for i in range(2):
             if k >= round:
-                trio.workers[i].receive(lie(2, min(first + 2, first + k + 2), line=9), trio.now)
+                trio.workers[i].receive(lie(2, min(first + 2, first + k + 2), history_hash=9), trio.now)
         if trio.close(0, 1) is None:  # who says nothing yet is waited for
             trio.pass_s(3.0)
             assert trio.close(0, 1) == {0, 1}
@@ -461,10 +461,12 @@ def test_one_that_learns_late_how_its_round_was_closed_names_nobody() -> None:
     [(_, closed_letter)] = leader.outbox
     leader.advance()
     late.members.entries[2] = SlotEntry(2, 1, 200, MemberStatus.ALIVE, 1)
-    late.receive(lie(2, 1, leader.line), trio.now)  # it has the state of worker 0, whose letter is still under way
+    late.receive(
+        lie(2, 1, leader.history_hash), trio.now
+    )  # it has the state of worker 0, whose letter is still under way
     late.receive(closed_letter, trio.now)
     late.advance()
-    assert (late.round, late.line) == (1, leader.line) and not late.unvouched
+    assert (late.round, late.history_hash) == (1, leader.history_hash) and not late.unvouched
 
 
 def test_of_two_workers_neither_decides_for_the_other_and_each_names_the_other():
@@ -492,7 +494,7 @@ def test_a_worker_whom_the_leader_alone_answers_believes_it_after_a_deadline():
 def test_a_newcomer_whose_state_is_ahead_of_what_most_have_takes_another():
     trio = Trio()
     late = trio.workers[2]
-    late.begin_round(50, line=9)  # as a donor gave it
+    late.begin_round(50, history_hash=9)  # as a donor gave it
     late.ready(trio.now)
     for i in range(2):
         trio.workers[i].ready(trio.now)

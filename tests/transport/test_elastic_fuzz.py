@@ -23,10 +23,10 @@ from gossamer.record.packed import packed, unpacked
 from gossamer.run.asynchronous.async_state import OwnState, state_of
 from gossamer.run.config.resolve import resolve
 from gossamer.run.participant.agreement import limits_of
-from gossamer.run.participant.seat import fact_of
+from gossamer.run.participant.rendezvous import fact_of
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic import newcomer
-from gossamer.transport.elastic.ask import _view
+from gossamer.transport.elastic.ask import _parse_view
 from gossamer.transport.elastic.core import ElasticCore
 from gossamer.transport.elastic.fetches import Fetches
 from gossamer.transport.elastic.meetings import Meetings
@@ -201,11 +201,11 @@ def test_strings_that_utf8_cannot_encode_are_in_no_value_that_a_peer_has_sent() 
 def test_thousands_of_views_are_views_or_none(count: int) -> None:
     draw = random.Random(8)
     value = {"worker": 1, "entries": NEWS.decode(), "silent_s": {"0": 0.5}, "refused": {"worker 2: bounds": 3}}
-    assert _view(json.dumps(value).encode(), limits(3)) is not None
-    assert _view(json.dumps({**value, "entries": "\ud800"}).encode(), limits(3)) is None
+    assert _parse_view(json.dumps(value).encode(), limits(3)) is not None
+    assert _parse_view(json.dumps({**value, "entries": "\ud800"}).encode(), limits(3)) is None
     for number in range(count // 2):
         raw = changed(json.dumps(value).encode(), draw) if number % 2 else json.dumps(swapped(value, draw)).encode()
-        if (view := _view(raw, limits(3))) is not None:
+        if (view := _parse_view(raw, limits(3))) is not None:
             json.dumps([view.worker, [*view.entries], dict(view.refused)], ensure_ascii=False).encode()
 
 
@@ -246,7 +246,7 @@ def test_thousands_of_states_and_facts_of_asynchronous_workers_are_read_or_refus
     state = {"x": torch.zeros(2), "outer": [], "inner": {}, "phases": 3, "place": [1, 7, 6], "held": {0: 4}}
     fact = ["127.0.0.1:4000", 5, [2, [[2, None, None]]], [3, [[0, 4], [1, 6]]]]
     run = resolve(tiny(run__wait=False), real=True)
-    most, brought = limits_of(run), OwnState(run, tmp_path)
+    most, start_facts = limits_of(run), OwnState(run, tmp_path)
     for _ in range(count):
         with contextlib.suppress(CheckpointError):
             found = state_of(swapped(state, draw), 2, most)
@@ -254,23 +254,23 @@ def test_thousands_of_states_and_facts_of_asynchronous_workers_are_read_or_refus
             assert all(type(one) is int and one >= 0 for one in numbers)
             assert all(slot < 3 and steps <= most.steps for slot, steps in found.held.items())
         with contextlib.suppress(PeerError):
-            said = fact_of(0, swapped(fact, draw), brought).fact
+            said = fact_of(0, swapped(fact, draw), start_facts).fact
             assert all(0 <= slot < 3 and 0 <= steps <= most.steps for slot, steps in said.held.items())
 
 
 def test_what_one_worker_claims_above_the_limits_of_the_run_is_told_to_no_other(tmp_path: Path) -> None:
     run = resolve(tiny(run__wait=False), real=True)
-    most, brought = limits_of(run), OwnState(run, tmp_path)
+    most, start_facts = limits_of(run), OwnState(run, tmp_path)
     state = {"x": torch.zeros(2), "outer": [], "inner": {}, "phases": 3, "place": [1, 7, 6], "held": {0: most.steps}}
     assert state_of(state, 2, most).held == {0: most.steps}
     for wrong in ({"held": {0: most.steps + 1}}, {"held": {3: 1}}, {"phases": most.rounds + 1}, {"place": [3, 7, 6]}):
         with pytest.raises(CheckpointError, match="holds"):
             state_of({**state, **wrong}, 2, most)
     stated = ["127.0.0.1:4000", 5, [2, [[2, None, None]]]]
-    assert fact_of(1, [*stated, [3, [[0, most.steps]]]], brought).fact.held == {0: most.steps}
+    assert fact_of(1, [*stated, [3, [[0, most.steps]]]], start_facts).fact.held == {0: most.steps}
     for wrong in ([3, [[0, most.steps + 1]]], [3, [[3, 1]]], [most.rounds + 1, []]):
         with pytest.raises(PeerError, match="worker 1 published"):
-            fact_of(1, [*stated, wrong], brought)
+            fact_of(1, [*stated, wrong], start_facts)
 
 
 def test_thousands_of_letters_in_any_order_never_raise_in_calls_nor_fill_them(count: int) -> None:

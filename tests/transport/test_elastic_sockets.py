@@ -38,7 +38,7 @@ from tiny import limits
 
 RUN, SECRET = 77, b"the secret of this run"
 LIKE = [torch.empty(4)]
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 def until(holds: Callable[[], bool]) -> None:

@@ -31,6 +31,7 @@ BODY = torch.zeros(4, dtype=torch.uint8)
 TICKET = Ticket(0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_hundred_runs_over_faulty_networks_keep_what_is_promised(part: int, request: pytest.FixtureRequest) -> None:
     """A thousand with `--full`."""
@@ -295,7 +296,7 @@ def test_news_that_may_have_been_lost_with_one_of_two_connections_are_sent_again
     core.outbox.clear()
     core.tell(1)
     assert said(core) == []
-    core.tell_again(1)
+    core.resend_view(1)
     assert said(core) == [(1, LetterKind.MEMBERSHIP)]
 
 

@@ -24,7 +24,7 @@ from gossamer.errors import ConfigError, PeerError, TransportError
 from gossamer.transport.contract import Ticket
 from gossamer.transport.processes.group import GroupTransport
 from gossamer.transport.processes.launch import agree, join, late_to_part, leave, one_device, raise_descriptor_limit
-from gossamer.transport.processes.local import run_local
+from gossamer.transport.processes.local import run_local, run_served
 from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.store import ENTRY_BYTES, Entries
 
@@ -256,15 +256,21 @@ def test_workers_get_an_environment_and_their_lines_get_a_number(
 
 
 def one_fails(argv: Sequence[str]) -> int:
+    ends = Path(argv[0])
     if os.environ["RANK"] == "1":
+        ends.touch()
         return 7
-    time.sleep(2.0)  # long after the other, however slowly that one started
+    while not ends.exists():
+        time.sleep(0.02)
+    time.sleep(2.0)  # in which the launcher sees that the other has ended
     print("noticed")
     return 2
 
 
-def test_the_first_failure_decides_and_the_others_may_end_by_themselves(capfd: pytest.CaptureFixture[str]):
-    assert run_local(2, one_fails, []) == 7
+def test_the_first_failure_decides_and_the_others_may_end_by_themselves(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    assert run_local(2, one_fails, [str(tmp_path / "ends")]) == 7
     assert capfd.readouterr().out == "[0] noticed\n"
 
 
@@ -289,6 +295,20 @@ def one_dies_and_one_hangs(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.kill(os.getpid(), signal.SIGSTOP)
     return 0
+
+
+def serves_in_vain(argv: Sequence[str]) -> int:
+    """A server that cannot start, or a worker that looks for it until it is asked to leave."""
+    if "--worker" not in argv:
+        return 2
+    time.sleep(600)
+    return 0
+
+
+def test_workers_of_a_server_that_could_not_start_are_asked_to_leave_at_once():
+    start = time.monotonic()
+    assert run_served(1, serves_in_vain, [], b"a secret", grace_s=280.0) == 2
+    assert time.monotonic() - start < 100.0
 
 
 def test_workers_that_never_end_are_ended_after_a_failure(forks: None):

@@ -180,7 +180,7 @@ def test_a_name_that_leads_to_this_machine_alone_is_warned_of(
     for named, numeric in [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("s1", "10.0.0.7"), ("::1", "::1")]:
         assert addresses.loopback_warning(named, numeric) is None
 
-    from gossamer.run.participant.seat import warn_of_loopback
+    from gossamer.run.participant.rendezvous import warn_of_loopback
 
     monkeypatch.setenv("MASTER_ADDR", "s1")
     with caplog.at_level(logging.WARNING, "gossamer"):

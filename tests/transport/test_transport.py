@@ -550,7 +550,7 @@ def early_expect(member: Member) -> bool:
         transport.expect(ticket, 0, like)
         member.store.set("announced", "")
         member.store.wait(["sent"])
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + 30.0
         while not transport.ready(ticket) and time.monotonic() < deadline:
             time.sleep(0.001)
         return bool((transport.collect(ticket)[0][0] == 3.0).all())
@@ -565,12 +565,12 @@ def late_message(member: Member) -> list[tuple[Ticket, int, int, bool]]:
     """Worker 0 lets worker 1 wait, and what comes then comes at once."""
     transport, ticket, like = transport_of(member, "late"), Ticket(7, 2), [torch.empty(1 << 18)]
     if member.worker == 0:
-        time.sleep(2.0)
+        time.sleep(4.0)
         transport.post(ticket, 1, [torch.zeros(1 << 18)])
     elif member.worker == 1:
         transport.expect(ticket, 0, like)
     transport.wait(ticket)
-    came = [(a.ticket, a.peer, a.payload_bytes, 0.0 <= a.seconds < 1.6) for a in transport.deliveries()]
+    came = [(a.ticket, a.peer, a.payload_bytes, 0.0 <= a.seconds < 3.5) for a in transport.deliveries()]
     assert transport.deliveries() == []
     return came
 
@@ -724,7 +724,7 @@ def hang_up_as_another_leaves(member: Member) -> list[str]:
     def receive_and_see_it_leave(*words: Any, **options: Any) -> Any:
         nothing = receive(*words, **options)
         member.store.set("posted", "")
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + 30.0
         while len(lifelines()) == before and time.monotonic() < deadline:
             time.sleep(0.01)
         return nothing

@@ -35,7 +35,7 @@ from cyclopts import (
 from gossamer.cli.help_columns import HelpColumns
 from gossamer.errors import GossamerError, UserCodeError, choose
 from gossamer.record.progress import echo, printable
-from gossamer.stop_signals import deaf, interrupted, without_lost_terminal
+from gossamer.stop_signals import ignore_stop_signals, interrupted, without_lost_terminal
 from gossamer.version import __version__
 
 __all__ = ["VERBS", "app", "main"]
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _code_of(argv)
     finally:
         if argv is None:  # this process has nothing else to do, and Python's shutdown must not change its exit code
-            deaf()
+            ignore_stop_signals()
 
 
 class _Printable(logging.Formatter):
@@ -151,7 +151,7 @@ def _code_of(argv: Sequence[str] | None) -> int:
         _complain(str(error))
         return 2
     except KeyboardInterrupt as stop:  # a verb whose run can be resumed has its own message
-        deaf()
+        ignore_stop_signals()
         _complain(str(stop) or "stopped")
         return 130
     except BrokenPipeError:

@@ -38,17 +38,17 @@ def command(
 
     with output.silenced():
         parts = parts_of_folder(parse(document), folder, "repeat", allowed=allow_code)
-        found = audit(folder, worker=worker, rounds=asked, parts=parts)
-    differs = found.difference
+        result = audit(folder, worker=worker, rounds=asked, parts=parts)
+    differs = result.difference
     if output.json:
-        print_json({"folder": folder, **found._asdict()})
+        print_json({"folder": folder, **result._asdict()})
     elif differs is not None:
         echo(f"round {differs.round}: worker {differs.worker} differs in {differs.what}, and nothing before it does")
     else:
         whose = "all workers" if worker is None else f"worker {worker}"
-        since = f"the checkpoints after {found.snapshot} rounds" if found.snapshot else "the start"
+        since = f"the checkpoints after {result.snapshot} rounds" if result.snapshot else "the start"
         echo(
-            f"rounds {found.first} to {found.last}: {found.compared} hashes of {whose} agree, computed again from {since}"
+            f"rounds {result.first} to {result.last}: {result.compared} hashes of {whose} agree, computed again from {since}"
         )
     return 0 if differs is None else 1
 

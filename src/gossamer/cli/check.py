@@ -46,56 +46,65 @@ def command(file: File = None, /, *, changes: Changes = NO_CHANGES, json: Json =
     return 0
 
 
-def lines(one: "Examined") -> list[str]:
+def lines(examined: "Examined") -> list[str]:
     """The table of one run, with the method as its first row."""
-    unknown = "unknown, as Python code decides it" if one.code else "unknown without the tokenizer"
+    unknown = "unknown, as Python code decides it" if examined.code else "unknown without the tokenizer"
 
     def megabytes(size: float | None) -> str:
         return "" if size is None else f"{size / 1e6:,.4g} MB"
 
-    phase = "round" if one.kind == "rounds" else "local phase"
-    gap = "" if one.spectral_gap is None else f", spectral gap {one.spectral_gap:.4g}"
-    sent, most = megabytes(one.sent_bytes), megabytes(one.most_bytes)
+    phase = "round" if examined.kind == "rounds" else "local phase"
+    gap = "" if examined.spectral_gap is None else f", spectral gap {examined.spectral_gap:.4g}"
+    sent, most = megabytes(examined.sent_bytes), megabytes(examined.most_bytes)
     rows = [
-        ("method", f"{one.method}, {_KINDS[one.kind]}, {one.workers} workers"),
-        *([("topology", one.topology + gap)] if one.topology is not None else []),
-        ("parameters", unknown if one.parameters is None else f"{one.parameters:,} (vocabulary of {one.vocabulary:,})"),
-        *(("text", _files(one)) for one in one.text),
-        *([("passes over the text", f"at least {one.passes:,.3g}")] if one.passes is not None else []),
-        *([("documents", _documents(one.documents))] if one.documents is not None else []),
-        *([("experts", _experts(one.experts))] if one.experts is not None else []),
-        ("sends", unknown if one.sent_bytes is None else f"{sent} per worker and {phase}, at most {most}"),
+        ("method", f"{examined.method}, {_KINDS[examined.kind]}, {examined.workers} workers"),
+        *([("topology", examined.topology + gap)] if examined.topology is not None else []),
+        (
+            "parameters",
+            unknown
+            if examined.parameters is None
+            else f"{examined.parameters:,} (vocabulary of {examined.vocabulary:,})",
+        ),
+        *(("text", _files(one)) for one in examined.text),
+        *([("passes over the text", f"at least {examined.passes:,.3g}")] if examined.passes is not None else []),
+        *([("documents", _documents(examined.documents))] if examined.documents is not None else []),
+        *([("experts", _experts(examined.experts))] if examined.experts is not None else []),
+        ("sends", unknown if examined.sent_bytes is None else f"{sent} per worker and {phase}, at most {most}"),
         *(
             (f"keeps {kept.what}", f"{kept.copies:.3g} model{'' if kept.copies == 1 else 's'}, {megabytes(kept.bytes)}")
-            for kept in one.kept
+            for kept in examined.kept
         ),
-        ("memory", f"{megabytes(one.worker_bytes)} per worker, without activations" if one.kept else unknown),
-        *_stages(one, megabytes),
-        *((f"on {network.name}", _seconds(network)) for network in one.networks),
-        *([("disagreement", f"x {one.disagreement:.3f} per round, predicted")] if one.disagreement is not None else []),
-        ("length", f"{one.rounds:,} round{'s' if one.rounds > 1 else ''}, {one.tokens:,} tokens"),
-        *([("peers", _peers(one.peers))] if one.peers else []),
-        *(("Python code", f"{name}, which is not imported here") for name in one.code),
-        *(("this machine", sentence) for sentence in one.here),
-        *((f"not {verb}", sentence) for verb, sentences in one.refused.items() for sentence in sentences),
-        *(("warning", sentence) for sentence in one.warnings),
+        ("memory", f"{megabytes(examined.worker_bytes)} per worker, without activations" if examined.kept else unknown),
+        *_stages(examined, megabytes),
+        *((f"on {network.name}", _seconds(network)) for network in examined.networks),
+        *(
+            [("disagreement", f"x {examined.disagreement:.3f} per round, predicted")]
+            if examined.disagreement is not None
+            else []
+        ),
+        ("length", f"{examined.rounds:,} round{'s' if examined.rounds > 1 else ''}, {examined.tokens:,} tokens"),
+        *([("peers", _peers(examined.peers))] if examined.peers else []),
+        *(("Python code", f"{name}, which is not imported here") for name in examined.code),
+        *(("this machine", sentence) for sentence in examined.here),
+        *((f"not {verb}", sentence) for verb, sentences in examined.refused.items() for sentence in sentences),
+        *(("warning", sentence) for sentence in examined.warnings),
     ]
     width = max(len(head) for head, _ in rows)
-    (verb, *more) = [verb for verb in ("simulate", "train") if verb not in one.refused]
+    (verb, *more) = [verb for verb in ("simulate", "train") if verb not in examined.refused]
     start = "can start" if more else f"can start with gossamer {verb} only"
-    elsewhere = ", but not on this machine" if one.here else ""
-    return [f"{one.name}: {start}{elsewhere}", *(f"  {head:<{width}}  {text}" for head, text in rows)]
+    elsewhere = ", but not on this machine" if examined.here else ""
+    return [f"{examined.name}: {start}{elsewhere}", *(f"  {head:<{width}}  {text}" for head, text in rows)]
 
 
-def _stages(one: "Examined", megabytes: Callable[[float], str]) -> list[tuple[str, str]]:
+def _stages(examined: "Examined", megabytes: Callable[[float], str]) -> list[tuple[str, str]]:
     rows = [
         (
             f"stage {k}",
             f"layers {', '.join(map(str, stage.layers))}: {stage.parameters:,} parameters, {megabytes(stage.bytes)}",
         )
-        for k, stage in enumerate(one.stages)
+        for k, stage in enumerate(examined.stages)
     ]
-    return [("stages", f"{len(rows)} of a worker, {one.processes} processes in all"), *rows] if rows else []
+    return [("stages", f"{len(rows)} of a worker, {examined.processes} processes in all"), *rows] if rows else []
 
 
 _KINDS = {
@@ -152,5 +161,5 @@ def _seconds(network: Any) -> str:
     return f"{network.round_s:.4g} s per round, {format_utilisation(network.utilisation, network.between_stages)}{note}"
 
 
-def _plain(one: "Examined") -> dict[str, Any]:
-    return one._asdict() | {"worker_bytes": one.worker_bytes if one.kept else None}
+def _plain(examined: "Examined") -> dict[str, Any]:
+    return examined._asdict() | {"worker_bytes": examined.worker_bytes if examined.kept else None}

@@ -61,12 +61,12 @@ def command(
         echo(f"\n{meaning(read_results(out / 'outcomes.jsonl'))}\n\n{NEXT}")
 
 
-def meaning(found: "Sequence[PointResult]") -> str:
+def meaning(results: "Sequence[PointResult]") -> str:
     """The meaning of the demo's table, in one sentence, with its certainty."""
     from gossamer.report.table import seconds_text
 
-    losses = _means(found, lambda row: row["loss"])
-    times_s = _means(found, lambda row: row["wall_s"].get("straggler"))
+    losses = _means(results, lambda row: row["loss"])
+    times_s = _means(results, lambda row: row["wall_s"].get("straggler"))
     if not losses or losses.keys() != times_s.keys():
         return "Some of these runs have not ended with a loss, so the table says nothing yet: --resume trains them."
     best, fastest = (min(figures, key=lambda method: figures[method]) for figures in (losses, times_s))
@@ -85,17 +85,17 @@ def meaning(found: "Sequence[PointResult]") -> str:
         )
     sure = (
         ""
-        if len({one.seed for one in found}) > 1
+        if len({one.seed for one in results}) > 1
         else " With one seed each, small differences may be chance: --seeds 0,1,2."
     )
     priced = " Times are what these networks would take, priced from what was sent; nothing here has waited for them."
     return f"What it means: {sentence}{sure}{priced}"
 
 
-def _means(found: "Sequence[PointResult]", of: Callable[[Mapping[str, Any]], float | None]) -> dict[str, float]:
+def _means(results: "Sequence[PointResult]", of: Callable[[Mapping[str, Any]], float | None]) -> dict[str, float]:
     """A figure of each method, the mean over its seeds; none of a method that lacks one somewhere."""
     figures: dict[str, list[float | None]] = {}
-    for one in found:
+    for one in results:
         figures.setdefault(one.method, []).append(of(one.row))
     known = {method: [x for x in some if x is not None and math.isfinite(x)] for method, some in figures.items()}
     return {method: statistics.fmean(some) for method, some in known.items() if len(some) == len(figures[method])}

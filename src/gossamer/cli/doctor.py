@@ -65,9 +65,9 @@ def command(
         )
     if key is not None:
         os.environ[KEY] = str(key)
-    found: list[_Finding] = []
+    findings: list[_Finding] = []
     for finding in _findings(file, join, listen):
-        found.append(finding)
+        findings.append(finding)
         if not json:
             mark = {"ok": "ok     ", "warning": "warning", "fault": "FAULT  "}[finding.state]
             echo(
@@ -75,8 +75,8 @@ def command(
                 flush=True,
             )
     if json:
-        print_json({"findings": [finding._asdict() for finding in found]})
-    return 1 if any(finding.state == "fault" for finding in found) else 0
+        print_json({"findings": [finding._asdict() for finding in findings]})
+    return 1 if any(finding.state == "fault" for finding in findings) else 0
 
 
 def _findings(file: Path | None, join: str | None, listen: str | None) -> Iterator[_Finding]:
@@ -87,9 +87,9 @@ def _findings(file: Path | None, join: str | None, listen: str | None) -> Iterat
         here = None if listen is None else split(listen)
     except ValueError as error:
         raise ConfigError(f"{error}; write HOST:PORT, such as 10.0.0.1:{PORT}") from None
-    far, own = (_or_none(own_address, *towards) for towards in ([], [] if peer is None else [peer[0]]))
-    yield _name(far if own is None or is_loopback(own) else own)
-    yield _address(own, None if peer is None else peer[0])
+    far, towards_peer = (_or_none(own_address, *towards) for towards in ([], [] if peer is None else [peer[0]]))
+    yield _name(far if towards_peer is None or is_loopback(towards_peer) else towards_peer)
+    yield _address(towards_peer, None if peer is None else peer[0])
     yield _clock()
     config, keys = None, None
     if file is not None:
@@ -113,9 +113,9 @@ def _findings(file: Path | None, join: str | None, listen: str | None) -> Iterat
         yield _key(config, keys)
         yield from _room(config, _workers_here(config, keys))
     if peer is not None:
-        yield from _way(*peer, own, keys)
+        yield from _way(*peer, towards_peer, keys)
     else:
-        yield from _port(here, own, keys)
+        yield from _port(here, towards_peer, keys)
 
 
 def _or_none(ask: Callable[..., str], *words: str) -> str | None:
@@ -125,7 +125,7 @@ def _or_none(ask: Callable[..., str], *words: str) -> str | None:
         return None
 
 
-def _name(own: str | None) -> _Finding:
+def _name(address: str | None) -> _Finding:
     from gossamer.transport.sockets.addresses import is_loopback
 
     name = socket.gethostname()
@@ -133,37 +133,37 @@ def _name(own: str | None) -> _Finding:
         leads_to = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
         return _Finding(
-            "name", "warning", f"'{name}' leads nowhere on this machine", f"give the others {own or 'an address'}"
+            "name", "warning", f"'{name}' leads nowhere on this machine", f"give the others {address or 'an address'}"
         )
     if is_loopback(leads_to):
         return _Finding(
             "name",
             "warning",
             f"'{name}' leads to {leads_to}, where no other machine reaches this one",
-            f"give {own or 'an address'} instead of the name in --listen, --address and --server",
+            f"give {address or 'an address'} instead of the name in --listen, --address and --server",
         )
     return _Finding("name", "ok", f"'{name}' leads to {leads_to}")
 
 
-def _address(own: str | None, peer: str | None) -> _Finding:
+def _address(address: str | None, peer: str | None) -> _Finding:
     from gossamer.transport.sockets.addresses import is_loopback
 
     towards = "any other machine" if peer is None else peer
-    if own is None:
+    if address is None:
         return _Finding(
             "address",
             "fault",
             f"no interface leads to {towards}",
             "connect this machine to a network, or correct the name",
         )
-    if is_loopback(own) and not (peer and is_loopback(peer)):
+    if is_loopback(address) and not (peer and is_loopback(peer)):
         return _Finding(
             "address",
             "fault",
             f"'{peer}' leads to {socket.gethostbyname(peer or '')}, which is this machine itself",
             "give the address of the other machine, as a name in /etc/hosts may lead everybody to himself",
         )
-    return _Finding("address", "ok", f"{own}{_interface(own)} leads to {towards}")
+    return _Finding("address", "ok", f"{address}{_interface(address)} leads to {towards}")
 
 
 def _interface(address: str) -> str:
@@ -194,9 +194,10 @@ def _key(config: "RunConfig", keys: "Keys | None") -> _Finding:
             f"the run file has no [peers], so what the machines send is not encrypted; {known}",
             "make keys with gossamer keys new NAME, unless all machines are in one network that you trust",
         )
-    mine = sorted(keys.numbers(keys.certificate))
+    numbers_held = sorted(keys.numbers(keys.certificate))
     numbers = (
-        ", ".join("the server" if number == config.workers else f"worker {number}" for number in mine) or "no worker"
+        ", ".join("the server" if number == config.workers else f"worker {number}" for number in numbers_held)
+        or "no worker"
     )
     return _Finding(
         "key", "ok", f"'{keys.path}' is {keys.name(keys.certificate)} of the run file, which may be {numbers}"
@@ -249,7 +250,7 @@ def _gigabytes(size: float) -> str:
     return f"{size / 1e9:,.2f} GB"
 
 
-def _port(here: tuple[str, int] | None, own: str | None, keys: "Keys | None") -> Iterator[_Finding]:
+def _port(here: tuple[str, int] | None, address: str | None, keys: "Keys | None") -> Iterator[_Finding]:
     """Whether this machine can listen; with an address, it answers the others there until Ctrl-C."""
     from gossamer.errors import TransportError
     from gossamer.transport.secret import environment_secret
@@ -301,7 +302,7 @@ def _port(here: tuple[str, int] | None, own: str | None, keys: "Keys | None") ->
         server.close()
 
 
-def _way(host: str, port: int, own: str | None, keys: "Keys | None") -> Iterator[_Finding]:
+def _way(host: str, port: int, address: str | None, keys: "Keys | None") -> Iterator[_Finding]:
     """Findings about the connection to another machine."""
     from gossamer.errors import PeerError, TransportError
     from gossamer.transport.secret import environment_secret
@@ -320,7 +321,7 @@ def _way(host: str, port: int, own: str | None, keys: "Keys | None") -> Iterator
             )
             return
         with contextlib.ExitStack() as until:
-            back = None if own is None else until.enter_context(listen(own, 0))
+            back = None if address is None else until.enter_context(listen(address, 0))
             way = examine(at, secret, keys, back)
     except (OSError, PeerError, TransportError) as error:
         fact, remedy = _out_of_reach(error, host, port)
@@ -336,7 +337,7 @@ def _way(host: str, port: int, own: str | None, keys: "Keys | None") -> Iterator
         )
         return
     yield _Finding("peer", "ok", f"{at} answers in {1e3 * way.round_trip_s:.3g} ms, and has {who}")
-    yield _way_back(way.seen_as, own, way.reached_back)
+    yield _way_back(way.seen_as, address, way.reached_back)
     yield _Finding("link", "ok", f"{way.up_bps / 1e6:.3g} Mbit/s there and {way.down_bps / 1e6:.3g} Mbit/s back")
     words = f"that of {at} is {abs(way.clock_ahead_s):.3g} s {'ahead' if way.clock_ahead_s > 0 else 'behind'}"
     if abs(way.clock_ahead_s) > _CLOCK_S + way.round_trip_s:
@@ -370,13 +371,13 @@ def _out_of_reach(error: Exception, host: str, port: int) -> tuple[str, str]:
     raise AssertionError(error)
 
 
-def _way_back(seen_as: str, own: str | None, reached: bool) -> _Finding:
+def _way_back(seen_as: str, address: str | None, reached: bool) -> _Finding:
     if reached:
         return _Finding("way back", "ok", f"this machine can be reached at {seen_as}")
-    nat = "" if seen_as == own else f" that is seen as {seen_as}"
+    nat = "" if seen_as == address else f" that is seen as {seen_as}"
     return _Finding(
         "way back",
         "warning",
-        f"this machine ({own}{nat}) cannot be reached from there, as behind NAT or a firewall",
+        f"this machine ({address}{nat}) cannot be reached from there, as behind NAT or a firewall",
         "it can take part, as it dials and others use its connection; it cannot be the one that others join",
     )

@@ -43,16 +43,16 @@ def command(
             )
     for path in paths:
         require_private_key(path)
-    found = [(name or path.stem, path, certificate_of(path)) for path in paths]
+    keys = [(name or path.stem, path, certificate_of(path)) for path in paths]
     if json:
         shown = [
-            (named, path, certificate_fingerprint(raw), base64.b64encode(raw).decode()) for named, path, raw in found
+            (named, path, certificate_fingerprint(raw), base64.b64encode(raw).decode()) for named, path, raw in keys
         ]
         print_json(
             {"keys": [dict(zip(("name", "file", "fingerprint", "certificate"), one, strict=True)) for one in shown]}
         )
         return
-    for named, path, raw in found:
+    for named, path, raw in keys:
         echo(f"# the key is in {path}, and stays there; {certificate_fingerprint(raw)}")
         echo(f'[peers.{_key(named)}]\ncertificate = "{base64.b64encode(raw).decode()}"\n')
     if action == "new":

@@ -110,17 +110,17 @@ def command(
     links, cut, made, priced, choice = _planned(links, network, options, json=json)
     if not json:
         _print(made, cut, priced, choice, options)
-    found, best = None, choice.best
+    result, best = None, choice.best
     if asked.race is not None:
-        found = race(made, choice, _racers(made, priced), network, asked, output)
-        best = found.candidates[found.taken]
+        result = race(made, choice, _racers(made, priced), network, asked, output)
+        best = result.candidates[result.taken]
     text = _run_file(made, best, options, options.out or Path("planned.toml"))
     passes = _passes(text)
     if json:
-        print_json({**_facts(made, cut, priced, choice, found, options), "passes": passes})
+        print_json({**_facts(made, cut, priced, choice, result, options), "passes": passes})
     else:
-        if found is not None:
-            print_race(found)
+        if result is not None:
+            print_race(result)
         for sentence in _doubts(links, choice, passes):
             print_sentence(sentence)
     if options.out is not None:
@@ -148,7 +148,7 @@ def _planned(
     from gossamer.run.planning.plan import plan
     from gossamer.run.planning.planned_stages import plan_in_stages
 
-    links, model, step = _what(links, options, file)
+    links, model, step = _timed_model(links, options, file)
     settings = _settings(options, step, parameter_count(model, step["vocab_size"]))
     boundaries, cut = _boundaries(options), None
     if options.memory_bytes is not None:
@@ -300,14 +300,23 @@ def _tokens(options: PlanOptions, parameters: int, vocab_size: int) -> "tuple[fl
 
 
 def _facts(
-    made: "RunPlan", cut: "StagePlan | None", priced: "Priced", choice: "Pick", found: Race | None, options: PlanOptions
+    made: "RunPlan",
+    cut: "StagePlan | None",
+    priced: "Priced",
+    choice: "Pick",
+    result: Race | None,
+    options: PlanOptions,
 ) -> dict[str, Any]:
     """A plan as JSON."""
 
-    def of(one: "Candidate") -> dict[str, Any]:
-        expected = {"loss": choice.loss(one), "above_choice": choice.above_best(one)}
-        read = {"hours": choice.hours_of(one), "tokens": choice.tokens_of(one), "whole_round": choice.whole_round(one)}
-        return {**one._asdict(), **read, **expected}
+    def of(candidate: "Candidate") -> dict[str, Any]:
+        expected = {"loss": choice.loss(candidate), "above_choice": choice.above_best(candidate)}
+        read = {
+            "hours": choice.hours_of(candidate),
+            "tokens": choice.tokens_of(candidate),
+            "whole_round": choice.whole_round(candidate),
+        }
+        return {**candidate._asdict(), **read, **expected}
 
     return {
         "parameters": made.parameters,
@@ -318,7 +327,7 @@ def _facts(
         "chosen": of(choice.best),
         "undecided": [of(one) for one in choice.undecided],
         "candidates": [of(one) for one in [*made.candidates, *priced.candidates]],
-        "race": None if found is None else race_facts(found),
+        "race": None if result is None else race_facts(result),
         "outside": choice.scale.outside,
         "unpriced": priced.unpriced,
         "run_file": options.out,
@@ -333,7 +342,7 @@ def _facts(
     }
 
 
-def _what(network: "Network", options: PlanOptions, file: Path) -> "tuple[Network, ModelConfig, dict[str, int]]":
+def _timed_model(network: "Network", options: PlanOptions, file: Path) -> "tuple[Network, ModelConfig, dict[str, int]]":
     """The network with seconds that are those of the model to plan for, that model, and the size of its inner step.
 
     Seconds of another model or inner step than the one to plan for are scaled by its multiplications.
@@ -381,17 +390,17 @@ def _vocabulary(options: PlanOptions) -> int | None:
         return options.vocab
     from gossamer.data.tokenizer import vocabulary
 
-    own = vocabulary(options.tokenizer)
-    if own is None and options.vocab is None:
+    size = vocabulary(options.tokenizer)
+    if size is None and options.vocab is None:
         raise ConfigError(
             f"--tokenizer is '{options.tokenizer}', which is not on this machine, so nothing says how many tokens it has; give "
             "--vocab, or the path of its file"
         )
-    if own is not None and options.vocab not in (None, own):
+    if size is not None and options.vocab not in (None, size):
         raise ConfigError(
-            f"--vocab is {options.vocab:,} and '{options.tokenizer}' has {own:,} tokens; leave --vocab out, or correct it"
+            f"--vocab is {options.vocab:,} and '{options.tokenizer}' has {size:,} tokens; leave --vocab out, or correct it"
         )
-    return options.vocab if own is None else own
+    return options.vocab if size is None else size
 
 
 def _check_seconds(network: "Network", options: PlanOptions, file: Path) -> None:
@@ -497,12 +506,12 @@ def _print(made: "RunPlan", cut: "StagePlan | None", priced: "Priced", choice: "
 
 def _hours_to_loss(made: "RunPlan", choice: "Pick", options: PlanOptions) -> float | None:
     """Hours until the choice reaches the loss asked for; infinite where a law excludes it, None where it is unknown."""
-    own, law = choice.best.penalty(choice.scale), made.options.law
-    if options.loss is None or own is None:
+    penalty, law = choice.best.penalty(choice.scale), made.options.law
+    if options.loss is None or penalty is None:
         return None
     if law is None:
         return choice.hours_to_loss(choice.best)
-    return choice.hours_of(choice.best) * law.times_as_many(options.loss, own.nats)
+    return choice.hours_of(choice.best) * law.times_as_many(options.loss, penalty.nats)
 
 
 def _recommendation(choice: "Pick", candidates: "Sequence[Candidate]", *, asked: bool) -> str:
@@ -531,41 +540,41 @@ def _recommendation(choice: "Pick", candidates: "Sequence[Candidate]", *, asked:
     )
 
 
-def _codecs(one: "Candidate") -> str:
+def _codecs(candidate: "Candidate") -> str:
     """The codec of each direction, in words."""
-    from gossamer.run.planning.choice import ALONE, codec_words
+    from gossamer.run.planning.choice import ALONE, format_codecs
 
-    there, _, back = codec_words(one).partition(", ")
-    if one.method == ALONE:
+    there, _, back = format_codecs(candidate).partition(", ")
+    if candidate.method == ALONE:
         return ""
     return f", {there} there and {back} back" if back and back != there else f", {there}"
 
 
-def _team(one: "Candidate") -> str:
+def _team(candidate: "Candidate") -> str:
     """The participants, in words."""
-    n, gone = len(one.local_steps) + len(one.left_out), {*one.left_out}
-    if one.site > 1:
-        return f" between {n} sites of {one.site} workers, each of which trains as one"
+    n, gone = len(candidate.local_steps) + len(candidate.left_out), {*candidate.left_out}
+    if candidate.site > 1:
+        return f" between {n} sites of {candidate.site} workers, each of which trains as one"
     staying = [i for i in range(n) if i not in gone]
     if not gone:
         return f" on all {n} workers" if n > 1 else ""
     if len(staying) == 1:
         return f" (worker {staying[0]})"
     if len(gone) < len(staying):
-        return f" without {one.dropped}"
+        return f" without {candidate.dropped}"
     return f" on workers {', '.join(map(str, staying))}" if len(staying) <= 8 else f" on {len(staying)} of {n} workers"
 
 
-def _as_ddp(choice: "Pick", one: "Candidate") -> str:
+def _as_ddp(choice: "Pick", candidate: "Candidate") -> str:
     """How data parallelism is priced, and its time with the messages as Gossamer sends them."""
     from gossamer.report.table import digits_text
     from gossamer.run.planning.plan import BACKWARD
 
-    assert one.unhidden_round_s is not None
+    assert candidate.unhidden_round_s is not None
     ways = {"owners": "through owners of chunks", "ring": "along a ring", "tree": "along a tree"}
-    hours = choice.hours_of(one) * one.unhidden_round_s / one.round_s
+    hours = choice.hours_of(candidate) * candidate.unhidden_round_s / candidate.round_s
     return (
-        f"data parallelism as DDP runs it: all-reduce {ways[one.collective]}, of which backward hides up to "
+        f"data parallelism as DDP runs it: all-reduce {ways[candidate.collective]}, of which backward hides up to "
         f"{BACKWARD:.0%} of a step; gossamer train sends after the step, in {digits_text(hours)} h"
     )
 

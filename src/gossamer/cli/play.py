@@ -57,9 +57,11 @@ def again(film: "Film", record: Path) -> None:
 
     with working(f"training {len(film.frames)} rounds again"):
         made = [*filmed(film.head["seed"], film.actions)]
-    found = Film(made[0][0], [frame for _, frame in made])
-    write_film(record, found)
-    differs = next((one["round"] for one, other in zip(found.frames, film.frames, strict=True) if one != other), None)
+    repeated = Film(made[0][0], [frame for _, frame in made])
+    write_film(record, repeated)
+    differs = next(
+        (one["round"] for one, other in zip(repeated.frames, film.frames, strict=True) if one != other), None
+    )
     same = "the same to the last digit" if differs is None else f"other from round {differs} on"
     echo(f"film: {record}, {len(made)} rounds, {same} as in the film that was given")
 

@@ -79,8 +79,8 @@ class Race(NamedTuple):
     @property
     def taken(self) -> str:
         """The label of the plan's choice, or of the lowest for the planned model where the race separates the two."""
-        found = self.planned_standing
-        return self.choice if found is None or found.may_be_best(self.choice) else found.best
+        standing = self.planned_standing
+        return self.choice if standing is None or standing.may_be_best(self.choice) else standing.best
 
     @property
     def seconds(self) -> float:
@@ -131,13 +131,13 @@ def race(
         label_of,
         opened_race,
         race_standings,
-        with_alone,
+        with_single_machine,
     )
     from gossamer.run.planning.choice import shortlist
     from gossamer.run.planning.expected_loss import LossScale
     from gossamer.settings.schema import build
 
-    began, some = time.monotonic(), with_alone(made, shortlist(choice, candidates))
+    began, some = time.monotonic(), with_single_machine(made, shortlist(choice, candidates))
     assert asked.race is not None
     if len(some) < 2:
         raise ConfigError(
@@ -176,13 +176,13 @@ def race(
     )
     seeds, losses, standing = race_standings(runs, ended)
     parameters = parameter_count(build(ModelConfig, text["model"], "model"), 256)
-    found = Race(folder, report, text, raced, tuple(seeds), losses, standing, None, left, parameters, made.parameters)
+    result = Race(folder, report, text, raced, tuple(seeds), losses, standing, None, left, parameters, made.parameters)
     if standing is None:
-        return found
+        return result
     step_tokens = made.workers * text["data"]["seq_len"] * text["data"]["batch_size"]
-    tokens = found.tokens(found.choice)
-    scale = LossScale(parameters, made.workers, tokens, 256, steps=tokens / step_tokens, seconds=found.seconds)
-    return found._replace(planned_standing=carried_over(losses, raced, choice, scale))
+    tokens = result.tokens(result.choice)
+    scale = LossScale(parameters, made.workers, tokens, 256, steps=tokens / step_tokens, seconds=result.seconds)
+    return result._replace(planned_standing=carried_over(losses, raced, choice, scale))
 
 
 def _begun(
@@ -195,7 +195,7 @@ def _begun(
     from gossamer.run.experiments.race import courses, document, written_race
 
     _must_be_new(folder)
-    course = _fitting(courses(made, some), made, seconds, jobs)
+    course = _largest_that_fits(courses(made, some), made, seconds, jobs)
     text = document(course, made, made.options.source)
     for run in points(text):
         resolve(run.config)
@@ -214,7 +214,7 @@ def _must_be_new(folder: Path) -> None:
         )
 
 
-def _fitting(ways: "Iterable[Course]", made: "RunPlan", seconds: float, jobs: int) -> "Course":
+def _largest_that_fits(ways: "Iterable[Course]", made: "RunPlan", seconds: float, jobs: int) -> "Course":
     """The largest way of which three seeds fit the seconds, by the measured seconds of an inner step of each model.
 
     Args: the smallest of the ways comes first.
@@ -230,7 +230,7 @@ def _fitting(ways: "Iterable[Course]", made: "RunPlan", seconds: float, jobs: in
     from gossamer.run.worker.step_time import step_time
     from gossamer.transport.processes.launch import available_cores
 
-    step_s, found = dict[int, float](), None
+    step_s, largest = dict[int, float](), None
     for way in ways:  # a model is only timed where the next smaller way fits
         if way.parameters not in step_s:
             say(f"timing an inner step of a model of {way.parameters:,} parameters")
@@ -249,7 +249,7 @@ def _fitting(ways: "Iterable[Course]", made: "RunPlan", seconds: float, jobs: in
             )
         )
         if takes > _SHARE * seconds:
-            if found is None:
+            if largest is None:
                 minutes, first = math.ceil(takes / _SHARE / 60), way.entrants[0]
                 raise ConfigError(
                     f"--race got {seconds / 60:g} minutes, and {_SEEDS} seeds of {len(way.entrants)} candidates take about "
@@ -257,86 +257,86 @@ def _fitting(ways: "Iterable[Course]", made: "RunPlan", seconds: float, jobs: in
                     f"{minutes:,}, or fewer --local-steps"
                 )
             break
-        found = way
-    assert found is not None, "there is a way for each model"
-    return found
+        largest = way
+    assert largest is not None, "there is a way for each model"
+    return largest
 
 
-def race_facts(found: Race) -> dict[str, Any]:
+def race_facts(result: Race) -> dict[str, Any]:
     """A race as JSON."""
     from gossamer.run.planning.choice import Candidate
 
-    def of(label: str, one: Candidate) -> dict[str, Any]:
-        stands = None if found.standing is None else found.standing.above.get(label)
+    def of(label: str, candidate: Candidate) -> dict[str, Any]:
+        stands = None if result.standing is None else result.standing.above.get(label)
         return {
             "label": label,
-            "chosen": label == found.choice,
-            "rounds": found.rounds(label),
-            "last_local_steps": found.last(label),
-            "round_s": one.round_s,
-            "tokens": found.tokens(label),
-            "losses": found.losses[label],
+            "chosen": label == result.choice,
+            "rounds": result.rounds(label),
+            "last_local_steps": result.last(label),
+            "round_s": candidate.round_s,
+            "tokens": result.tokens(label),
+            "losses": result.losses[label],
             "above": None if stands is None else {"nats": stands.mean, "half": stands.half},
-            "alike": found.standing is not None and label in found.standing.alike,
+            "alike": result.standing is not None and label in result.standing.alike,
         }
 
     return {
-        "folder": found.folder,
-        "report": found.report,
-        "parameters": found.parameters,
-        "source": found.text["data"]["source"],
-        "seeds": found.seeds,
-        "best": None if found.standing is None else found.standing.best,
-        "decided": found.standing is not None and found.standing.decided,
-        "taken": found.taken,
-        "candidates": [of(label, one) for label, one in found.candidates.items()],
-        "left": found.left,
+        "folder": result.folder,
+        "report": result.report,
+        "parameters": result.parameters,
+        "source": result.text["data"]["source"],
+        "seeds": result.seeds,
+        "best": None if result.standing is None else result.standing.best,
+        "decided": result.standing is not None and result.standing.decided,
+        "taken": result.taken,
+        "candidates": [of(label, one) for label, one in result.candidates.items()],
+        "left": result.left,
     }
 
 
-def print_race(found: Race) -> None:
+def print_race(result: Race) -> None:
     """Prints the standing of the candidates."""
     from gossamer.report.table import digits_text
 
-    standing, n = found.standing, len(found.seeds)
+    standing, n = result.standing, len(result.seeds)
     echo()
     echo(
-        f"race of {len(found.candidates)} candidates over {digits_text(found.seconds / 3600)} h of the network, with a model of "
-        f"{found.parameters:,} parameters on '{found.text['data']['source']}', {n} seed{'s' * (n != 1)}"
+        f"race of {len(result.candidates)} candidates over {digits_text(result.seconds / 3600)} h of the network, with a model "
+        f"of {result.parameters:,} parameters on '{result.text['data']['source']}', {n} seed{'s' * (n != 1)}"
     )
-    for label, why in found.left.items():
+    for label, why in result.left.items():
         echo(f"not raced: {label}: {why}")
     if standing is None:
         echo("no seed has ended with all candidates; the same command with --resume goes on")
         return
-    means = {label: sum(some) / n for label, some in found.losses.items()}
+    means = {label: sum(some) / n for label, some in result.losses.items()}
     labels = sorted(means, key=means.__getitem__)
     rows = []
     for label in labels:
-        one, stands = found.candidates[label], standing.above.get(label)
+        one, stands = result.candidates[label], standing.above.get(label)
         gap = "lowest" if label == standing.best else "diverged"
         if stands is not None:
             gap = f"{stands.mean:+.4f}" + ("" if stands.half is None else f" ± {stands.half:.4f}")
-        part = max(found.last(label)) / one.full_steps
-        rounds = str(found.rounds(label)) if part == 1 else f"{found.rounds(label) - 1 + part:.2f}"
-        sizes = (rounds, f"{one.round_s:.4g}", f"{found.tokens(label):.3g}")
+        part = max(result.last(label)) / one.full_steps
+        rounds = str(result.rounds(label)) if part == 1 else f"{result.rounds(label) - 1 + part:.2f}"
+        sizes = (rounds, f"{one.round_s:.4g}", f"{result.tokens(label):.3g}")
         rows.append((label, *sizes, f"{means[label]:.4f}", gap))
     headings = ("candidate", "rounds", "s a round", "tokens", "loss", "above the lowest")
     print_table(headings, rows, bold=labels.index(standing.best))
     echo(
         "loss: nats a byte of the small model, mean of the seeds, 95 % interval of the paired difference; with "
-        f"{found.planned:,} parameters losses are others, and their order may be"
+        f"{result.planned:,} parameters losses are others, and their order may be"
     )
-    echo(_verdict(found, standing))
-    changes = f"what the plan expects to change with {found.planned:,} parameters and their rounds"
-    echo(f"taken: {found.taken}, by these losses and {changes}")
-    echo(f"race: {found.folder}")
-    echo(f"report: {found.report}")
+    echo(_verdict(result, standing))
+    changes = f"what the plan expects to change with {result.planned:,} parameters and their rounds"
+    echo(f"taken: {result.taken}, by these losses and {changes}")
+    echo(f"race: {result.folder}")
+    echo(f"report: {result.report}")
 
 
-def _verdict(found: Race, standing: "Standing") -> str:
+def _verdict(result: Race, standing: "Standing") -> str:
     """The leader, whether that is decided, and the standing of the plan's choice."""
-    if len(found.seeds) < 2:
+    if len(result.seeds) < 2:
         return (
             f"verdict: {standing.best} ends lowest; one seed decides nothing: the same command with --resume runs more"
         )
@@ -345,7 +345,7 @@ def _verdict(found: Race, standing: "Standing") -> str:
     else:
         alike = " and ".join(standing.alike)
         words = f"verdict: {standing.best} ends lowest in the mean, and does not clearly differ from {alike}"
-    if found.choice == standing.best:
+    if result.choice == standing.best:
         return f"{words}; it is the choice of the plan"
-    where = "is one of these" if found.choice in standing.alike else "ends higher"
-    return f"{words}; the choice of the plan, {found.choice}, {where}"
+    where = "is one of these" if result.choice in standing.alike else "ends higher"
+    return f"{words}; the choice of the plan, {result.choice}, {where}"

@@ -254,9 +254,9 @@ def is_resumable(folder: Path) -> bool:
 def whole_numbers(option: str, text: str) -> list[int]:
     """The numbers of an option such as `--seeds 0,1,2`. Raises ConfigError for anything else, and for a number given twice."""
     try:
-        found = [int(word) for word in text.split(",")]
+        numbers = [int(word) for word in text.split(",")]
     except ValueError:
         raise ConfigError(f"{option} got '{text}'; write whole numbers with commas, such as 15,30") from None
-    if twice := sorted({one for one in found if found.count(one) > 1}):
+    if twice := sorted({one for one in numbers if numbers.count(one) > 1}):
         raise ConfigError(f"{option} got '{text}' with {twice[0]} more than once; name each number once")
-    return found
+    return numbers

@@ -29,24 +29,24 @@ def command(run: Annotated[str, Parameter(name="RUN")], /, *, peers: Path | None
         of_store = store_status(run, peers=peers)
         print_json(of_store) if json else _print_store(of_store)
     else:
-        found = run_status(folder)
-        print_json(found) if json else _print(found)
+        status = run_status(folder)
+        print_json(status) if json else _print(status)
 
 
-def _print_store(found: "StoreStatus") -> None:
+def _print_store(status: "StoreStatus") -> None:
     from gossamer.cli.tables import print_table
 
     did, of = (
         ("the last event was added", "the server after event")
-        if found.server
+        if status.server
         else ("the last was closed", "a worker after round")
     )
-    last = "" if found.closed_by is None else f"; {did} by worker {found.closed_by}, {_age(found.age_s)} ago"
-    echo(f"{found.store}: {found.round} of {found.rounds} rounds are closed{last}")
-    echo(f"states of {of}: {', '.join(map(str, found.states)) or 'none yet'}")
+    last = "" if status.closed_by is None else f"; {did} by worker {status.closed_by}, {_age(status.age_s)} ago"
+    echo(f"{status.store}: {status.round} of {status.rounds} rounds are closed{last}")
+    echo(f"states of {of}: {', '.join(map(str, status.states)) or 'none yet'}")
     rows = [
         [str(one.worker), one.standing, str(one.lives), str(one.steps), "yes" if one.counted else "no"]
-        for one in found.workers
+        for one in status.workers
     ]
     print_table(
         [
@@ -54,26 +54,26 @@ def _print_store(found: "StoreStatus") -> None:
             "slot",
             "processes so far",
             "inner steps",
-            "in the last event" if found.server else "in the last round",
+            "in the last event" if status.server else "in the last round",
         ],
         rows,
         text=2,
     )
 
 
-def _print(found: "RunStatus") -> None:
+def _print(status: "RunStatus") -> None:
     from gossamer.cli.tables import print_table
 
-    standings = [one.standing for one in found.workers]
+    standings = [one.standing for one in status.workers]
     counted = ", ".join(f"{standings.count(one)} {one}" for one in dict.fromkeys(standings))
-    echo(f"{found.name} ({found.kind}): {found.round} of {found.rounds} rounds; workers: {counted}")
-    if found.note:
-        echo(found.note)
-    elif found.answered:
-        echo(f"asked now: worker {', '.join(map(str, found.answered))}")
-    if found.refused:
-        echo(f"refused: {', '.join(f'{who} ({count})' for who, count in found.refused.items())}")
-    for one in found.workers:
+    echo(f"{status.name} ({status.kind}): {status.round} of {status.rounds} rounds; workers: {counted}")
+    if status.note:
+        echo(status.note)
+    elif status.answered:
+        echo(f"asked now: worker {', '.join(map(str, status.answered))}")
+    if status.refused:
+        echo(f"refused: {', '.join(f'{who} ({count})' for who, count in status.refused.items())}")
+    for one in status.workers:
         if one.slowed is not None:
             echo(
                 f"worker {one.worker} has slowed down: {one.slowed:.1f} times its usual seconds of a step for three rounds"
@@ -92,7 +92,7 @@ def _print(found: "RunStatus") -> None:
             str(one.declined),
             *_seconds(one.seconds),
         ]
-        for one in found.workers
+        for one in status.workers
     ]
     print_table(headings, rows, text=2)
 
@@ -113,11 +113,11 @@ def _age(age_s: float | None) -> str:
     return f"{age_s / 86400:.0f} d"
 
 
-def _seconds(one: "RoundSeconds | None") -> list[str]:
+def _seconds(spent: "RoundSeconds | None") -> list[str]:
     """The seconds of a round by kind, and the peer that was waited for longest."""
-    if one is None:
+    if spent is None:
         return ["-"] * 6
-    kinds = (one.total_s, one.compute_s, one.transfer_s, one.waiting_s, one.other_s)
-    peer = max(one.waiting_for, key=lambda peer: one.waiting_for[peer], default=None)
+    kinds = (spent.total_s, spent.compute_s, spent.transfer_s, spent.waiting_s, spent.other_s)
+    peer = max(spent.waiting_for, key=lambda peer: spent.waiting_for[peer], default=None)
     named = "-" if peer is None else "server" if peer < 0 else str(peer)
     return [*(f"{seconds:.2f}" for seconds in kinds), named]

@@ -42,7 +42,7 @@ def command(
         raise ConfigError(f"--round got {round}; give a round, from 0 on")
     topology = make_topology(name, workers, seed=seed, **parse_overrides([*overrides]))
     with uncollected():
-        found = outlook(topology, alpha=alpha, gamma=momentum)
+        predicted = outlook(topology, alpha=alpha, gamma=momentum)
         drawn = draw_round(topology, round)
     if json:
         rows = [dict(row) for row in topology.mixing(round).rows]
@@ -52,10 +52,10 @@ def command(
                 "workers": topology.n,
                 "round": round,
                 "weights": rows,
-                **gossip_facts(topology, found),
+                **gossip_facts(topology, predicted),
             }
         )
         return
     echo(drawn)
     echo()
-    echo(gossip_table(topology, found))
+    echo(gossip_table(topology, predicted))

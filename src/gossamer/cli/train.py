@@ -135,7 +135,7 @@ def command(
         open_.enter_context(output.silenced())
         if tells:
             open_.enter_context(output.watching(folder))
-        if _shows():
+        if _shows_progress():
             open_.enter_context(output.showing()).follow(run.name, folder, run.record.print_every)
         if way.local is not None:
             words = _words_of_workers(file, folder, changes, resumed, silent=output.silent, allow_code=allow_code)
@@ -144,7 +144,7 @@ def command(
             _train_one(run, folder, join, served, resume=resumed, meeting=meeting)
     if code == 0 and output.json:
         print_json(_result(run, folder, way.local, served))
-    elif way.local is not None or (run.kind == "rounds" and not _goes_on(run) and _shows()):
+    elif way.local is not None or (run.kind == "rounds" and not _survives_a_worker(run) and _shows_progress()):
         _say_how_it_ended(run, folder, code)
     return code
 
@@ -281,7 +281,7 @@ def _listen_at(address: str, config: "ResolvedRun", join: str | None, among: "Am
     The first machine of a run in rounds gets its place here: the store of the run is at this address, and the workers listen at
     the next ports. Raises: ConfigError where no worker can join.
     """
-    from gossamer.run.participant.seat import LISTEN
+    from gossamer.run.participant.rendezvous import LISTEN
     from gossamer.transport.processes.interfaces import announced_address
     from gossamer.transport.sockets.addresses import shown, split
 
@@ -289,7 +289,7 @@ def _listen_at(address: str, config: "ResolvedRun", join: str | None, among: "Am
         host, port = split(address)
     except ValueError:
         raise ConfigError(f"--listen got '{address}'; give HOST:PORT, such as 10.0.0.1:29400") from None
-    may_be_joined = config.kind == "server" or _goes_on(config)
+    may_be_joined = config.kind == "server" or _survives_a_worker(config)
     if not (may_be_joined or config.peers):
         raise ConfigError(
             f"--listen got '{address}', and the run has neither [peers] nor run.elastic = true, so nobody can join it; add one "
@@ -316,11 +316,11 @@ def _join_at(address: str, config: "ResolvedRun") -> None:
         ) from None
     for name in ("RANK", "TORCHELASTIC_USE_AGENT_STORE"):  # of a launcher: the number follows from the key
         os.environ.pop(name, None)
-    own = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "WORLD_SIZE": str(config.workers)}
-    os.environ.update({**own, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
+    rendezvous = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "WORLD_SIZE": str(config.workers)}
+    os.environ.update({**rendezvous, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
 
 
-def _goes_on(config: "ResolvedRun") -> bool:
+def _survives_a_worker(config: "ResolvedRun") -> bool:
     """Whether the others continue without a worker that dies, and another may join."""
     return config.run.elastic or config.kind in ("pair", "no waiting")
 
@@ -350,7 +350,7 @@ def _check_place(config: "ResolvedRun", among: "Among", local: int | None) -> No
         )
 
 
-def _shows() -> bool:
+def _shows_progress() -> bool:
     """Whether this process shows progress: our launcher, or the first process on this machine under another launcher."""
     return multiprocessing.parent_process() is None and os.environ.get("LOCAL_RANK", "0") == "0"
 
@@ -454,7 +454,7 @@ def _result(config: "ResolvedRun", folder: Path, local: int | None, served: Serv
     # An evaluation may be of an earlier round than what the workers have validated since.
     newest = max([-1, *(line["round"] for line in (scored, *validated.values()) if line is not None)])
     losses = [line.get("loss") for line in validated.values() if line["round"] == newest]
-    own = [] if None in losses else [float(loss) for loss in losses if loss is not None]
+    finished_losses = [] if None in losses else [float(loss) for loss in losses if loss is not None]
     return {
         "folder": folder,
         "name": config.name,
@@ -462,7 +462,7 @@ def _result(config: "ResolvedRun", folder: Path, local: int | None, served: Serv
         "rounds": config.rounds,
         "round": newest + 1,
         "loss": scored.get("loss") if scored is not None and scored["round"] == newest else None,
-        "loss_of_workers": math.fsum(own) / len(own) if own else None,
+        "loss_of_workers": math.fsum(finished_losses) / len(finished_losses) if finished_losses else None,
         "validation": {worker: line.get("loss") for worker, line in validated.items()},
     }
 
@@ -510,7 +510,7 @@ def _start_workers(
     from gossamer.transport.processes.local import STOPPED, run_local, run_served
     from gossamer.transport.secret import folder_secret
 
-    goes_on = _goes_on(config)
+    goes_on = _survives_a_worker(config)
     if restarts and (goes_on or config.kind == "server"):
         raise ConfigError(
             f"--restarts is {restarts}, and the others of this run go on without a worker that dies; start that one alone again"

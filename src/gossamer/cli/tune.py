@@ -58,15 +58,15 @@ def command(
         methods = contenders(document, scale=scale)
         check_experiment(method.config for method in methods)
         with holding(out, None), output.silenced(), leaving(ALL_SAVE) as asked:
-            found = tune(methods, out, jobs=jobs, resume=resume, asked=asked.is_set)
+            tuned = tune(methods, out, jobs=jobs, resume=resume, asked=asked.is_set)
     assert file is not None  # or it had been refused
     page, chosen = out / "tune.md", out / "tuned.toml"
-    atomic_write(page, f"# Tuned with one budget\n\n{tuned_page(found)}".encode())
-    atomic_write(chosen, tuned_file(document, found, file.name, scale=scale).encode())
+    atomic_write(page, f"# Tuned with one budget\n\n{tuned_page(tuned)}".encode())
+    atomic_write(chosen, tuned_file(document, tuned, file.name, scale=scale).encode())
     if output.json:
-        print_json({"report": page, "file": chosen, "methods": [_plain(one) for one in found]})
+        print_json({"report": page, "file": chosen, "methods": [_plain(one) for one in tuned]})
     else:
-        echo("\n".join(_lines(one)[0] for one in found))
+        echo("\n".join(_lines(one)[0] for one in tuned))
         echo(f"report: {page}\nfile: {chosen}")
 
 
@@ -78,19 +78,19 @@ def _loss(losses: Sequence[float]) -> float:
     return math.fsum(losses) / len(losses)
 
 
-def _lines(one: "Tuned") -> list[str]:
+def _lines(tuned: "Tuned") -> list[str]:
     """The settings chosen for a method, in sentences."""
-    found, contender = one.found, one.contender
-    if found is None:
+    result, contender = tuned.result, tuned.contender
+    if result is None:
         return [f"{contender.row.label}: the search has not ended"]
-    spent = f"{found.spent:,} of {contender.asked.budget_tokens:,} tokens"
-    if found.best is None:
+    spent = f"{result.spent:,} of {contender.asked.budget_tokens:,} tokens"
+    if result.best is None:
         where = "of the final" if contender.asked.final_seeds else "that was run to the end"
         return [f"{contender.row.label}: every setting {where} has diverged ({spent}); lower tune.lr"]
-    loss = next(_loss(losses) for trial, losses in one.losses.items() if trial == (found.best, contender.deciding))
-    outer = f", (η, γ) = {_outer(found.best)}" if found.best.outer else ""
+    loss = next(_loss(losses) for trial, losses in tuned.losses.items() if trial == (result.best, contender.deciding))
+    outer = f", (η, γ) = {_outer(result.best)}" if result.best.outer else ""
     ends = {"lr": "the learning rate", "outer_lr": "η", "momentum": "γ"}
-    open_in = [ends[edge] for edge in found.edges]
+    open_in = [ends[edge] for edge in result.edges]
     if not open_in:
         where = "an interior optimum"
     elif contender.asked.grid == "cross":  # which grows on both sides of the best as long as it is paid for
@@ -98,38 +98,38 @@ def _lines(one: "Tuned") -> list[str]:
     else:
         where = f"at the edge of {' and of '.join(open_in)}"
     return [
-        f"{contender.row.label}: lr {contender.lr(found.best):g}{outer}, loss {loss:.4f}, "
-        f"{where} ({spent}, {len(one.losses)} trials)"
+        f"{contender.row.label}: lr {contender.lr(result.best):g}{outer}, loss {loss:.4f}, "
+        f"{where} ({spent}, {len(tuned.losses)} trials)"
     ]
 
 
-def tuned_page(found: "Sequence[Tuned]") -> str:
+def tuned_page(tuned: "Sequence[Tuned]") -> str:
     """All that was tried for each method, as Markdown."""
     from gossamer.report.table import DASH, markdown_lines, markdown_text
 
     parts = list[str]()
-    for one in found:
-        contender = one.contender
+    for method in tuned:
+        contender = method.contender
         heads = ["lr", *(["(η, γ)"] if contender.table else []), "steps", "tokens of a run", "loss", "each seed"]
         rows = []
-        for (setting, rung), losses in one.losses.items():
+        for (setting, rung), losses in method.losses.items():
             each = [DASH if math.isnan(loss) else f"{loss:.4f}" for loss in losses]
             mean = DASH if math.isnan(_loss(losses)) else f"{_loss(losses):.4f}"
             outer = [_outer(setting)] if contender.table else []
             sizes = [str(contender.steps(rung)), f"{contender.tokens(rung):,}"]
             rows.append([f"{contender.lr(setting):g}", *outer, *sizes, mean, ", ".join(each)])
         table = markdown_lines([heads, ["---:"] * len(heads), *rows])
-        lines = [f"## {contender.row.label}", *_lines(one)]
+        lines = [f"## {contender.row.label}", *_lines(method)]
         parts += [*(f"{markdown_text(line)}\n" for line in lines), table]
     return "\n".join(parts)
 
 
-def _plain(one: "Tuned") -> dict[str, Any]:
+def _plain(tuned: "Tuned") -> dict[str, Any]:
     from gossamer.run.experiments.search import Trial
 
-    found, contender = one.found, one.contender
-    assert found is not None  # all searches have ended
-    chosen = {} if found.best is None else contender.chosen(found.best)
+    result, contender = tuned.result, tuned.contender
+    assert result is not None  # all searches have ended
+    chosen = {} if result.best is None else contender.chosen(result.best)
     tried = [
         {
             "lr": contender.lr(setting),
@@ -138,14 +138,14 @@ def _plain(one: "Tuned") -> dict[str, Any]:
             "tokens": contender.space.cost(Trial(setting, rung)),
             "losses": losses,
         }
-        for (setting, rung), losses in one.losses.items()
+        for (setting, rung), losses in tuned.losses.items()
     ]
     return {
         "method": contender.row.label,
         "chosen": chosen,
-        "interior": found.best is not None and not found.edges,
-        "edges": found.edges,
-        "spent_tokens": found.spent,
+        "interior": result.best is not None and not result.edges,
+        "edges": result.edges,
+        "spent_tokens": result.spent,
         "budget_tokens": contender.asked.budget_tokens,
         "tried": tried,
     }

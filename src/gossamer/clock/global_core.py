@@ -72,11 +72,11 @@ class GlobalCore:
     def restore(self, state: GlobalState) -> None:
         """Continues from a state. Raises ValueError when it does not fit."""
         pairs = [*zip(self._states, state.states, strict=True)]
-        for mine, theirs in pairs:
-            must_fit(theirs, leaves(mine))
+        for current, saved in pairs:
+            must_fit(saved, leaves(current))
         if len(state.updates) != len(pairs):
             raise ValueError(f"updates of {len(state.updates)} fragments for {len(pairs)}")
-        self._states, self._updates = [refill(mine, theirs) for mine, theirs in pairs], state.updates
+        self._states, self._updates = [refill(current, saved) for current, saved in pairs], state.updates
         self._sent = {(region, p): updates for region, p, updates in state.sent}
 
     def model(self) -> Tensor:

@@ -101,7 +101,7 @@ class GossipRun(VirtualTimeLoop):
 
     def state(self) -> dict[str, Any]:
         """The part of a checkpoint for this loop; the learners have separate parts."""
-        published = [[(time_s, leaves(message)) for time_s, message in own] for own in self._published]
+        published = [[(time_s, leaves(message)) for time_s, message in versions] for versions in self._published]
         states = [leaves(worker.s) for worker in self._workers]
         return as_dicts(_GossipState(self._queue.state(), self._phases.state(), states, published))
 
@@ -130,11 +130,11 @@ class GossipRun(VirtualTimeLoop):
         report = self.learners[i].local_phase(number)
         present = [j for j, present in enumerate(self._phases.present) if present]
         mixing = self.topology.mixing(number, frozenset(present))
-        sent, own = self._workers[i].message(number, mixing), self._published[i]
+        sent, versions = self._workers[i].message(number, mixing), self._published[i]
         message, _ = self._options.transmit(sent, self.learners[i].layout, i, number)
-        own.append((self.time_s, message))
-        oldest_of_use = bisect_right(own, self.time_s - self._slowest_s, key=lambda version: version[0]) - 1
-        del own[:oldest_of_use]
+        versions.append((self.time_s, message))
+        oldest_of_use = bisect_right(versions, self.time_s - self._slowest_s, key=lambda version: version[0]) - 1
+        del versions[:oldest_of_use]
         self._queue.plan(self.time_s, DECISION, i, _Mix(i, number, present))
         return [Phase(start_s, self.time_s, i, number, report)]
 

@@ -33,10 +33,10 @@ class GossipWorker:
 
     def restore(self, x: Tensor, s: Sequence[Tensor]) -> None:
         """Resumes from these parameters and the leaves of a state. Raises ValueError when they do not fit."""
-        mine, theirs = [self.x, *leaves(self.s)], [x, *s]
-        must_fit(theirs, mine)
-        for own, saved in zip(mine, theirs, strict=True):
-            own.copy_(saved)
+        tensors, saved_tensors = [self.x, *leaves(self.s)], [x, *s]
+        must_fit(saved_tensors, tensors)
+        for tensor, saved in zip(tensors, saved_tensors, strict=True):
+            tensor.copy_(saved)
 
     def message(self, number: int, mixing: Mixing) -> Tree:
         """The message to publish after phase `number`."""

@@ -126,13 +126,13 @@ class PairRun(VirtualTimeLoop):
 
     def models(self) -> list[Tensor]:
         """The parameters `[P]` of each worker, all at the current virtual time."""
-        return [x for x, _ in self._advanced()]
+        return [x for x, _ in self._at_current_time()]
 
     def states(self) -> list[Tree]:
         """The rule's state of each worker, all at the current virtual time."""
-        return [s for _, s in self._advanced()]
+        return [s for _, s in self._at_current_time()]
 
-    def _advanced(self) -> list[tuple[Tensor, Tree]]:
+    def _at_current_time(self) -> list[tuple[Tensor, Tree]]:
         now_s = self.time_s
         return [self.rule.advance(peer.worker.x, peer.worker.s, now_s - peer.time_s) for peer in self._peers]
 
@@ -148,13 +148,13 @@ class PairRun(VirtualTimeLoop):
     def restore(self, state: Any) -> None:
         """Continues from a state. Raises ValueError, TypeError or KeyError when it does not fit."""
         saved, n = rebuilt(_PairState, state), len(self.learners)
-        for mine, theirs in zip(self._peers, saved.peers, strict=True):
-            worker = mine.worker
-            must_fit([theirs.x, theirs.start, *theirs.s], [worker.x, worker.start, *leaves(worker.s)])
-        for mine, (x, s, start, at_s, meets) in zip(self._peers, saved.peers, strict=True):
-            worker = mine.worker
+        for peer, saved_peer in zip(self._peers, saved.peers, strict=True):
+            worker = peer.worker
+            must_fit([saved_peer.x, saved_peer.start, *saved_peer.s], [worker.x, worker.start, *leaves(worker.s)])
+        for peer, (x, s, start, at_s, meets) in zip(self._peers, saved.peers, strict=True):
+            worker = peer.worker
             worker.x, worker.s, worker.start = x, refill(worker.s, s), start
-            mine.time_s, mine.meets = at_s, meets
+            peer.time_s, peer.meets = at_s, meets
         self._rng.bit_generator.state = saved.rng
         self._meetings, self._meeting_planned = saved.meetings, saved.planned
         self._phases.restore(saved.phases)
@@ -218,8 +218,8 @@ class PairRun(VirtualTimeLoop):
     ) -> list[Record]:
         if any(self._peers[k].meets != number for k in (i, j)):
             return []
-        for k, own, other in ((i, sent[0], sent[1]), (j, sent[1], sent[0])):
-            self._now(k).meet(own, other)
+        for k, message, other in ((i, sent[0], sent[1]), (j, sent[1], sent[0])):
+            self._now(k).meet(message, other)
             self._peers[k].meets = None
         return [
             Transfer("meet", start_s, self.time_s, i, j, 0, size),

@@ -203,8 +203,8 @@ class Phases:
 def ordered(absences: Sequence[Absence], workers: int) -> list[Absence]:
     """Absences in the order in which they happen. Raises ConfigError for those that contradict each other."""
     present = [True] * workers
-    found = sorted(absences, key=lambda absence: (absence.time_s, absence.worker))
-    for absence in found:
+    by_time = sorted(absences, key=lambda absence: (absence.time_s, absence.worker))
+    for absence in by_time:
         if not 0 <= absence.worker < workers or absence.time_s < 0:
             raise ConfigError(
                 f"{absence} is outside the run; give a worker from 0 to {workers - 1} and a time from 0 seconds on"
@@ -216,4 +216,4 @@ def ordered(absences: Sequence[Absence], workers: int) -> list[Absence]:
                 "alternate leave and return, leave first"
             )
         present[absence.worker] = absence.change == "return"
-    return found
+    return by_time

@@ -132,7 +132,9 @@ class ServerCore:
         self._rule, self._budget, self._expected_until_s = rule, budget, expected_until_s
         self.layouts = [layout.slice(a, b) for a, b in spans]
         """The layout of each fragment."""
-        self._fragments = [FragmentState(rule, x[a:b], own) for (a, b), own in zip(spans, self.layouts, strict=True)]
+        self._fragments = [
+            FragmentState(rule, x[a:b], part_layout) for (a, b), part_layout in zip(spans, self.layouts, strict=True)
+        ]
         self._members = [_Member(steps) for steps in local_steps]
         self._seen = set[int]()  # workers that joined since this core was made
         self._sent: dict[tuple[int, int], tuple[int, int]] = {}  # worker and fragment: updates and phases at that time
@@ -247,7 +249,7 @@ class ServerCore:
         """Whether a worker has joined since this core was made or restored."""
         return worker in self._seen
 
-    def may_push(self, worker: int) -> tuple[int, int] | None:
+    def expected_push(self, worker: int) -> tuple[int, int] | None:
         """Phase and fragment of the push that the server expects from the worker; None when it expects none."""
         member = self._members[worker]
         return (member.phases, member.phases % len(self.spans)) if member.trains else None
@@ -280,7 +282,7 @@ class ServerCore:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continues from a checkpoint, with nobody present. Raises CheckpointError when it does not fit."""
         try:
-            must_fit(state["outer"], [leaf for mine in self.states() for leaf in leaves(mine)])
+            must_fit(state["outer"], [leaf for state_here in self.states() for leaf in leaves(state_here)])
             supply = iter(state["outer"])
             for fragment, updates in zip(self._fragments, state["updates"], strict=True):
                 fragment.state, fragment.updates = refill(fragment.state, supply), int(updates)

@@ -156,17 +156,17 @@ class ServerRun(VirtualTimeLoop):
         within(saved.cores, **limits)
         if (saved.above is None) != (self._global is None):
             raise ValueError("one of the two has a global server")
-        for core, theirs in zip(self._cores, saved.cores, strict=True):
-            core.restore_whole(theirs)
+        for core, saved_part in zip(self._cores, saved.cores, strict=True):
+            core.restore_whole(saved_part)
         if self._global is not None and saved.above is not None:
             self._global.restore(saved.above)
-        for worker, theirs in zip(self._workers, saved.workers, strict=True):
-            worker.restore(theirs)
+        for worker, saved_part in zip(self._workers, saved.workers, strict=True):
+            worker.restore(saved_part)
         self._phases.restore(saved.phases)
         events = self._queue.restore(saved.agenda, _EVENTS)
         within(events, **limits)
         x = self.learners[0].x
-        for p, tensor in (found for event in events for found in _of_fragments(event)):
+        for p, tensor in (payload for event in events for payload in _of_fragments(event)):
             if not 0 <= p < parts:
                 raise ValueError(f"a message of fragment {p}, of {parts}")
             must_fit([tensor], [x[slice(*self.spans[p])]])

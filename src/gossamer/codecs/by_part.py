@@ -17,25 +17,25 @@ class _Part:
     """The slices of a vector that one part has, and the codec for them."""
 
     def __init__(self, number: int, leaves: list[Leaf], codec: Codec) -> None:
-        self.number, own, start = number, list[Leaf](), 0
+        self.number, moved, start = number, list[Leaf](), 0
         self._slices: list[tuple[int, int]] = []
         for leaf in leaves:
             if self._slices and self._slices[-1][1] == leaf.start:
                 self._slices[-1] = (self._slices[-1][0], leaf.stop)
             else:
                 self._slices.append((leaf.start, leaf.stop))
-            own.append(leaf._replace(start=start, stop=start + leaf.stop - leaf.start))
-            start = own[-1].stop
-        self._numel, self._codec = start, fitted(codec, Layout(tuple(own), start))
+            moved.append(leaf._replace(start=start, stop=start + leaf.stop - leaf.start))
+            start = moved[-1].stop
+        self._numel, self._codec = start, fitted(codec, Layout(tuple(moved), start))
 
     def encode(self, x: Tensor, key: int) -> Tree:
-        own = torch.cat([x[a:b] for a, b in self._slices])
-        return self._codec.encode(own, rng.key(key, self.number, "part"))
+        part = torch.cat([x[a:b] for a, b in self._slices])
+        return self._codec.encode(part, rng.key(key, self.number, "part"))
 
     def decode(self, payload: Tree, into: Tensor) -> None:
         values = self._codec.decode(payload, into.new_empty(self._numel))
-        for (a, b), own in zip(self._slices, values.split([b - a for a, b in self._slices]), strict=True):
-            into[a:b] = own
+        for (a, b), piece in zip(self._slices, values.split([b - a for a, b in self._slices]), strict=True):
+            into[a:b] = piece
 
 
 def by_part(codec: Codec, part_of: Callable[[str], int]) -> Codec:
@@ -56,7 +56,7 @@ def by_part(codec: Codec, part_of: Callable[[str], int]) -> Codec:
 
     def fit(layout: Layout) -> Codec:
         by_number = sorted(layout.leaves, key=lambda leaf: part_of(leaf.name))  # stable: in a part the order stays
-        parts = [_Part(k, [*own], codec) for k, own in groupby(by_number, key=lambda leaf: part_of(leaf.name))]
+        parts = [_Part(k, [*members], codec) for k, members in groupby(by_number, key=lambda leaf: part_of(leaf.name))]
 
         def encode(x: Tensor, key: int) -> Tree:
             if x.numel() != layout.numel:
@@ -67,8 +67,8 @@ def by_part(codec: Codec, part_of: Callable[[str], int]) -> Codec:
             if like.numel() != layout.numel:
                 return codec.decode(payload, like)
             x = empty(like.numel(), like.dtype, like.device)
-            for part, own in zip(parts, payload, strict=True):
-                part.decode(own, x)
+            for part, part_payload in zip(parts, payload, strict=True):
+                part.decode(part_payload, x)
             return x
 
         return codec._replace(encode=encode, decode=decode, blockwise=None, payload_bytes=None, fit=None)

@@ -24,7 +24,7 @@ class Cut(NamedTuple):
         return tuple((count, num_blocks(length * k, chunk)) for count, length in self.rows)
 
 
-def runs(numel: int, chunk: int) -> Cut:
+def vector_cut(numel: int, chunk: int) -> Cut:
     """Runs of `chunk` elements, and a shorter last one."""
 
     def views(x: Tensor) -> Iterator[Tensor]:
@@ -73,20 +73,20 @@ def _blocks(numel: int, columns: int, height: int, width: int, chunk: int) -> li
     rows = numel // columns if columns else 1
     if not columns:
         columns, height, width = numel, 1, chunk
-    found = []
+    blocks = []
     for top, m, h in ((0, rows // height, height), (rows - rows % height, 1, rows % height)):
         for left, n, w in ((0, columns // width, width), (columns - columns % width, 1, columns % width)):
             if m * n * h * w:
-                found.append((top, left, m, n, h, w))
-    return found
+                blocks.append((top, left, m, n, h, w))
+    return blocks
 
 
 def _merged(rows: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Neighbours of one length as one; without those that have no elements."""
-    found: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for count, length in rows:
-        if count * length and found and found[-1][1] == length:
-            found[-1] = found[-1][0] + count, length
+        if count * length and merged and merged[-1][1] == length:
+            merged[-1] = merged[-1][0] + count, length
         elif count * length:
-            found.append((count, length))
-    return tuple(found)
+            merged.append((count, length))
+    return tuple(merged)

@@ -62,16 +62,16 @@ def coefficients(x: Tensor) -> Tensor:
     >>> x = torch.full((4096,), 0.5); coefficients(x)[:2].round(decimals=4)
     tensor([32.,  0.])
     """
-    found = empty(num_blocks(x.numel(), _TILE) * _TILE, torch.float32, x.device)
-    found[: x.numel()] = x
-    found[x.numel() :] = 0.0
-    _transform(found, dct(x.device))
-    return found
+    spectrum = empty(num_blocks(x.numel(), _TILE) * _TILE, torch.float32, x.device)
+    spectrum[: x.numel()] = x
+    spectrum[x.numel() :] = 0.0
+    _transform(spectrum, dct(x.device))
+    return spectrum
 
 
-def from_coefficients(found: Tensor, like: Tensor) -> Tensor:
+def from_coefficients(spectrum: Tensor, like: Tensor) -> Tensor:
     """The inverse of `coefficients`, for a tensor of this shape and dtype."""
-    x = found.to(torch.float32, copy=True)
+    x = spectrum.to(torch.float32, copy=True)
     _transform(x, dct(like.device).T)
     return x[: like.numel()].to(like.dtype)
 

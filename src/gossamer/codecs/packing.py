@@ -40,7 +40,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
         return codes
     if bits not in _WORDS:
         octets = pad(codes, (0, -codes.numel() % 8)).view(-1, 8).long()
-        words = (octets << _places(bits, codes.device)).sum(1)  # their bits do not overlap
+        words = (octets << _bit_offsets(bits, codes.device)).sum(1)  # their bits do not overlap
         return words.view(torch.uint8).view(-1, 8)[:, :bits].reshape(-1)[: num_bytes(codes.numel(), bits)]
     gap = -codes.numel() % (8 // bits)
     word = (pad(codes, (0, gap)) if gap else codes).view(_WORDS[bits])
@@ -59,14 +59,14 @@ def unpack_codes(packed: Tensor, bits: int, numel: int) -> Tensor:
         return packed[:numel]
     if bits not in _WORDS:
         words = pad(pad(packed, (0, -packed.numel() % bits)).view(-1, bits), (0, 8 - bits)).view(torch.int64)
-        return ((words >> _places(bits, packed.device)) & (1 << bits) - 1).to(torch.uint8).view(-1)[:numel]
+        return ((words >> _bit_offsets(bits, packed.device)) & (1 << bits) - 1).to(torch.uint8).view(-1)[:numel]
     word = packed.to(_WORDS[bits])
     for shift, mask in _SPREAD[bits]:
         word = (word | word << shift) & mask
     return word.view(torch.uint8)[:numel]
 
 
-def _places(bits: int, device: torch.device) -> Tensor:
+def _bit_offsets(bits: int, device: torch.device) -> Tensor:
     """The lowest bit of each of eight codes in one integer."""
     return torch.arange(0, 8 * bits, bits, device=device)
 

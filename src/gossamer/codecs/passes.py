@@ -54,7 +54,7 @@ def passes_for(x: Tensor) -> Passes | None:
 @functools.cache
 def _compiled() -> Passes | None:
     compiler = next(
-        (found for name in (os.environ.get("CC"), "cc", "gcc", "clang") if (found := shutil.which(name or ""))), ""
+        (path for name in (os.environ.get("CC"), "cc", "gcc", "clang") if (path := shutil.which(name or ""))), ""
     )
     if not compiler or sys.byteorder != "little" or sys.platform == "win32":
         log.warning(
@@ -80,13 +80,13 @@ def _loaded(compiler: str) -> Passes:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         stat = folder.stat()
-        own = stat.st_uid == os.getuid() and not stat.st_mode & 0o022 and os.access(folder, os.W_OK)
+        is_private = stat.st_uid == os.getuid() and not stat.st_mode & 0o022 and os.access(folder, os.W_OK)
     except (OSError, RuntimeError):
-        own = False
-    if own and (folder / name).exists():
+        is_private = False
+    if is_private and (folder / name).exists():
         return Passes(folder / name)
-    with tempfile.TemporaryDirectory(dir=folder if own else None) as new:
-        kept = folder / name if own else Path(new, name)
+    with tempfile.TemporaryDirectory(dir=folder if is_private else None) as new:
+        kept = folder / name if is_private else Path(new, name)
         began = time.perf_counter()
         compile_to(Path(new, "passes.so"), compiler)
         os.replace(Path(new, "passes.so"), kept)  # atomically, as several processes may compile it

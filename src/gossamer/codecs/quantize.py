@@ -225,20 +225,22 @@ def _block_codec(
         if not draws and (passes := passes_for(x)) is not None:
             # Torch has the order of the sums of magnitudes: piece by piece, so that their second reader finds them in the cache.
             for start, stop in spans(x, block, 4 * SLAB) if bits == 1 else ((0, x.numel()),):
-                own, here = (
+                block_scales, here = (
                     scales[start // block : num_blocks(stop, block)],
                     codes[start * bits // 8 : num_bytes(stop, bits)],
                 )
                 if bits == 1:
-                    own[:] = scale(x[start:stop].view(own.numel(), -1))
-                passes(name, x[start:stop], stop - start, block, here, own)
+                    block_scales[:] = scale(x[start:stop].view(block_scales.numel(), -1))
+                passes(name, x[start:stop], stop - start, block, here, block_scales)
             return Quantized(codes, scales)
         generator = torch.Generator(x.device).manual_seed(key) if draws and not x.is_meta else None
         for start, stop in spans(x, block):
             blocks = as_blocks(x[start:stop], block)
-            own = scale(blocks[:, : stop - start])  # the last block is a separate slab: its padding does not count
-            scales[start // block : num_blocks(stop, block)] = own
-            ratio = blocks / own.float().masked_fill_(own == 0, 1.0)[:, None]
+            block_scales = scale(
+                blocks[:, : stop - start]
+            )  # the last block is a separate slab: its padding does not count
+            scales[start // block : num_blocks(stop, block)] = block_scales
+            ratio = blocks / block_scales.float().masked_fill_(block_scales == 0, 1.0)[:, None]
             packed = pack_codes(code(ratio, generator).view(-1), bits)
             here = codes[start * bits // 8 : num_bytes(stop, bits)]
             here.copy_(packed[: here.numel()])
@@ -259,8 +261,8 @@ def _block_codec(
         for start, stop in spans(x, block):
             packed = payload.codes[start * bits // 8 : num_bytes(stop, bits)]
             units = lookup(packed, bits, levels) if levels else packed.view(torch.int8).float() / 127
-            own = payload.scales[start // block : num_blocks(stop, block)].float()
-            x[start:stop] = (units[: stop - start].view(own.numel(), -1) * own[:, None]).view(-1)
+            block_scales = payload.scales[start // block : num_blocks(stop, block)].float()
+            x[start:stop] = (units[: stop - start].view(block_scales.numel(), -1) * block_scales[:, None]).view(-1)
         return x
 
     def payload_bytes(numel: int) -> int:

@@ -114,13 +114,13 @@ def topk2bit(k: PerChunk = 64, chunk: PerChunk = 4096, tiles: bool = True) -> Co
     tensor([ 0.,  1.,  0., -1.,  0.,  4.,  0.,  0.])
     """
     fits_chunk("topk2bit", k, chunk)
-    in_runs = _two_bits(lambda numel: cut.runs(numel, chunk), k, chunk)._replace(blockwise=chunk)
+    in_runs = _two_bits(lambda numel: cut.vector_cut(numel, chunk), k, chunk)._replace(blockwise=chunk)
     if not tiles:
         return in_runs
 
     def fit(layout: Layout) -> Codec:
         whole = cut.tiles(layout, chunk)
-        return _two_bits(lambda numel: whole if numel == whole.numel else cut.runs(numel, chunk), k, chunk)
+        return _two_bits(lambda numel: whole if numel == whole.numel else cut.vector_cut(numel, chunk), k, chunk)
 
     return in_runs._replace(fit=fit)
 
@@ -196,12 +196,12 @@ def value_bytes(values: ValueFormat) -> int:
 
 def gather(x: Tensor, k: int, chunk: int) -> tuple[Tensor, Tensor]:
     """The places in their chunks (int16) and the values of the k largest elements of every chunk, flat and in order."""
-    return _gather(x, cut.runs(x.numel(), chunk), k, chunk)
+    return _gather(x, cut.vector_cut(x.numel(), chunk), k, chunk)
 
 
 def place(indices: Tensor, values: Tensor, like: Tensor, k: int, chunk: int) -> Tensor:
     """The inverse of `gather` on a tensor of zeros. Raises TransportError for an index outside its chunk."""
-    return _place(indices, values, like, cut.runs(like.numel(), chunk), k, chunk)
+    return _place(indices, values, like, cut.vector_cut(like.numel(), chunk), k, chunk)
 
 
 def _gather(x: Tensor, plan: Cut, k: int, chunk: int) -> tuple[Tensor, Tensor]:
@@ -211,13 +211,13 @@ def _gather(x: Tensor, plan: Cut, k: int, chunk: int) -> tuple[Tensor, Tensor]:
     for view in plan.views(x):
         rows = view.flatten(2).flatten(0, 1)
         count = num_blocks(rows.shape[1] * k, chunk)
-        own = slice(start, start := start + rows.shape[0] * count)
+        here = slice(start, start := start + rows.shape[0] * count)
         if (passes := passes_for(rows)) is not None:
-            passes("select_largest", rows, *rows.shape, count, indices[own], values[own])
+            passes("select_largest", rows, *rows.shape, count, indices[here], values[here])
             continue
-        found = _largest(rows, count)
-        indices[own] = found.view(-1)
-        values[own] = rows.gather(1, found).view(-1)
+        largest = _largest(rows, count)
+        indices[here] = largest.view(-1)
+        values[here] = rows.gather(1, largest).view(-1)
     return indices, values
 
 
@@ -226,9 +226,9 @@ def _place(indices: Tensor, values: Tensor, like: Tensor, plan: Cut, k: int, chu
     for view in plan.views(x):
         rows = view.flatten(2).flatten(0, 1)  # of tiles a copy, and zeros as x is
         shape = rows.shape[0], num_blocks(rows.shape[1] * k, chunk)
-        own = slice(start, start := start + shape[0] * shape[1])
-        _inside(indices[own], rows.shape[1])
-        rows.scatter_(1, indices[own].view(shape), values[own].view(shape).to(x.dtype))
+        here = slice(start, start := start + shape[0] * shape[1])
+        _check_indices(indices[here], rows.shape[1])
+        rows.scatter_(1, indices[here].view(shape), values[here].view(shape).to(x.dtype))
         if rows.data_ptr() != view.data_ptr():
             view.copy_(rows.view(view.shape))
     return x
@@ -238,7 +238,7 @@ def _total(sizes: Iterable[tuple[int, int]]) -> int:
     return sum(count * size for count, size in sizes)
 
 
-def _inside(indices: Tensor, length: int) -> None:
+def _check_indices(indices: Tensor, length: int) -> None:
     """Raises TransportError if an index from a peer is outside a chunk of this length."""
     if indices.numel() and int(indices.max()) >= length:
         raise TransportError(

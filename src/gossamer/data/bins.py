@@ -35,12 +35,12 @@ class TokenArray:
 
     def window(self, start: int, size: int) -> NDArray[np.int64]:
         """`size` tokens from `start`, int64, across array boundaries."""
-        found, k = [], bisect_right(self._ends, start)
+        pieces, k = [], bisect_right(self._ends, start)
         while size > 0:
             part = self.parts[k][start - (self._ends[k - 1] if k else 0) :][:size]
-            found.append(part.astype(np.int64))
+            pieces.append(part.astype(np.int64))
             start, size, k = start + len(part), size - len(part), k + 1
-        return found[0] if len(found) == 1 else np.concatenate(found)
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def cut(self, at: int) -> tuple["TokenArray", "TokenArray"]:
         """The tokens before `at`, and those from `at` on."""
@@ -77,7 +77,7 @@ def open_binary(path: Path, vocab_size: int) -> Binary:
         if index.is_file():
             dtype, offset, count, documents = _megatron(index, path, size)
         else:
-            (dtype, offset, count), documents = _with_header(path, size) or _plain(path, size, vocab_size), None
+            (dtype, offset, count), documents = _with_header(path, size) or _flat_tokens(path, size, vocab_size), None
         tokens = np.memmap(path, dtype, "r", offset, (count,)) if count else np.empty(0, dtype)
         for sample in _samples(tokens):
             _check_token_ids(path, sample, vocab_size)
@@ -147,7 +147,7 @@ def _with_header(path: Path, size: int) -> tuple[np.dtype[Any], int, int] | None
     return dtype, _HEADER_BYTES, count
 
 
-def _plain(path: Path, size: int, vocab_size: int) -> tuple[np.dtype[Any], int, int]:
+def _flat_tokens(path: Path, size: int, vocab_size: int) -> tuple[np.dtype[Any], int, int]:
     with path.open("rb") as file:
         begin = file.read(min(size // 4 * 4, _SAMPLE_BYTES))
     wide = vocab_size > 1 << 16 or (len(begin) >= 64 and not np.frombuffer(begin, "<u2")[1::2].any())

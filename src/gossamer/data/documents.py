@@ -214,7 +214,7 @@ def besides(left_out: Mapping[str, int]) -> str:
     return f"; left out: {others}" if others else ""
 
 
-def found_at(sources: Sequence[str]) -> list[SourceFiles]:
+def source_files(sources: Sequence[str]) -> list[SourceFiles]:
     """The files of each source, in the order given, each file once; those of a folder or glob are sorted.
 
     Of a folder, all files are read that end in one of `SUFFIXES`, but no README.md next to jsonl or parquet, as it is about
@@ -223,12 +223,12 @@ def found_at(sources: Sequence[str]) -> list[SourceFiles]:
     Raises: DataError for a source without any file to read, and for a folder of which only a README would be.
     """
     seen: set[Path] = set()
-    found = []
+    listed = []
     for source in sources:
         files, left_out = (_stdlib(), {}) if source == "stdlib" else _files_at(source)
-        found.append(SourceFiles(source, tuple(path for path in files if path not in seen), left_out))
+        listed.append(SourceFiles(source, tuple(path for path in files if path not in seen), left_out))
         seen.update(files)
-    return found
+    return listed
 
 
 def _files_at(source: str) -> tuple[list[Path], Mapping[str, int]]:
@@ -299,16 +299,16 @@ def _stdlib() -> list[Path]:
     Without installed packages, tests, and modules that are tables rather than text: codecs, pydoc topics, build settings.
     """
     root = sysconfig.get_path("stdlib")
-    if not (found := _modules_in(root)):
+    if not (modules := _modules_in(root)):
         raise DataError(
             f"this Python keeps no source of its standard library in '{root}'; set data.source to other text"
         )
-    return [*found]
+    return [*modules]
 
 
 @functools.cache  # which do not change while Python runs
 def _modules_in(root: str) -> tuple[Path, ...]:
-    found: list[Path] = []
+    modules: list[Path] = []
     left_out = {
         "site-packages",
         "dist-packages",
@@ -321,10 +321,10 @@ def _modules_in(root: str) -> tuple[Path, ...]:
     }
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in left_out]
-        found += [
+        modules += [
             Path(folder, name) for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")
         ]
-    return tuple(sorted(found, key=Path.as_posix))
+    return tuple(sorted(modules, key=Path.as_posix))
 
 
 def held_out(text: str, val_fraction: float) -> bool:

@@ -171,10 +171,10 @@ def must_fit_memory(data: DataConfig, batches: int = 1) -> None:
     each = 8 * data.batch_size * (data.seq_len + 1)
     if data.own or each * batches <= here:
         return
-    what = f"a batch of {data.batch_size:,} sequences of {data.seq_len:,} tokens"
+    use = f"a batch of {data.batch_size:,} sequences of {data.seq_len:,} tokens"
     remedy = "take a smaller data.batch_size, with more micro-batches in data.accumulate"
     if each <= here:
-        what, remedy = f"validation on {batches:,} times {what}", "take a smaller run.eval_batches"
+        use, remedy = f"validation on {batches:,} times {use}", "take a smaller run.eval_batches"
     raise ConfigError(
-        f"{what} takes at least {each * batches / 1e9:,.3g} GB, and this machine has {here / 1e9:,.3g} GB; {remedy}"
+        f"{use} takes at least {each * batches / 1e9:,.3g} GB, and this machine has {here / 1e9:,.3g} GB; {remedy}"
     )

@@ -24,10 +24,10 @@ from gossamer.data.documents import (
     Document,
     SourceFiles,
     besides,
-    found_at,
     held_out,
     holds_tokens,
     read_documents,
+    source_files,
     utf8,
 )
 from gossamer.data.settings import DataConfig, must_fit_memory
@@ -65,8 +65,8 @@ class SourceRead(NamedTuple):
         "text of 'texts': 2 files, 5,000 bytes, 7 documents, 1,200 tokens; left out: 1 .zst"
         """
         counts = (
-            f"{count:,} {what if count != 1 else what[:-1]}"
-            for what, count in zip(self._fields[1:5], self[1:5], strict=True)
+            f"{count:,} {unit if count != 1 else unit[:-1]}"
+            for unit, count in zip(self._fields[1:5], self[1:5], strict=True)
             if count is not None
         )
         return f"text of '{self.source}': {', '.join(counts)}{besides(self.left_out)}"
@@ -157,7 +157,7 @@ def _tokenise(
 
 
 def _load_tokens(config: DataConfig, tokenizer: Tokenizer) -> Tokens:
-    sources = found_at(config.sources)
+    sources = source_files(config.sources)
     if holds_tokens(sources):
         return _ready_tokens(config, tokenizer, sources)
     if config.cache is not None:
@@ -194,17 +194,17 @@ def _ready_tokens(config: DataConfig, tokenizer: Tokenizer, sources: Sequence[So
     """
     train, val, ends, read = TokenArray([]), TokenArray([]), list[int](), list[SourceRead]()
     for source, files in zip(sources, opened_binaries(config, tokenizer.vocab_size, sources), strict=True):
-        own, kept = (
+        tokens, kept = (
             TokenArray([one.tokens for path, one in files.items() if is_for_validation(path) is held])
             for held in (False, True)
         )
-        size, total = sum(one.tokens.nbytes for one in files.values()), len(own) + len(kept)
+        size, total = sum(one.tokens.nbytes for one in files.values()), len(tokens) + len(kept)
         if not len(kept):
-            own, kept = own.cut(len(own) - int(config.val_fraction * len(own)))
-        train, val = train + own, val + kept
+            tokens, kept = tokens.cut(len(tokens) - int(config.val_fraction * len(tokens)))
+        train, val = train + tokens, val + kept
         ends.append(len(train))
         documents = _documents(files.values())
-        read.append(SourceRead(source.source, len(files), size, documents, total, source.left_out, len(own)))
+        read.append(SourceRead(source.source, len(files), size, documents, total, source.left_out, len(tokens)))
     parts = [*train.parts, *val.parts]
     split = f"{len(train)} {len(val)} {sampled_hash(parts)}"
     fingerprint = hashlib.blake2b(split.encode(), digest_size=16).hexdigest()
@@ -292,10 +292,10 @@ def _alone(lock: Path) -> Iterator[None]:
 def _stamps(sources: Sequence[SourceFiles]) -> list[tuple[Any, ...]]:
     """File metadata that detects changes since the files were read."""
     try:
-        found = [(path, path.stat()) for source in sources for path in source.files]
+        statuses = [(path, path.stat()) for source in sources for path in source.files]
     except OSError as error:
         raise DataError(f"the text cannot be read: {error}; correct the file or data.source") from error
-    return [(path.resolve().as_posix(), now.st_size, now.st_mtime_ns, now.st_ctime_ns) for path, now in found]
+    return [(path.resolve().as_posix(), now.st_size, now.st_mtime_ns, now.st_ctime_ns) for path, now in statuses]
 
 
 def _cache_name(config: DataConfig, tokenizer: Tokenizer, sources: Sequence[SourceFiles], cache: Path) -> str:
@@ -327,10 +327,12 @@ def _content(sources: Sequence[SourceFiles], cache: Path) -> str:
         for path in source.files:
             try:
                 with path.open("rb") as file:
-                    own = hashlib.file_digest(file, hashlib.blake2b).hexdigest()
+                    file_hash = hashlib.file_digest(file, hashlib.blake2b).hexdigest()
             except OSError as error:
                 raise DataError(f"'{path}' cannot be read ({error}); correct it, or leave it out") from error
-            digest.update(f"{own} {''.join(path.suffixes[-2:]).lower()}\n".encode())  # the suffix gives the format
+            digest.update(
+                f"{file_hash} {''.join(path.suffixes[-2:]).lower()}\n".encode()
+            )  # the suffix gives the format
     with contextlib.suppress(OSError):  # a read-only cache works too; the text is then hashed each time
         cache.mkdir(parents=True, exist_ok=True)
         scratch = known.with_name(f".{known.name}.{os.getpid()}.{threading.get_ident()}")
@@ -422,11 +424,11 @@ class FileCorpus:
                 f"one window needs data.seq_len + 1 = {self._window}; give more text, none that a source before it has too, or "
                 "raise data.max_bytes"
             )
-        for what, got in [("the training text", shard), ("the validation text", len(self._val))]:
+        for text, got in [("the training text", shard), ("the validation text", len(self._val))]:
             if got < self._window:
-                per_worker = " of one worker" if what == "the training text" and shard < len(self._train) else ""
+                per_worker = " of one worker" if text == "the training text" and shard < len(self._train) else ""
                 raise DataError(
-                    f"{what}{per_worker} has {got} tokens, but one window needs data.seq_len + 1 = {self._window}; "
+                    f"{text}{per_worker} has {got} tokens, but one window needs data.seq_len + 1 = {self._window}; "
                     f"give more text, lower data.seq_len, or change data.val_fraction = {self._config.val_fraction}"
                 )
 
@@ -507,9 +509,11 @@ class FileCorpus:
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `Corpus.restore`."""
         if state["fingerprint"] != self._fingerprint:
-            own = ", or if they spell special tokens of its tokenizer, with the version of Gossamer that it began with"
-            own = own if self.tokenizer.special else ""
+            remedy = (
+                ", or if they spell special tokens of its tokenizer, with the version of Gossamer that it began with"
+            )
+            remedy = remedy if self.tokenizer.special else ""
             raise DataError(
                 f"the text of data.source {self._config.source!r:.80} is another than when the checkpoint was saved: its tokens "
-                f"hash to {self._fingerprint} and hashed to {state['fingerprint']!r:.60}; restore its files as they were{own}"
+                f"hash to {self._fingerprint} and hashed to {state['fingerprint']!r:.60}; restore its files as they were{remedy}"
             )

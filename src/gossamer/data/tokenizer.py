@@ -79,8 +79,8 @@ def vocabulary(tokenizer: str) -> int | None:
     >>> vocabulary("bytes"), vocabulary("gpt2")
     (256, None)
     """
-    found = local_tokenizer(tokenizer)
-    return None if found is None else found.vocab_size
+    local = local_tokenizer(tokenizer)
+    return None if local is None else local.vocab_size
 
 
 def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
@@ -148,10 +148,10 @@ def load_tokenizer(name: str) -> Tokenizer:
 
     def encode(texts: Sequence[str]) -> list[NDArray[Any]]:
         try:
-            found = library.encode_batch_fast(list(texts), add_special_tokens=False)
+            encodings = library.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # the library raises nothing narrower
             raise _cannot_encode(name, error) from error
-        return [np.array(encoding.ids, np.uint32) for encoding in found]
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     try:
         before, after = _added(library, vocabulary)

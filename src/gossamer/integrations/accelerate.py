@@ -59,12 +59,12 @@ def prepare_outer(
     rule, options = rule_and_options(rule, options)
     processes = accelerator.num_processes
     must_be_alone(processes, "Accelerate", options)
-    own = accelerator.unwrap_model(model)
+    inner_model = accelerator.unwrap_model(model)
     asked = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"  # as Accelerator(fsdp_plugin=...) sets it too
-    warn_of_copies(own, processes, "Accelerate", asked=asked)
+    warn_of_copies(inner_model, processes, "Accelerate", asked=asked)
     if processes == 1:
-        let_every_worker_save(own)
-    outer = Outer(own, rule, **options)
+        let_every_worker_save(inner_model)
+    outer = Outer(inner_model, rule, **options)
     if processes == 1:
         accelerator.register_for_checkpointing(_Registered(outer, options))
     else:

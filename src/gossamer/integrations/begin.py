@@ -50,13 +50,13 @@ def begin_outer(
         let_every_worker_save(model)
     if saved is None:
         return Outer(model, rule, **options)
-    own = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    initial = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     options = {**options, "rest": "own"}  # buffers such as batch-norm statistics were alike at the start only
     outer = Outer(model, rule, **options)  # which begins with the parameters of worker 0
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if name in own:
-                p.copy_(own[name])
+            if name in initial:
+                p.copy_(initial[name])
     outer.load_state_dict(saved)
     return outer
 
@@ -69,13 +69,13 @@ def must_have_rounds(outer: Outer[Any], total: float) -> None:
         take unequally many steps; logs a warning when the last steps are not exchanged. PeerError as `common_steps` does.
     """
     known = 0 < total < _UNKNOWN
-    mine = int(total) if known else _UNKNOWN
-    fewest = outer.common_steps(mine)
-    most = _UNKNOWN - outer.common_steps(_UNKNOWN - mine)
+    steps = int(total) if known else _UNKNOWN
+    fewest = outer.common_steps(steps)
+    most = _UNKNOWN - outer.common_steps(_UNKNOWN - steps)
     if fewest == _UNKNOWN:
         return
     timetable, wrong = outer._timetable, ""
-    left = mine - timetable.begin(rounds := timetable.rounds_within(mine))
+    left = steps - timetable.begin(rounds := timetable.rounds_within(steps))
     if fewest < most:
         wrong = (
             f"workers take {fewest} to {'an unknown number of' if most == _UNKNOWN else most} optimizer steps, and those that "
@@ -83,8 +83,8 @@ def must_have_rounds(outer: Outer[Any], total: float) -> None:
         )
     elif outer.n > 1 and not rounds:
         wrong = (
-            f"training takes {mine} optimizer steps and a round has {timetable.begin(1)}, so that none would end and the "
-            f"{outer.n} workers would train apart; set local_steps to at most {mine}, or train for longer"
+            f"training takes {steps} optimizer steps and a round has {timetable.begin(1)}, so that none would end and the "
+            f"{outer.n} workers would train apart; set local_steps to at most {steps}, or train for longer"
         )
     if wrong:
         outer.close()
@@ -94,7 +94,7 @@ def must_have_rounds(outer: Outer[Any], total: float) -> None:
             "the last %d of %d optimizer steps of worker %d will not be exchanged, as a round has %d; let the number of steps be "
             "a multiple of local_steps",
             left,
-            mine,
+            steps,
             outer.worker,
             timetable.at(rounds).full_steps,
         )
@@ -125,10 +125,10 @@ def let_every_worker_save(model: nn.Module) -> None:
     """Makes `save_pretrained` of transformers write weights on every worker; by itself it does so on torch's rank 0 only."""
     for module in model.modules():
         if hasattr(module, "should_save_on_this_rank"):
-            vars(module)["should_save_on_this_rank"] = _as_asked
+            vars(module)["should_save_on_this_rank"] = _save_where_asked
 
 
-def _as_asked(is_main_process: bool) -> bool:
+def _save_where_asked(is_main_process: bool) -> bool:
     return is_main_process
 
 
@@ -172,30 +172,32 @@ def warn_of_copies(model: nn.Module, processes: int, framework: str, *, asked: b
 
 def save_outer(outer: Outer[Any], folder: Path, options: OuterOptions) -> None:
     """Saves the outer state of this process next to a checkpoint of the framework; `load_outer` reads it."""
-    checkpoint.save(_own(folder, options), outer.rounds, outer.worker, outer.state_dict(), digest=_digest(outer.n))
+    checkpoint.save(
+        _own_folder(folder, options), outer.rounds, outer.worker, outer.state_dict(), digest=_digest(outer.n)
+    )
 
 
 def load_outer(folder: Path, options: OuterOptions) -> Any:
     """The outer state of this process. Raises CheckpointError if there is none, or it is damaged."""
-    own, place = _own(folder, options), place_in(options)
+    store, place = _own_folder(folder, options), place_in(options)
     digest = _digest(place.workers)
-    faults = checkpoint.generation_faults(own, place.worker, digest)
+    faults = checkpoint.generation_faults(store, place.worker, digest)
     newest = max(faults, default=0)
     fault = faults.get(newest)
     if not faults or (fault is not None and fault.kind == FaultKind.FOREIGN):
         raise CheckpointError(
-            f"'{own}' has no outer state of worker {place.worker} of {place.workers}; resume from a checkpoint of this worker "
+            f"'{store}' has no outer state of worker {place.worker} of {place.workers}; resume from a checkpoint of this worker "
             "that was saved with Gossamer, by as many processes, and name it to the framework if it is elsewhere"
         )
     if fault is not None:  # an older one there would not fit the new weights
         raise CheckpointError(
-            f"'{own}' has an outer state of worker {place.worker} that is not whole: {fault.why}; resume all workers from an "
+            f"'{store}' has an outer state of worker {place.worker} that is not whole: {fault.why}; resume all workers from an "
             "older checkpoint"
         )
-    return checkpoint.load(own, newest, place.worker, digest)
+    return checkpoint.load(store, newest, place.worker, digest)
 
 
-def _own(folder: Path, options: OuterOptions) -> Path:
+def _own_folder(folder: Path, options: OuterOptions) -> Path:
     """The folder of this process, which is separate where several processes are one worker."""
     several = options.get("site") is not None and dist.is_initialized() and dist.get_world_size() > 1
     return folder / f"process-{dist.get_rank()}" if several else folder
@@ -213,19 +215,19 @@ def must_resume_alike(step: int, model: nn.Module, group: dist.ProcessGroup | No
     if not dist.is_initialized():
         return
     device = next(model.parameters()).device if backend_of(group) == "nccl" else torch.device("cpu")
-    mine = torch.tensor([step], device=device)
-    steps = [torch.zeros_like(mine) for _ in range(dist.get_world_size(group))]
+    own_step = torch.tensor([step], device=device)
+    gathered = [torch.zeros_like(own_step) for _ in range(dist.get_world_size(group))]
     try:
-        dist.all_gather(steps, mine, group=group)
+        dist.all_gather(gathered, own_step, group=group)
     except RuntimeError as error:
         raise PeerError(
             f"another worker ended before training began ({first_line(error)}); look at the logs of the others"
         ) from error
-    found = [int(one) for one in steps]
-    if len(set(found)) > 1:
-        theirs = ", ".join(f"worker {worker} from step {one}" for worker, one in enumerate(found))
+    steps = [int(one) for one in gathered]
+    if len(set(steps)) > 1:
+        each = ", ".join(f"worker {worker} from step {one}" for worker, one in enumerate(steps))
         raise CheckpointError(
-            f"workers resume from different steps: {theirs}; name a checkpoint that all of them have, or start all of "
+            f"workers resume from different steps: {each}; name a checkpoint that all of them have, or start all of "
             "them from the beginning"
         )
 

@@ -41,23 +41,23 @@ def rule_and_options(
         raise ConfigError(f"no rule was given and {OUTER} is not set; give one, or set {OUTER}=METHOD[:H][@HOST:PORT]")
     if not (form := _FORM.fullmatch(asked)):
         raise ConfigError(f"{OUTER} is '{asked}'; set it to METHOD[:H][@HOST:PORT], such as diloco:30@10.0.0.1:29600")
-    found = OuterOptions()
+    parsed = OuterOptions()
     if form["steps"]:
-        found["local_steps"] = int(form["steps"])
+        parsed["local_steps"] = int(form["steps"])
     if form["join"] or SITE in environment:
         if not form["join"]:
             raise ConfigError(
                 f"{SITE} is set and {OUTER} is '{asked}'; add the address of site 0 to it, as in {asked}@HOST:PORT"
             )
-        found |= OuterOptions(site=site_of(environment.get(SITE)), join=form["join"])
+        parsed |= OuterOptions(site=site_of(environment.get(SITE)), join=form["join"])
     if PEERS in environment:
-        found |= OuterOptions(peers=environment[PEERS], elastic=True)
-    if both := options.keys() & found.keys():
+        parsed |= OuterOptions(peers=environment[PEERS], elastic=True)
+    if both := options.keys() & parsed.keys():
         raise ConfigError(
             f"{OUTER} is '{asked}', and the script gives {', '.join(sorted(both))} too; leave it out of one of the two"
         )
     name = form["method"]
-    return name if name in RULES else method(name), {**options, **found}
+    return name if name in RULES else method(name), {**options, **parsed}
 
 
 def site_of(words: str | None) -> tuple[int, int]:

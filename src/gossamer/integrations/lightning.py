@@ -47,7 +47,7 @@ def last_common_checkpoint(folder: str | Path) -> str | None:
     >>> last_common_checkpoint(tempfile.mkdtemp()) is None
     True
     """
-    paths = {int(found[1]): path for path in Path(folder).glob("*.ckpt") if (found := _STEP.search(path.name))}
+    paths = {int(match[1]): path for path in Path(folder).glob("*.ckpt") if (match := _STEP.search(path.name))}
     step = newest_common_step(paths)
     return str(paths[step]) if step else None
 

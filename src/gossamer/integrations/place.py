@@ -99,13 +99,13 @@ class Place(NamedTuple):
                 f"shard got a {type(dataset).__name__}, whose samples have no numbers from 0 on; give a list, a data set of "
                 "torch, or one split of a datasets.DatasetDict"
             )
-        mine = range(self.worker, n - n % self.workers, self.workers)
-        if not mine:
+        indices = range(self.worker, n - n % self.workers, self.workers)
+        if not indices:
             raise ConfigError(f"shard got {n} samples for {self.workers} workers; give at least one to each")
         # Other classes have a `select` that means something else: that of a tensor takes a dimension, and pandas' has another.
         ours = any(kind.__module__.partition(".")[0] == "datasets" for kind in type(dataset).__mro__)
         select = getattr(dataset, "select", None) if ours else None
-        return select(mine) if select else Subset(dataset, mine)  # pyright: ignore[reportArgumentType]
+        return select(indices) if select else Subset(dataset, indices)  # pyright: ignore[reportArgumentType]
 
 
 def newest_common_step(steps: Iterable[int]) -> int:
@@ -119,19 +119,19 @@ def newest_common_step(steps: Iterable[int]) -> int:
     >>> newest_common_step([10, 30, 20])
     30
     """
-    mine = {*steps}
+    available = {*steps}
     if not dist.is_initialized():
-        return max(mine, default=0)
+        return max(available, default=0)
     n, device = dist.get_world_size(), torch.device("cuda" if backend_of(None) == "nccl" else "cpu")
     try:
-        limit = max(mine, default=0)
+        limit = max(available, default=0)
         while True:  # each turn passes over a checkpoint of some worker, and all see the same numbers
             each = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(n)]
             dist.all_gather(each, torch.tensor([limit], device=device))
             lowest = min(int(one) for one in each)
             if all(int(one) == lowest for one in each):
                 return lowest
-            limit = max((step for step in mine if step <= lowest), default=0)
+            limit = max((step for step in available if step <= lowest), default=0)
     except RuntimeError as error:
         raise PeerError(
             f"another worker ended before training began ({first_line(error)}); look at the logs of the others"

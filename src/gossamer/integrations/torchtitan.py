@@ -73,18 +73,18 @@ class _Optimizers(OptimizersContainer):
         ended = outer.step()
         self._seconds += time.perf_counter() - began
         if ended:
-            found = outer.metrics()
-            self._bytes += found.bytes_sent
+            metrics = outer.metrics()
+            self._bytes += metrics.bytes_sent
             logger.info(
                 "gossamer: site %d of %d, round %d, %d bytes sent, %.3f s in exchanges",
                 outer.worker,
                 outer.n,
                 outer.rounds,
-                found.bytes_sent,
+                metrics.bytes_sent,
                 self._seconds,
             )
 
-    def said_of_sites(self, loss: float) -> dict[str, float]:
+    def site_metrics(self, loss: float) -> dict[str, float]:
         """Figures for torchtitan's metrics: of this process, and the mean of the sites' latest losses."""
         losses = self.outer.losses(loss)
         return {
@@ -163,14 +163,14 @@ class _Metrics(MetricsProcessor):
                 f"{type(self.optimizers).__name__}, so that there are no rounds to tell of; name "
                 "gossamer.integrations.torchtitan.outer too"
             )
-        found = self.optimizers.said_of_sites(global_avg_loss)
+        metrics = self.optimizers.site_metrics(global_avg_loss)
         logger.info(
             "gossamer: loss %.5f over %d sites after round %d",
-            found["outer/loss_over_sites"],
-            found["outer/sites"],
-            found["outer/rounds"],
+            metrics["outer/loss_over_sites"],
+            metrics["outer/sites"],
+            metrics["outer/rounds"],
         )
-        super().log(step, global_avg_loss, global_max_loss, grad_norm, {**(extra_metrics or {}), **found})
+        super().log(step, global_avg_loss, global_max_loss, grad_norm, {**(extra_metrics or {}), **metrics})
 
 
 @override(target=OptimizersContainer.Config)

@@ -53,10 +53,10 @@ def last_common_checkpoint(folder: str | Path | None) -> str | None:
     >>> last_common_checkpoint(tempfile.mkdtemp()) is None
     True
     """
-    own = Path(str(folder))
-    steps = [int(path.name.removeprefix("checkpoint-")) for path in own.glob("checkpoint-*") if _is_whole(path)]
+    root = Path(str(folder))
+    steps = [int(path.name.removeprefix("checkpoint-")) for path in root.glob("checkpoint-*") if _is_whole(path)]
     step = newest_common_step(steps)
-    return str(own / f"checkpoint-{step}") if step else None
+    return str(root / f"checkpoint-{step}") if step else None
 
 
 def _is_whole(path: Path) -> bool:

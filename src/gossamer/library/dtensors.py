@@ -63,23 +63,23 @@ def mesh_of(parameters: Iterable[tuple[str, Tensor]], given: "DeviceMesh | None"
 
     Raises: ConfigError for a given mesh that this process is not in, or a parameter that lies on other processes too.
     """
-    found = given
+    mesh = given
     shared = [(name, d) for name, t in parameters if (d := as_dtensor(t)) is not None]
     for _, t in shared if given is None else ():
-        if found is None or t.device_mesh.size() > found.size():
-            found = t.device_mesh
-    if found is None:
+        if mesh is None or t.device_mesh.size() > mesh.size():
+            mesh = t.device_mesh
+    if mesh is None:
         return None
-    if found.get_coordinate() is None:
+    if mesh.get_coordinate() is None:
         raise ConfigError(
-            f"Outer got a mesh of the processes {processes_of(found)}, and this process is none of them; give the mesh of its "
+            f"Outer got a mesh of the processes {processes_of(mesh)}, and this process is none of them; give the mesh of its "
             "own worker, such as mesh['shard']"
         )
-    own = {*processes_of(found)}
+    in_mesh = {*processes_of(mesh)}
     for name, t in shared:
-        if not own.issuperset(theirs := processes_of(t.device_mesh)):
+        if not in_mesh.issuperset(processes := processes_of(t.device_mesh)):
             raise ConfigError(
-                f"parameter '{name}' lies on the processes {theirs}, and the mesh of its worker has {sorted(own)}; give "
+                f"parameter '{name}' lies on the processes {processes}, and the mesh of its worker has {sorted(in_mesh)}; give "
                 "Outer(mesh=...) the mesh of all processes of one worker"
             )
         if any(place.is_partial() for place in t.placements):
@@ -87,4 +87,4 @@ def mesh_of(parameters: Iterable[tuple[str, Tensor]], given: "DeviceMesh | None"
                 f"parameter '{name}' is a sum that no process has whole ({t.placements}); redistribute it to Shard or Replicate "
                 "before Outer is made"
             )
-    return found
+    return mesh

@@ -313,19 +313,19 @@ class _Copies:
         reshard(self._model)  # otherwise gathered plain tensors stand in place of the DTensors
         for name, p in self._model.named_parameters():
             name = bare_name(name)
-            own = self._parameters.get(name)
-            if own is p:
+            known = self._parameters.get(name)
+            if known is p:
                 continue
-            if own is None:
+            if known is None:
                 if p.requires_grad:
                     raise ConfigError(
                         f"parameter '{name}' is trainable and was not when Outer was made, so it is not exchanged; make it "
                         "trainable before Outer is made, and freeze it afterwards for as long as you like"
                     )
                 continue
-            if _form(p) != _form(own):
+            if _form(p) != _form(known):
                 raise ConfigError(
-                    f"parameter '{name}' is {_form(p)}, and was {_form(own)} when Outer was made; convert, move, resize or "
+                    f"parameter '{name}' is {_form(p)}, and was {_form(known)} when Outer was made; convert, move, resize or "
                     "shard the model before Outer is made"
                 )
             self._parameters[name] = p

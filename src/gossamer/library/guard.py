@@ -86,14 +86,14 @@ def must_not_be_wrapped(model: nn.Module, workers: Collection[int]) -> None:
     _refuse_wrapper_in(model)
     if not dist.is_initialized():
         return
-    own = {id(p) for p in model.parameters() if p.requires_grad}
+    trainable = {id(p) for p in model.parameters() if p.requires_grad}
     objects = gc.get_objects()
     # Most processes have none; comparing the types of millions of objects is far faster than `isinstance` on each.
     kinds = {kind for kind in {*map(type, objects)} if issubclass(kind, DistributedDataParallel) or _is_engine(kind)}
     for wrapper in [o for o in objects if type(o) in kinds] if kinds else []:
         engine = _is_engine(type(wrapper))
         group = getattr(wrapper, "seq_data_parallel_group" if engine else "process_group", None)
-        if group is None or own.isdisjoint(id(p) for p in wrapper.parameters()):
+        if group is None or trainable.isdisjoint(id(p) for p in wrapper.parameters()):
             continue  # one whose construction failed has no group
         if engine and (wrapper.fp16_enabled() or wrapper.bfloat16_enabled()):
             raise ConfigError(f"the model is trained by {ENGINE} in half precision, {COPIES}")
@@ -137,10 +137,12 @@ def fingerprints(tensors: Mapping[str, Tensor], *, numbers: bool) -> list[str]:
 
 def must_be_alike(of_workers: Sequence[object], names: Sequence[str]) -> None:
     """Raises PeerError when the workers' fingerprints differ, naming the first tensor that differs if it can be known."""
-    others = [worker for worker, theirs in enumerate(of_workers) if theirs != of_workers[0]]
+    others = [worker for worker, fingerprint in enumerate(of_workers) if fingerprint != of_workers[0]]
     if not others:
         return
-    lists = [theirs for theirs in of_workers if isinstance(theirs, list) and len(theirs) == len(names)]
+    lists = [
+        fingerprint for fingerprint in of_workers if isinstance(fingerprint, list) and len(fingerprint) == len(names)
+    ]
     odd = [name for name, *hashes in zip(names, *lists, strict=True) if len(set(map(str, hashes))) > 1]
     which = f", {len(odd)} of {len(names)} tensors and first '{odd[0]}'" if odd else ""
     raise PeerError(

@@ -89,17 +89,20 @@ def lane_in(ranks: Sequence[int], mesh: "DeviceMesh | None", timeout_s: float) -
     if not dist.is_initialized():
         return lane_of_launcher(timeout_s)
     rank = dist.get_rank()
-    own = [rank] if mesh is None else processes_of(mesh)
-    if not {*ranks}.issuperset(own):
+    worker_processes = [rank] if mesh is None else processes_of(mesh)
+    if not {*ranks}.issuperset(worker_processes):
         raise ConfigError(
-            f"the worker of this process is on the processes {own}, and the process group has {[*ranks]} only; give Outer a "
-            "process_group of all processes of all workers"
+            f"the worker of this process is on the processes {worker_processes}, and the process group has {[*ranks]} only; "
+            "give Outer a process_group of all processes of all workers"
         )
     member = Member.at(
         ranks.index(rank), len(ranks), torch.device("cpu"), outer_store(ranks), secret=environment_secret()
     )
     statements = agree(
-        member, "gossamer.Outer, places", [own, mesh and [*mesh.shape], secrets.token_hex(8)], timeout_s=timeout_s
+        member,
+        "gossamer.Outer, places",
+        [worker_processes, mesh and [*mesh.shape], secrets.token_hex(8)],
+        timeout_s=timeout_s,
     )
     workers = list[list[int]]()
     for one in statements:
@@ -123,9 +126,13 @@ def lane_in(ranks: Sequence[int], mesh: "DeviceMesh | None", timeout_s: float) -
             "processes of its own worker, or give Outer(mesh=...)"
         )
     workers.sort(key=min)
-    shard = own.index(rank)
+    shard = worker_processes.index(rank)
     return Lane(
-        tuple(processes[shard] for processes in workers), tuple(own), workers.index(own), shard, statements[0][2]
+        tuple(processes[shard] for processes in workers),
+        tuple(worker_processes),
+        workers.index(worker_processes),
+        shard,
+        statements[0][2],
     )
 
 
@@ -156,20 +163,20 @@ def lane_of_site(site: tuple[int, int], mesh: "DeviceMesh | None", timeout_s: fl
     if not dist.is_initialized():
         return Lane(worker=worker, sites=n, start=start, keys=keys)
     rank, world = dist.get_rank(), [*range(dist.get_world_size())]
-    own = world if mesh is None or mesh.size() < len(world) else processes_of(mesh)
-    if sorted(own) != world:
+    processes = world if mesh is None or mesh.size() < len(world) else processes_of(mesh)
+    if sorted(processes) != world:
         raise ConfigError(
-            f"the model of site {worker} is on the processes {own}, and its world has {world}; with site=... a world is one "
-            "worker: give Outer(mesh=...) the mesh of all its processes"
+            f"the model of site {worker} is on the processes {processes}, and its world has {world}; with site=... a world is "
+            "one worker: give Outer(mesh=...) the mesh of all its processes"
         )
     member = Member.at(rank, len(world), torch.device("cpu"), outer_store(world), secret=environment_secret())
-    statements = agree(member, "gossamer.Outer, site", [own, worker, n, start], timeout_s=timeout_s)
-    if any(one[:3] != [own, worker, n] for one in statements):
+    statements = agree(member, "gossamer.Outer, site", [processes, worker, n, start], timeout_s=timeout_s)
+    if any(one[:3] != [processes, worker, n] for one in statements):
         sites = sorted({f"{one[1]} of {one[2]}" for one in statements})
         raise PeerError(
             f"the processes of one world are of site {' and '.join(sites)}; give all of a world the same site and mesh"
         )
-    return Lane((rank,), tuple(own), worker, own.index(rank), statements[0][3], n, keys=keys)
+    return Lane((rank,), tuple(processes), worker, processes.index(rank), statements[0][3], n, keys=keys)
 
 
 def board(store: Store) -> Store:
@@ -233,18 +240,18 @@ def claimed(lane: Lane, join: str, timeout_s: float, *, elastic: bool) -> bool:
     """
     assert lane.joint is not None
     entries = Entries(lane.joint, environment_secret(), timeout_s)
-    mine = f"{lane.sites} sites that {'come and go' if elastic else 'all stay'}"
+    description = f"{lane.sites} sites that {'come and go' if elastic else 'all stay'}"
     with store_answers():
-        theirs = entries.first("run", mine)
-    if theirs is None:
+        published = entries.first("run", description)
+    if published is None:
         raise PeerError(
             f"what is said at '{join}' does not carry the code of this run's secret; give all sites the same GOSSAMER_SECRET, "
             "and each run its own address"
         )
-    if theirs != mine.encode():
+    if published != description.encode():
         raise PeerError(
             f"site {lane.worker} of {lane.sites} is at '{join}', where another run is, of "
-            f"{theirs.decode(errors='replace'):.60}, and not one of {mine}; give each run an address of its "
+            f"{published.decode(errors='replace'):.60}, and not one of {description}; give each run an address of its "
             "own, and all its sites the same number of sites and the same elastic=..."
         )
     with store_answers():

@@ -66,23 +66,23 @@ class Meter:
             self.bytes_received += operation.received_bytes
             self.messages += operation.peers * (2 if operation.kind == "mean" else 1)
 
-    def compare(self, own: Tree, received: Sequence[Tree]) -> None:
-        """Adds up `(received - own)²`, as `Setup.compare` asks for; without a wait for the device."""
-        for theirs in received:
-            for mine, other in zip(leaves(own), leaves(theirs), strict=True):
-                piece = _PIECE if mine.is_cpu else max(1, mine.numel())
-                for a, b in zip(mine.split(piece), other.split(piece), strict=True):
+    def compare(self, sent: Tree, received: Sequence[Tree]) -> None:
+        """Adds up `(received - sent)²`, as `Setup.compare` asks for; without a wait for the device."""
+        for message in received:
+            for leaf, other in zip(leaves(sent), leaves(message), strict=True):
+                piece = _PIECE if leaf.is_cpu else max(1, leaf.numel())
+                for a, b in zip(leaf.split(piece), other.split(piece), strict=True):
                     apart = widen(b) - widen(a)
                     squares = apart.dot(apart).to(torch.float64)
                     self._squares = squares if self._squares is None else self._squares + squares
-                self._compared += mine.numel()
+                self._compared += leaf.numel()
 
     def read(self) -> OuterMetrics:
         """The figures since the last reading."""
         disagreement = None
         if self._squares is not None and self._compared:
             disagreement = math.sqrt(self._squares.item() / self._compared)
-        found = OuterMetrics(
+        metrics = OuterMetrics(
             self.rounds,
             self.bytes_sent,
             self.bytes_received,
@@ -92,4 +92,4 @@ class Meter:
             disagreement,
         )
         self._start()
-        return found
+        return metrics

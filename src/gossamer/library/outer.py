@@ -27,15 +27,15 @@ from gossamer.library.parts import (
     Reduction,
     in_own_words,
     keys_of_sites,
-    knows_its_words,
     must_be_a_site,
+    naming_unknown_arguments,
     ranks_of,
     settled_parts,
     timetable_in,
 )
-from gossamer.library.peers import Common, Peers, common_of, model_in_words
+from gossamer.library.peers import Common, Peers, common_of, describe_model
 from gossamer.library.recording import Recorder, Recording, run_toml
-from gossamer.library.saved import FORMAT, OuterState, must_be_of, must_continue_alike, what_it_is_of
+from gossamer.library.saved import FORMAT, OuterState, must_continue_alike, require_matching_state, what_it_is_of
 from gossamer.library.siblings import Siblings
 from gossamer.library.sites import REJOIN_ROUNDS, ElasticSite, elastic_site
 from gossamer.library.watch import LoopCheck, explained, waiting_for
@@ -142,7 +142,7 @@ class Outer(Generic[M]):
     True
     """
 
-    @knows_its_words
+    @naming_unknown_arguments
     def __init__(
         self,
         model: M,
@@ -418,7 +418,7 @@ class Outer(Generic[M]):
 
     def _begin_round(self) -> None:
         if self._site is not None:
-            self._site.enter(self.rounds)
+            self._site.begin_round(self.rounds)
         self._loop.local_steps = self._watch.local_steps = self.local_steps
         self._loop.begin_round(self.rounds)
         self._stops = [stop for stop in self._loop.stops(self.rounds) if stop.step > self.steps]
@@ -462,16 +462,16 @@ class Outer(Generic[M]):
         self._loop.in_flight.clear()
 
         rest = rest_of(self.model) if self._takes_rest else {}
-        mine = [self.x, *self._outer_state(), *rest.values()]
+        tensors_here = [self.x, *self._outer_state(), *rest.values()]
 
-        def load(theirs: Sequence[torch.Tensor]) -> None:
+        def load(tensors: Sequence[torch.Tensor]) -> None:
             with torch.no_grad():
-                for own, other in zip(mine, theirs, strict=True):
-                    own.copy_(other)
+                for target, other in zip(tensors_here, tensors, strict=True):
+                    target.copy_(other)
                 self._loop.forget_unsent()
                 self._flat.write()
 
-        self.rounds, self.steps, self._stops = max(round, self._site.take(mine, load, source)), 0, []
+        self.rounds, self.steps, self._stops = max(round, self._site.take(tensors_here, load, source)), 0, []
         self._check.forget_start()
         self._record.drop_round()
 
@@ -537,8 +537,8 @@ class Outer(Generic[M]):
         >>> import gossamer, torch
         >>> with gossamer.Outer(torch.nn.Linear(2, 1), "gossip", local_steps=1) as outer:
         ...     _ = outer.step()
-        ...     found = outer.metrics()
-        >>> found.rounds, found.bytes_sent, found.disagreement
+        ...     metrics = outer.metrics()
+        >>> metrics.rounds, metrics.bytes_sent, metrics.disagreement
         (1, 0, None)
         """
         self._count_waits()
@@ -615,8 +615,8 @@ class Outer(Generic[M]):
         self._peers.publish("mean", self._means)
 
         def missing() -> list[int]:
-            entered, mine = self._peers.published("mean"), self._means
-            return [worker for worker in range(self.n) if worker != self.worker and entered.get(worker) != mine]
+            entered, count = self._peers.published("mean"), self._means
+            return [worker for worker in range(self.n) if worker != self.worker and entered.get(worker) != count]
 
         with in_own_words(), waiting_for(missing, self.worker, min(_PATIENCE_S, self._timeout_s / 4)):
             try:
@@ -682,14 +682,16 @@ class Outer(Generic[M]):
                 f"a state was given after {self.steps} steps of round {self.rounds}, with {len(self._loop.in_flight)} exchanges "
                 "in flight; load it into a new Outer"
             )
-        mine = self._outer_state()
+        tensors = self._outer_state()
         if isinstance(state, Mapping):
             layouts = layouts_with_wrappers(self.model, self.layout)
-            must_be_of(state, self._is_of, [model_in_words(one, self.x.dtype, self._flat.words) for one in layouts])
+            require_matching_state(
+                state, self._is_of, [describe_model(one, self.x.dtype, self._flat.words) for one in layouts]
+            )
         try:
             rounds, steps, saved = state["rounds"], state["steps"], list(state["outer"])
             self._must_be_place(rounds, steps)
-            must_fit(saved, mine)
+            must_fit(saved, tensors)
             in_flight = {(one["round"], one["fragment"]) for one in state["under_way"]}
             if in_flight and in_flight != (expected := self._sent_by(rounds, steps)):  # none after `finish`
                 raise ValueError(f"{sorted(in_flight)} are in flight where the schedule has {sorted(expected)}")
@@ -700,8 +702,8 @@ class Outer(Generic[M]):
                 f"the outer state does not fit rule '{self.method.rule.name}' with {self.local_steps} local steps on this model "
                 f"({error!r:.200}); load it with the rule, the model, the schedule and the local steps it was saved with"
             ) from None
-        for own, other in zip(mine, saved, strict=True):
-            own.copy_(other)
+        for target, other in zip(tensors, saved, strict=True):
+            target.copy_(other)
         self._continue_from(rounds, steps, state.get("start"))
 
     def shared_state_dict(self) -> dict[str, Any]:
@@ -750,13 +752,13 @@ class Outer(Generic[M]):
         self._must_be_open("load_shared_state_dict")
         self._must_not_have_begun()
         self._watch.begin()  # the model was loaded, whether the state is accepted or refused
-        own = self.shared_state_dict()
+        current = self.shared_state_dict()
         try:
             saved = {"format": FORMAT, "of": json.loads(state["outer.of"]), "start": state["outer.start"]}
-            must_be_of(saved, self._is_of_whatever_shards)
+            require_matching_state(saved, self._is_of_whatever_shards)
             rounds, steps = state["outer.rounds"], state["outer.steps"]
             self._must_be_place(rounds, steps)
-            tensors = {key: t for key, t in own.items() if isinstance(t, torch.Tensor)}
+            tensors = {key: t for key, t in current.items() if isinstance(t, torch.Tensor)}
             must_fit([local(state[key]) for key in tensors], [*map(local, tensors.values())])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, CheckpointError):
@@ -875,9 +877,9 @@ class Outer(Generic[M]):
             self._failed = error
 
     @contextlib.contextmanager
-    def _all_or_none(self, what: str, *numbers: int) -> Iterator[None]:
+    def _all_or_none(self, operation: str, *numbers: int) -> Iterator[None]:
         """See `Siblings.all_or_none`; raises inside it what has failed since the last stop."""
-        with self._siblings.all_or_none(what, *numbers):
+        with self._siblings.all_or_none(operation, *numbers):
             if self._failed is not None:
                 raise self._failed
             yield

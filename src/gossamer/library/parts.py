@@ -112,7 +112,7 @@ def in_own_words() -> Iterator[None]:
 _RUN_FILE_KEY = re.compile(r"\brun\.(timeout_s|local_steps|elastic|seed)\b")
 
 
-def knows_its_words(init: Callable[P, None]) -> Callable[P, None]:
+def naming_unknown_arguments(init: Callable[P, None]) -> Callable[P, None]:
     """A context in which the constructor of `Outer` raises ConfigError for unknown arguments, naming the right one."""
 
     @functools.wraps(init)

@@ -63,7 +63,7 @@ def common_of(m: Method, flat: Flat, *, reduction: str, rest: Rest, local_steps:
     """
     same_steps = m.schedule.overlap_steps or m.rule.delay_rounds
     return Common(
-        model_in_words(flat.layout, flat.x.dtype, flat.words),
+        describe_model(flat.layout, flat.x.dtype, flat.words),
         choice_in_words(m.rule.name, m.rule.options),
         choice_in_words(m.topology.name, m.topology.options),
         f"{_codec(m.codec)}{f' and back {_codec(m.codec.back)}' if m.codec.back else ''}",
@@ -75,13 +75,13 @@ def common_of(m: Method, flat: Flat, *, reduction: str, rest: Rest, local_steps:
     )
 
 
-def model_in_words(layout: Layout, dtype: torch.dtype, shard: str) -> str:
+def describe_model(layout: Layout, dtype: torch.dtype, shard: str) -> str:
     """The names and the layout of the parameters, as text that two workers compare."""
     shapes = hashlib.sha256(repr(layout).encode()).hexdigest()[:8]
     return f"{len(layout.leaves)} tensors of {layout.numel} numbers in {dtype}, whose names and shapes hash to {shapes}{shard}"
 
 
-def must_agree(statements: Sequence[object], mine: Common) -> None:
+def must_agree(statements: Sequence[object], common: Common) -> None:
     """Raises PeerError, with what each of two workers has, for the first thing in which workers differ from worker 0."""
     # The schedule first: other fragments change the layout of the same model, and so its hash.
     for key in sorted(Common._fields, key=lambda one: one != "schedule"):
@@ -94,15 +94,15 @@ def must_agree(statements: Sequence[object], mine: Common) -> None:
                 f"{words[odd[0]]:.{_LONGEST}} and worker 0 {words[0]:.{_LONGEST}}; make Outer with the same on all workers"
             )
     for worker, theirs in enumerate(statements):
-        if not isinstance(theirs, list) or len(theirs) != len(mine):
+        if not isinstance(theirs, list) or len(theirs) != len(common):
             raise PeerError(
-                f"worker {worker} compares other things than the {len(mine)} of this worker; install the same gossamer version "
+                f"worker {worker} compares other things than the {len(common)} of this worker; install the same gossamer version "
                 "everywhere"
             )
 
 
-def _stated(theirs: object, place: int) -> str:
-    return str(theirs[place]) if isinstance(theirs, list) and place < len(theirs) else "nothing"
+def _stated(statement: object, place: int) -> str:
+    return str(statement[place]) if isinstance(statement, list) and place < len(statement) else "nothing"
 
 
 def _codec(codec: Codec) -> str:
@@ -167,7 +167,7 @@ class Peers:
     @classmethod
     def of(
         cls,
-        theirs: dist.ProcessGroup | None,
+        user_group: dist.ProcessGroup | None,
         lane: Lane,
         common: Common,
         x: Tensor,
@@ -178,13 +178,13 @@ class Peers:
         """Meets the other workers: checks that all have the same configuration, and broadcasts what worker 0 starts from.
 
         Args:
-            theirs: the user's group, which only determines the backend.
+            user_group: the user's group, which only determines the backend.
             lane: of this process; it meets those that hold the same shard of the other workers.
             x: the parameters; they become those of worker 0.
             others: frozen parameters and buffers, compared or broadcast as `common.rest` says.
         Raises: PeerError when workers differ or do not come.
         """
-        backend, store = "gloo" if lane.joint is not None else backend_of(theirs), lane.store
+        backend, store = "gloo" if lane.joint is not None else backend_of(user_group), lane.store
         member = Member.at(lane.worker, lane.n, x.device, store, secret=environment_secret())
         rest = fingerprints(others, numbers=common.rest == "compare") if common.rest != "own" else []
         # Listens before it publishes its address: a reader may connect at once.
@@ -237,17 +237,17 @@ class Peers:
                         latest[int(worker)] = facts
         return latest
 
-    def losses(self, mine: float) -> dict[int, float]:
+    def losses(self, loss: float) -> dict[int, float]:
         """The latest published losses of the others, and this one's."""
         if self._member is None:
-            return {0: mine}
-        if math.isfinite(mine):
-            self.publish("loss", mine)
+            return {0: loss}
+        if math.isfinite(loss):
+            self.publish("loss", loss)
         latest = dict[int, float]()
         if (entries := self._notices("loss")) is not None:
             with self._asking():
                 latest = read_losses(entries, self._member.workers)
-        return {**latest, self._member.worker: mine}
+        return {**latest, self._member.worker: loss}
 
     def _notices(self, topic: str) -> Entries | None:
         """The published entries of a topic; None once the store has failed, so that training does not wait at each step."""

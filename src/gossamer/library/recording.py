@@ -196,7 +196,7 @@ def _in_own_words() -> Iterator[None]:
         ) from None
 
 
-def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+def _without_none(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -218,7 +218,7 @@ def run_toml(
         "name": name,
         "workers": workers,
         "seed": seed,
-        **{table: {"name": part.name, **_given(part.options)} for table, part in parts.items()},
+        **{table: {"name": part.name, **_without_none(part.options)} for table, part in parts.items()},
         "schedule": schedule,
         "model": {"size": f"python:{model}"},
         "data": {"source": "python:loop"},

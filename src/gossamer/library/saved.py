@@ -55,21 +55,23 @@ def what_it_is_of(common: Common, rule: Rule, lane: Lane, *, local_steps: str) -
     }
 
 
-def must_be_of(state: Mapping[str, Any], mine: Mapping[str, str], same_models: Collection[str] = ()) -> None:
+def require_matching_state(
+    state: Mapping[str, Any], current: Mapping[str, str], same_models: Collection[str] = ()
+) -> None:
     """Raises CheckpointError, with both sides, for a state that belongs to something else; warns of one that does not record it.
 
-    Args: `same_models` are further descriptions of the model of `mine`, as earlier versions have saved them.
+    Args: `same_models` are further descriptions of the model of `current`, as earlier versions have saved them.
     """
-    number, theirs = state.get("format"), state.get("of")
-    if number is None and theirs is None:
+    number, saved = state.get("format"), state.get("of")
+    if number is None and saved is None:
         log.warning(
             "the outer state was saved by gossamer 0.1.0 and does not say what it is of, so that only its shapes were compared; "
             "see for yourself that rule, codec, schedule, local steps and worker are those it was saved with"
         )
         return
-    if isinstance(number, bool) or not isinstance(number, int) or not isinstance(theirs, Mapping):
+    if isinstance(number, bool) or not isinstance(number, int) or not isinstance(saved, Mapping):
         raise CheckpointError(
-            f"the outer state has the format {number!r:.40} and says that it is of {type(theirs).__name__}; a state of "
+            f"the outer state has the format {number!r:.40} and says that it is of {type(saved).__name__}; a state of "
             f"Outer.state_dict has the format {FORMAT} and words: load one that was saved whole"
         )
     if number != FORMAT:
@@ -82,13 +84,13 @@ def must_be_of(state: Mapping[str, Any], mine: Mapping[str, str], same_models: C
             f"the outer state names the start it is of by {start!r:.40}, and Outer.state_dict by a short text; load one that was "
             "saved whole"
         )
-    if theirs.get("model") in same_models:
-        theirs = {**theirs, "model": mine["model"]}
+    if saved.get("model") in same_models:
+        saved = {**saved, "model": current["model"]}
     # Its shard and its schedule first: they change the layout of a model, which is hashed.
-    if odd := lineage.odd_field(theirs, {"shard": "none", "schedule": mine["schedule"], **mine}):
+    if odd := lineage.odd_field(saved, {"shard": "none", "schedule": current["schedule"], **current}):
         raise CheckpointError(
-            f"the saved outer state has {odd.field} {odd.theirs} and this Outer {odd.mine}; load it into an Outer that was made "
-            "as the one that saved it, with the state of each worker on that worker",
+            f"the saved outer state has {odd.field} {odd.saved} and this Outer {odd.current}; load it into an Outer that was "
+            "made as the one that saved it, with the state of each worker on that worker",
             FaultKind.MISPLACED if odd.field == "worker" else FaultKind.FOREIGN,
         )
 

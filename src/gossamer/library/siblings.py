@@ -55,7 +55,7 @@ class Siblings:
         return self._lane.shard == 0
 
     @contextlib.contextmanager
-    def all_or_none(self, what: str, *numbers: int) -> Iterator[None]:
+    def all_or_none(self, operation: str, *numbers: int) -> Iterator[None]:
         """Raises on all processes of the worker when the body has failed on one, or `numbers` are not the same on all.
 
         Without it one shard of a model would take an update that its sibling, whose peer is gone, does not take.
@@ -67,23 +67,23 @@ class Siblings:
             yield
         except Exception as error:
             failure = error
-        ends = self._least(_Place.ALL_OR_NONE, [*numbers, *(-number for number in numbers)], what, failure)
+        ends = self._least(_Place.ALL_OR_NONE, [*numbers, *(-number for number in numbers)], operation, failure)
         half = len(numbers)
         if [*ends[:half]] != [-end for end in ends[half:]]:
             raise PeerError(
-                f"the processes of worker {self._lane.worker} are at different places in {what}, this one at {[*numbers]}; let "
-                "all take the same steps, and load the states that were saved together"
+                f"the processes of worker {self._lane.worker} are at different places in {operation}, this one at {[*numbers]}; "
+                "let all take the same steps, and load the states that were saved together"
             )
 
-    def fewest(self, mine: int) -> int:
+    def fewest(self, count: int) -> int:
         """The least of the values of the worker's processes."""
-        return self._least(_Place.FEWEST, [mine], "common_steps()")[0]
+        return self._least(_Place.FEWEST, [count], "common_steps()")[0]
 
-    def all_have(self, mine: Sequence[bool], what: str) -> list[bool]:
+    def all_have(self, flags: Sequence[bool], operation: str) -> list[bool]:
         """For each of some things, whether all processes of the worker have it. Raises: PeerError when another has failed."""
-        return [bool(one) for one in self._least(_Place.EACH, [int(one) for one in mine], what)]
+        return [bool(one) for one in self._least(_Place.EACH, [int(one) for one in flags], operation)]
 
-    def total(self, mine: float) -> float:
+    def total(self, value: float) -> float:
         """The sum of the processes' values, added in the order of the mesh, so that all get the same to the last bit.
 
         Raises: PeerError when another has failed.
@@ -91,7 +91,7 @@ class Siblings:
         """
         # Each writes the bits of its number, and the maximum for the others: the minimum of both is that number.
         numbers = [_MOST] * self._lane.shards
-        (numbers[self._lane.shard],) = struct.unpack("<q", struct.pack("<d", mine))
+        (numbers[self._lane.shard],) = struct.unpack("<q", struct.pack("<d", value))
         total = 0.0
         for bits in self._least(_Place.SUM, numbers, "a sum over the shards"):
             total += struct.unpack("<d", struct.pack("<q", bits))[
@@ -99,7 +99,7 @@ class Siblings:
             ]  # not `sum`, which corrects itself from Python 3.12 on
         return total
 
-    def from_first(self, choose: Callable[[], Sequence[int] | None], what: str) -> list[int]:
+    def from_first(self, choose: Callable[[], Sequence[int] | None], operation: str) -> list[int]:
         """The numbers of the first process, on all of them.
 
         Args: `choose` is called there alone, repeatedly until it returns some. It waits for some seconds at most and returns None
@@ -116,7 +116,7 @@ class Siblings:
                     failure = error
             # The least of one process's number and the maximum everywhere else is that number.
             mine = [_MOST] * self._width if not self.first else [0] if chosen is None else [1, *chosen]
-            known, *numbers = self._least(_Place.FIRST, mine, what, failure)
+            known, *numbers = self._least(_Place.FIRST, mine, operation, failure)
             if known:
                 return numbers if chosen is None else [*chosen]
 
@@ -124,7 +124,9 @@ class Siblings:
         """Ends the connections. A second call does nothing."""
         self._group = None
 
-    def _least(self, place: _Place, numbers: Sequence[int], what: str, failure: Exception | None = None) -> list[int]:
+    def _least(
+        self, place: _Place, numbers: Sequence[int], operation: str, failure: Exception | None = None
+    ) -> list[int]:
         """The least of each number over the processes; a failure on one of them is a failure on all.
 
         All messages have one size and name the decision: a process that has failed is at the next one already when the others
@@ -146,17 +148,17 @@ class Siblings:
                 f"another process of worker {self._lane.worker} is gone, or did not come in time ({first_line(error)}); look at "
                 f"the logs of its {self._lane.shards} processes"
             ) from error
-        fine, first, last, *found = least.tolist()
+        fine, first, last, *minima = least.tolist()
         if failure is not None:
             raise failure
         if not fine:
             raise PeerError(
-                f"{what} failed in another process of worker {self._lane.worker}, so that none of its {self._lane.shards} "
+                f"{operation} failed in another process of worker {self._lane.worker}, so that none of its {self._lane.shards} "
                 "processes has taken it; look at their logs"
             )
         if first != -last:
             raise PeerError(
-                f"the processes of worker {self._lane.worker} are not all in {what}, as this one is; let all make the same calls "
-                "of Outer"
+                f"the processes of worker {self._lane.worker} are not all in {operation}, as this one is; let all make the same "
+                "calls of Outer"
             )
-        return found[: len(numbers)] if place != _Place.FIRST else found
+        return minima[: len(numbers)] if place != _Place.FIRST else minima

@@ -70,7 +70,7 @@ _AT_ONCE = 3
 _NONCES = 1 << 61
 
 
-class _UnderWay(NamedTuple):
+class _SiteEntry(NamedTuple):
     """The entry of a process on the board while its site trains."""
 
     run: str
@@ -153,7 +153,7 @@ class ElasticSite:
         closes: whether the rule takes a mean over all sites, whose rounds are committed over those that are ready.
         closings: commits per round.
         numel: numbers of this shard.
-        mine: what all sites have in common, and what of it is to be compared number by number, for those that come back.
+        entry: what all sites have in common, and what of it is to be compared number by number, for those that come back.
         join: the address of the board.
     """
 
@@ -167,7 +167,7 @@ class ElasticSite:
         closings: int,
         numel: int,
         device: torch.device,
-        mine: _UnderWay,
+        entry: _SiteEntry,
         join: str,
     ) -> None:
         self.lane, self.start, self._siblings, self._endpoint = begins.lane, begins.run, siblings, endpoint
@@ -194,7 +194,7 @@ class ElasticSite:
             led=not siblings.first,
         )
         self.transport = LaneTransport(self._inner, siblings, self.lane, closes=closes)
-        self._tell = f"under way/{self.lane.worker}/{self.lane.shard}", json.dumps(mine)
+        self._tell = f"under way/{self.lane.worker}/{self.lane.shard}", json.dumps(entry)
         self._join = join
         if self.lane.behind is not None:
             self.transport.behind.append(self.lane.behind)
@@ -220,7 +220,7 @@ class ElasticSite:
         """Takes from the outer loop, which is made after the connections, the peers to receive from."""
         self._peers = loop.peers_in
 
-    def enter(self, round: int) -> None:
+    def begin_round(self, round: int) -> None:
         """Begins a round, with the sites that the first process of this one sees alive."""
         self._round = round
 
@@ -241,11 +241,11 @@ class ElasticSite:
         """See `gossamer.transport.contract.Closes`. Raises: LeftOutError, on all processes of the site."""
 
         def result() -> list[int] | None:
-            found = self._for_a_while(lambda: self._inner.proposed(round))
-            if found is None or isinstance(found, LeftOutError):
-                return found and [1, 0 if found.source is None else found.source + 1]
-            line = self._inner.line
-            return [0, found[0], line >> 32, line & 0xFFFFFFFF, *self._mask(found[1])]
+            outcome = self._poll(lambda: self._inner.proposed(round))
+            if outcome is None or isinstance(outcome, LeftOutError):
+                return outcome and [1, 0 if outcome.source is None else outcome.source + 1]
+            history_hash = self._inner.history_hash
+            return [0, outcome[0], history_hash >> 32, history_hash & 0xFFFFFFFF, *self._mask(outcome[1])]
 
         left_out, *numbers = self._siblings.from_first(result, f"round {round}")
         self._must_not_be_left_out(left_out, numbers)
@@ -268,14 +268,14 @@ class ElasticSite:
         def result() -> list[int] | None:
             if self._is_cut_off([j for j, heard in enumerate(hears) if not (whole or heard)]):
                 return [2, 0]
-            found = self._for_a_while(lambda: self._inner.committed(attempt, whole=whole))
-            if found is None or isinstance(found, LeftOutError):
-                return found and [1, 0 if found.source is None else found.source + 1]
-            return [0, int(found)]
+            outcome = self._poll(lambda: self._inner.committed(attempt, whole=whole))
+            if outcome is None or isinstance(outcome, LeftOutError):
+                return outcome and [1, 0 if outcome.source is None else outcome.source + 1]
+            return [0, int(outcome)]
 
         left_out, *numbers = self._siblings.from_first(result, f"round {self._round}")
         if left_out == 2:
-            unheard = ", ".join(str(j) for j, heard in enumerate(hears) if not heard)
+            unheard = ", ".join(str(j) for j, is_heard in enumerate(hears) if not is_heard)
             raise PeerError(
                 f"site {self.lane.worker} has not heard site {unheard} for {self._endpoint.timeout_s:g} s or longer in the lane "
                 f"of one of its {self.lane.shards} processes, while their first processes reach each other, and leaves so that "
@@ -302,7 +302,7 @@ class ElasticSite:
         if left_out:
             raise LeftOutError(self.lane.worker, self._round, numbers[0] - 1 if numbers[0] else None)
 
-    def _for_a_while(self, wait: Callable[[], T]) -> T | LeftOutError | None:
+    def _poll(self, wait: Callable[[], T]) -> T | LeftOutError | None:
         """The result of a wait for the other sites; None where the wait continues, so that the siblings get a sign of life."""
         inner, until_s = self._inner, time.monotonic() + min(2.0, self._endpoint.timeout_s / 4)
         inner.stop = lambda: time.monotonic() >= until_s
@@ -323,7 +323,7 @@ class ElasticSite:
 
     def keep(self, after: int, state: Mapping[str, Any]) -> None:
         """Keeps the state after so many rounds for sites that come back. Cost: a copy."""
-        kept, self._before = Handover(after, packable_snapshot({**state, "line": self._inner.line})), None
+        kept, self._before = Handover(after, packable_snapshot({**state, "line": self._inner.history_hash})), None
         with self._changed:
             self._kept = kept
             self._changed.notify_all()
@@ -351,29 +351,31 @@ class ElasticSite:
 
     # --- the state of others ------------------------------------------------------------------------------------------
 
-    def start_from_first(self, mine: Sequence[Tensor]) -> None:
+    def start_from_first(self, tensors: Sequence[Tensor]) -> None:
         """Copies the initial state of site 0 into these tensors, where all start together. Raises: PeerError."""
-        offer = self._asked(0, 0)
+        offer = self._offer_of(0, 0)
         if offer is None or offer.raw is None:
             raise PeerError(f"site 0 gave site {self.lane.worker} no parameters to start from; look at its log")
         try:
-            theirs = unpacked(offer.raw)["start"]
-            must_fit(theirs, mine)
-            if not all_finite(tuple(theirs)):
+            initial = unpacked(offer.raw)["start"]
+            must_fit(initial, tensors)
+            if not all_finite(tuple(initial)):
                 raise ValueError("they have numbers that are not finite")
         except (CheckpointError, LookupError, TypeError, ValueError) as error:
             raise PeerError(
                 f"the parameters that site 0 gave site {self.lane.worker} to start from do not fit its model "
                 f"({first_line(error)}); start all sites with the same model and gossamer"
             ) from None
-        for own, other in zip(mine, theirs, strict=True):
-            own.detach().copy_(other)
+        for target, other in zip(tensors, initial, strict=True):
+            target.detach().copy_(other)
 
-    def take(self, mine: Sequence[Tensor], load: Callable[[Sequence[Tensor]], None], source: int | None = None) -> int:
+    def take(
+        self, tensors: Sequence[Tensor], load: Callable[[Sequence[Tensor]], None], source: int | None = None
+    ) -> int:
         """Takes the state of another site, after the same round on all processes; returns the round to continue with.
 
         Args:
-            mine: the tensors of this shard, which those of the other site must fit; `load` takes them over.
+            tensors: the tensors of this shard, which those of the other site must fit; `load` takes them over.
             source: the site that is asked first.
         Raises: PeerError when no site gives one.
         """
@@ -383,12 +385,12 @@ class ElasticSite:
         if joins:  # the membership view may be stale or partial
             say = lambda: [self._inner.first_round(self._endpoint.timeout_s)]  # noqa: E731
             newest = self._siblings.from_first(say, what)[0]
-        donor, after, state = self._state_of_all_lanes(source, mine)
+        donor, after, state = self._state_of_all_lanes(source, tensors)
         with self._siblings.all_or_none(what, after):
             load(_tensors_of(state))
         round = after
         if self._siblings.first and self._closes:
-            self._inner.go_on_from(after, state["line"])
+            self._inner.continue_from(after, state["line"])
         log.warning("site %d goes on with the state of site %d after round %d", me, donor, after)
         before = self._before
         self.keep(after, state)
@@ -407,25 +409,25 @@ class ElasticSite:
             self.is_back = False
         return round
 
-    def _state_of_all_lanes(self, source: int | None, mine: Sequence[Tensor]) -> tuple[int, int, dict[str, Any]]:
+    def _state_of_all_lanes(self, source: int | None, tensors: Sequence[Tensor]) -> tuple[int, int, dict[str, Any]]:
         """The donor, the round that its state is after, and this lane's part of it, once all lanes have theirs.
 
         A site whose state does not fit in one of the lanes is asked again when no other has given one.
         """
         what, deadline = "taking a state over", time.monotonic() + self._endpoint.timeout_s
         for turn in itertools.count():
-            own: Offer | None = None
+            offer: Offer | None = None
 
             def offered(turn: int = turn) -> list[int]:
-                nonlocal own
-                donor, own = self._newest_of(source, deadline)
-                return [donor, own.after + max(0, turn - _AT_ONCE)]
+                nonlocal offer
+                donor, offer = self._newest_of(source, deadline)
+                return [donor, offer.after + max(0, turn - _AT_ONCE)]
 
             # The donor's processes may differ by a round: the others request the state that the first one was offered.
             donor, after = self._siblings.from_first(offered, what)[:2]
-            if own is None or own.after != after:
-                own = self._asked(donor, after)
-            state, why = self._read_state(own, mine)
+            if offer is None or offer.after != after:
+                offer = self._offer_of(donor, after)
+            state, why = self._read_state(offer, tensors)
             # A state to take from another donor differs from one that this donor has no longer, or not yet.
             whole, fits = self._siblings.all_have([state is not None, not why], what)
             if whole and state is not None:
@@ -447,7 +449,7 @@ class ElasticSite:
                 time.sleep(min(0.5, self._endpoint.timeout_s / 8))
         raise AssertionError
 
-    def _read_state(self, offer: Offer | None, mine: Sequence[Tensor]) -> tuple[dict[str, Any] | None, str]:
+    def _read_state(self, offer: Offer | None, tensors: Sequence[Tensor]) -> tuple[dict[str, Any] | None, str]:
         """The state of a site in this lane, or why it cannot be taken; None without a reason where it has none of that round."""
         if offer is None or offer.raw is None:
             return None, ""
@@ -457,12 +459,12 @@ class ElasticSite:
                 raise ValueError(f"it is a {type(state).__name__}")
             if "start" in state:  # the initial state, which the first round replaces
                 return None, ""
-            line = state["line"]
-            if type(line) is not int or not 0 <= line < 1 << 64:
-                raise ValueError(f"the hash of its closed rounds is {line!r:.40}")
-            theirs = _tensors_of(state)
-            must_fit(theirs, mine)
-            if not all_finite(tuple(theirs)):
+            history_hash = state["line"]
+            if type(history_hash) is not int or not 0 <= history_hash < 1 << 64:
+                raise ValueError(f"the hash of its closed rounds is {history_hash!r:.40}")
+            received = _tensors_of(state)
+            must_fit(received, tensors)
+            if not all_finite(tuple(received)):
                 raise ValueError("it has numbers that are not finite")
         except (CheckpointError, LookupError, TypeError, ValueError) as error:
             return None, f"it has no {error}" if isinstance(error, KeyError) else first_line(error)
@@ -475,7 +477,7 @@ class ElasticSite:
             alive = [entry.slot for entry in self._inner.members.with_status(MemberStatus.ALIVE)]
             for donor in sorted(alive, key=lambda slot: (slot == self._before, slot != source)):
                 try:
-                    if (offer := self._asked(donor, None)) is not None:
+                    if (offer := self._offer_of(donor, None)) is not None:
                         return donor, offer
                 except GossamerError as error:
                     why = first_line(error)
@@ -486,7 +488,7 @@ class ElasticSite:
                 )
             time.sleep(min(0.5, self._endpoint.timeout_s / 8))
 
-    def _asked(self, donor: int, after: int | None) -> Offer | None:
+    def _offer_of(self, donor: int, after: int | None) -> Offer | None:
         """The offer of a site in this lane; None where it cannot be reached."""
         entry = self._inner.members.entries.get(donor)
         if entry is None:
@@ -499,15 +501,15 @@ class ElasticSite:
 
     # --- its place at the board ---------------------------------------------------------------------------------------
 
-    def losses(self, mine: float) -> dict[int, float]:
+    def losses(self, loss_here: float) -> dict[int, float]:
         """The latest losses of the live sites, and this one's; a thread publishes and reads them."""
-        self._loss, store = mine, self._board
+        self._loss, store = loss_here, self._board
         if store is not None and store is not self._told_at:
             # One thread for each board: after the machine of site 0 has vanished, that of the old board may block for long.
             self._told_at = store
             threading.Thread(target=self._tell_losses, args=(store,), daemon=True, name="gossamer losses").start()
         others = {site: loss for site, loss in self._losses.items() if site in self._alive}
-        return {**others, self.lane.worker: mine}
+        return {**others, self.lane.worker: loss_here}
 
     def _tell_losses(self, store: Store) -> None:
         entries = Entries(store, self._endpoint.secret, self._endpoint.timeout_s).under(f"loss/{self.lane.shard}")
@@ -569,8 +571,10 @@ def elastic_site(
     rest = fingerprints(others, numbers=common.rest == "compare") if common.rest != "own" else []
     listener = listen(lane.address, 0)
     try:
-        mine = _UnderWay("", shown(*listener.getsockname()[:2]), lane.shards, [*common], rest)
-        meets = _Meets(lane, mine, common, [*others], Limits(lane.n, _ROUNDS, _STEPS, 2 * exchanges), join, timeout_s)
+        entry = _SiteEntry("", shown(*listener.getsockname()[:2]), lane.shards, [*common], rest)
+        meets = _Rendezvous(
+            lane, entry, common, [*others], Limits(lane.n, _ROUNDS, _STEPS, 2 * exchanges), join, timeout_s
+        )
         donor = siblings.from_first(meets.start_or_donor, "the start of Outer")[0] - 1
         begins = meets.all_start() if donor < 0 else meets.come_back(donor)
         endpoint = Endpoint(listener, meets.run_key(begins.run), environment_secret(), timeout_s, keys=lane.keys)
@@ -582,7 +586,7 @@ def elastic_site(
             closings=closings,
             numel=x.numel(),
             device=x.device,
-            mine=mine._replace(run=begins.run),
+            entry=entry._replace(run=begins.run),
             join=join,
         )
     except BaseException:
@@ -598,13 +602,13 @@ def elastic_site(
     return site
 
 
-class _Meets:
+class _Rendezvous:
     """Determines how a process's site begins, at the board of the run."""
 
     def __init__(
         self,
         lane: Lane,
-        mine: _UnderWay,
+        entry: _SiteEntry,
         common: Common,
         names: Sequence[str],
         limits: Limits,
@@ -612,7 +616,7 @@ class _Meets:
         timeout_s: float,
     ) -> None:
         assert lane.joint is not None
-        self._lane, self._mine, self._common, self._names, self._limits = lane, mine, common, names, limits
+        self._lane, self._entry, self._common, self._names, self._limits = lane, entry, common, names, limits
         self._join, self._timeout_s, self._nonce = join, timeout_s, secrets.randbelow(_NONCES)
         self._entries = Entries(lane.joint, environment_secret(), timeout_s)
         self._deadline = time.monotonic() + timeout_s
@@ -638,7 +642,7 @@ class _Meets:
         lane = self._lane
         if self._claimed is None:
             self._claimed = claimed(lane, self._join, self._timeout_s, elastic=True)
-        if sites := self._under_way():
+        if sites := self._announced_sites():
             for site in sites:
                 try:
                     self._offer = self._slot_from(site, self._read(site))
@@ -665,7 +669,7 @@ class _Meets:
         """How this process begins where all sites start together."""
         lane = self._lane
         member = Member.at(lane.worker, lane.n, torch.device("cpu"), lane.store, secret=self._entries.secret)
-        facts = [self._common, self._mine.rest, lane.start, self._mine.address, self._nonce]
+        facts = [self._common, self._entry.rest, lane.start, self._entry.address, self._nonce]
         statements = agree(member, "gossamer.Outer", facts, timeout_s=self._timeout_s)
         must_agree(
             [one[0] if isinstance(one, list) and len(one) == len(facts) else None for one in statements], self._common
@@ -693,17 +697,17 @@ class _Meets:
             ) from error
         return _Start(self._lane, way.run, Members(self._limits, self._lane.worker, offer.entries), donor)
 
-    def _slot_from(self, site: int, way: _UnderWay) -> Offer:
+    def _slot_from(self, site: int, way: _SiteEntry) -> Offer:
         if way.shards != self._lane.shards:
             raise _DifferError(unequal_shards(site, way.shards, self._lane.worker, self._lane.shards))
         statements = [way.common if other != self._lane.worker else [*self._common] for other in range(self._lane.n)]
-        rests = [way.rest if other != self._lane.worker else self._mine.rest for other in range(self._lane.n)]
+        rests = [way.rest if other != self._lane.worker else self._entry.rest for other in range(self._lane.n)]
         try:
             must_agree(statements, self._common)
             must_be_alike(rests, self._names)
         except PeerError as error:
             raise _DifferError(f"{error}; the run at '{self._join}' is under way") from None
-        place = Applicant(self._nonce, self._mine.address, wants=self._lane.worker)
+        place = Applicant(self._nonce, self._entry.address, wants=self._lane.worker)
         return ask(
             way.address,
             self._entries.secret,
@@ -716,19 +720,19 @@ class _Meets:
             whom=site,
         )
 
-    def _under_way(self) -> list[int]:
+    def _announced_sites(self) -> list[int]:
         """The other sites that have announced that they train."""
         names = {f"under way/{site}/0": site for site in range(self._lane.n) if site != self._lane.worker}
         return [site for name, site in names.items() if name in self._entries.several([*names])]
 
-    def _read(self, site: int) -> _UnderWay:
+    def _read(self, site: int) -> _SiteEntry:
         name = f"under way/{site}/{self._lane.shard}"
         self._entries.absent([name], self._timeout_s)
         with store_answers():
             text = self._entries.get(name) or b""
         match json_from_peer(text):
             case [str(run), str(address), int(shards), [*common], [*rest]]:
-                return _UnderWay(run, address, shards, common, rest)
+                return _SiteEntry(run, address, shards, common, rest)
         raise PeerError(
             f"site {site} does not say at '{self._join}' how it trains; install the same gossamer version everywhere"
         )

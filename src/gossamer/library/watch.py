@@ -250,8 +250,8 @@ class Scalers:
         Cost: the first call scans all objects of this process, some tens of milliseconds.
         """
         if self._scales is None:
-            found = [one for one in gc.get_objects() if issubclass(type(one), GradScaler) and one.is_enabled()]
-            self._scales = {weakref.ref(one): one._init_scale for one in found}
+            scalers = [one for one in gc.get_objects() if issubclass(type(one), GradScaler) and one.is_enabled()]
+            self._scales = {weakref.ref(one): one._init_scale for one in scalers}
         for reference, before in self._scales.items():
             if (scaler := reference()) is not None:
                 self._scales[reference] = now = scaler.get_scale()
@@ -328,14 +328,14 @@ def warn_of_phases(facts: Mapping[int, Any], workers: int, start: str) -> bool:
     return True
 
 
-def explained(error: PeerError, left: Mapping[int, Any], means: Mapping[int, Any], mine: int) -> PeerError:
+def explained(error: PeerError, left: Mapping[int, Any], means: Mapping[int, Any], entered: int) -> PeerError:
     """The error of an exchange, extended by the workers that have left their loop before, or are in `mean_model()` alone.
 
     Args:
         left: by worker after how many rounds and steps it has left.
-        means: by worker how often it has entered `mean_model()`; `mine` is how often this one has.
+        means: by worker how often it has entered `mean_model()`; `entered` is how often this one has.
     """
-    inside = [worker for worker, count in sorted(means.items()) if type(count) is int and count > mine]
+    inside = [worker for worker, count in sorted(means.items()) if type(count) is int and count > entered]
     if inside and not left:
         return PeerError(
             f"worker {inside[0]} has entered mean_model(), which this one did not: {error}; let all workers enter it, after the "

@@ -65,8 +65,10 @@ def _imbalance(shares: Tensor, chosen: Tensor) -> Tensor:
 
 def balance_of(model: nn.Module) -> Tensor | None:
     """The mean balance loss of the layers, with its weight, after a forward pass in training; None for a model without one."""
-    found = [module.balance for module in model.modules() if isinstance(module, Experts) and module.balance is not None]
-    return torch.stack(found).mean() if found else None
+    losses = [
+        module.balance for module in model.modules() if isinstance(module, Experts) and module.balance is not None
+    ]
+    return torch.stack(losses).mean() if losses else None
 
 
 def keep_experts(model: nn.Module, resident: Collection[int]) -> None:

@@ -133,11 +133,11 @@ def _spread(model: Llama) -> dict[str, Tensor]:
     if model.subspace is None:
         return {}
     basis, table = model.subspace.basis, model.subspace.table
-    found = {"model.embed_tokens.weight": table + model.model.embed_tokens.weight @ basis.T}
+    weights = {"model.embed_tokens.weight": table + model.model.embed_tokens.weight @ basis.T}
     for k in range(in_subspace(model.config)):
         for name in ("self_attn.o_proj", "mlp.down_proj"):
-            found[f"model.layers.{k}.{name}.weight"] = basis @ model.model.layers[k].get_parameter(f"{name}.weight")
-    return found
+            weights[f"model.layers.{k}.{name}.weight"] = basis @ model.model.layers[k].get_parameter(f"{name}.weight")
+    return weights
 
 
 _OF_MIXTRAL = {
@@ -153,12 +153,12 @@ def _name(name: str) -> str:
     """The name of a parameter in the files of `transformers`."""
     if ".mlp.router." not in name and ".mlp.experts." not in name:
         return name
-    for ours, theirs in _OF_MIXTRAL.items():
-        name = name.replace(ours, theirs)
+    for name_here, mixtral_name in _OF_MIXTRAL.items():
+        name = name.replace(name_here, mixtral_name)
     return name
 
 
-def _own(model: Llama) -> dict[str, Any]:
+def _architecture_entries(model: Llama) -> dict[str, Any]:
     """The configuration's entries on the architecture and an accompanying module."""
     narrow, experts = model.config.bottleneck, model.config.experts
     if experts is not None:
@@ -184,7 +184,7 @@ def _config(model: Llama) -> dict[str, Any]:
     """The model's shape as a `transformers` configuration, of version 4 (rope_theta) as well as 5 (rope_parameters)."""
     shape = model.config.shape
     return {
-        **_own(model),
+        **_architecture_entries(model),
         "vocab_size": model.vocab_size,
         "hidden_size": shape.hidden_size,
         "num_hidden_layers": shape.layers,

@@ -19,8 +19,8 @@ class Holders(NamedTuple):
 
     def part(self, name: str) -> int:
         """The part of the tensor with this name."""
-        found = _EXPERT.search(name)
-        return 0 if found is None else self.part_of[int(found[1])]
+        match = _EXPERT.search(name)
+        return 0 if match is None else self.part_of[int(match[1])]
 
     def resident(self, worker: int) -> tuple[int, ...]:
         """The experts that a worker holds."""

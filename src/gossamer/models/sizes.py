@@ -198,8 +198,8 @@ class ModelConfig:
         >>> ModelConfig(size="1m", layers=2).shape
         Shape(hidden_size=128, layers=2, heads=4, kv_heads=4, intermediate_size=352)
         """
-        own = {name: getattr(self, name) for name in Shape._fields}
-        return SIZES[self.size]._replace(**{name: value for name, value in own.items() if value is not None})
+        overrides = {name: getattr(self, name) for name in Shape._fields}
+        return SIZES[self.size]._replace(**{name: value for name, value in overrides.items() if value is not None})
 
 
 def tensors(config: ModelConfig, vocab_size: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -211,7 +211,7 @@ def tensors(config: ModelConfig, vocab_size: int) -> tuple[tuple[str, tuple[int,
         raise ConfigError(f"the vocabulary is {vocab_size} tokens but must be at least 1; 256 is that of bytes")
     hidden, layers, heads, kv_heads, _ = config.shape
     kv_size, narrow = hidden // heads * kv_heads, config.bottleneck
-    found: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", (vocab_size, written(config, 0)))]
+    parameters: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", (vocab_size, written(config, 0)))]
     for k in range(layers):
         layer = {
             "self_attn.q_proj": (hidden, hidden),
@@ -222,15 +222,15 @@ def tensors(config: ModelConfig, vocab_size: int) -> tuple[tuple[str, tuple[int,
             "input_layernorm": (hidden,),
             "post_attention_layernorm": (hidden,),
         }
-        found += [(f"model.layers.{k}.{name}.weight", shape) for name, shape in layer.items()]
-    found.append(("model.norm.weight", (hidden,)))
+        parameters += [(f"model.layers.{k}.{name}.weight", shape) for name, shape in layer.items()]
+    parameters.append(("model.norm.weight", (hidden,)))
     if narrow is not None:
-        found += [
+        parameters += [
             (f"model.cuts.{cut}.{name}", shape) for cut in narrow.cuts or () for name, shape in _halves(narrow, hidden)
         ]
     if not config.tie_embeddings:
-        found.append(("lm_head.weight", (vocab_size, hidden)))
-    return tuple(found)
+        parameters.append(("lm_head.weight", (vocab_size, hidden)))
+    return tuple(parameters)
 
 
 def _feed_forward(config: ModelConfig, out: int) -> dict[str, tuple[int, ...]]:
@@ -245,12 +245,12 @@ def _feed_forward(config: ModelConfig, out: int) -> dict[str, tuple[int, ...]]:
 
 def _halves(narrow: BottleneckConfig, hidden: int) -> list[tuple[str, tuple[int, ...]]]:
     """The parameters of one residual bottleneck."""
-    found: list[tuple[str, tuple[int, ...]]] = []
+    parameters: list[tuple[str, tuple[int, ...]]] = []
     for half, size, to in (("encoder", hidden, narrow.width), ("decoder", narrow.width, hidden)):
         middle = max(4 * narrow.width, 64)
         shapes = [(to, size)] if narrow.kind == "linear" else [(middle, size), (to, middle)]
-        found += [(f"{half}.{2 * k}.weight", shape) for k, shape in enumerate(shapes)]
-    return found
+        parameters += [(f"{half}.{2 * k}.weight", shape) for k, shape in enumerate(shapes)]
+    return parameters
 
 
 def in_subspace(config: ModelConfig) -> int:

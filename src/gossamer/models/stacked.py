@@ -29,8 +29,8 @@ def stacked_losses(weights: Mapping[str, Tensor], shape: Shape, batch: Tensor) -
     R, B, S = tokens.shape
     embedding = weights["model.embed_tokens.weight"]
     V = embedding.shape[1]
-    own = torch.arange(R, device=batch.device)[:, None] * V  # the first row of each replica in an embedding of all
-    x = F.embedding(tokens.flatten(1) + own, embedding.flatten(0, 1))  # [R, B·S, D]
+    offsets = torch.arange(R, device=batch.device)[:, None] * V  # the first row of each replica in an embedding of all
+    x = F.embedding(tokens.flatten(1) + offsets, embedding.flatten(0, 1))  # [R, B·S, D]
     positions = rotary(shape.hidden_size // shape.heads, S).to(x)
     for k in range(shape.layers):
         layer = {name.removeprefix(f"model.layers.{k}."): weight for name, weight in weights.items()}

@@ -196,12 +196,12 @@ def minimax(costs: Sequence[float], speeds: Sequence[float], most: Sequence[int]
         total.append(total[-1] + cost)
     best: list[dict[int, tuple[float, tuple[int, ...]]]] = [{0: (0.0, ())}]
     for speed, limit in zip(speeds, limits, strict=True):
-        found: dict[int, tuple[float, tuple[int, ...]]] = {}
+        row: dict[int, tuple[float, tuple[int, ...]]] = {}
         for j, (slowest, cuts) in best[-1].items():
             for stop in range(j + 1, min(j + limit, layers) + 1):
                 candidate = (max(slowest, (total[stop] - total[j]) / speed), (*cuts, stop))
-                found[stop] = min(found.get(stop, candidate), candidate)
-        best.append(found)
+                row[stop] = min(row.get(stop, candidate), candidate)
+        best.append(row)
     if layers not in best[-1]:
         raise ConfigError(
             f"{stages} stages have room for {limits} layers, and the model has {layers}; add stages, or make room for more layers"

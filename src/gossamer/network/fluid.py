@@ -54,20 +54,20 @@ def max_min_rates(uses: Places, seconds_per_bit: Floats, factors: Floats) -> Flo
     rates, room = np.full(len(uses), math.inf), factors.copy()
     growing = np.flatnonzero((seconds_per_bit > 0).any(axis=1))
     while len(growing):
-        own, takes = uses[growing], seconds_per_bit[growing]
-        load = np.bincount(own.ravel(), takes.ravel(), len(room))
+        links, takes = uses[growing], seconds_per_bit[growing]
+        load = np.bincount(links.ravel(), takes.ravel(), len(room))
         even = np.full(len(room), math.inf)
         np.divide(room, load, out=even, where=load > 0)
-        bounds = np.where(takes > 0, even[own], math.inf)
+        bounds = np.where(takes > 0, even[links], math.inf)
         rate = bounds.min(axis=1)
         # If no stream of a link has a tighter bottleneck elsewhere, the link is full at even shares. Were nearly equal ones not
         # taken as equal, the next iteration would have almost nothing left to share.
         held_here = bounds <= rate[:, None] * _SAME
         waits = np.zeros(len(room), bool)
-        waits[own[(takes > 0) & ~held_here]] = True
-        settled = (held_here & ~waits[own]).any(axis=1)
+        waits[links[(takes > 0) & ~held_here]] = True
+        settled = (held_here & ~waits[links]).any(axis=1)
         rates[growing[settled]] = rate[settled]
-        room -= np.bincount(own[settled].ravel(), (rate[settled, None] * takes[settled]).ravel(), len(room))
+        room -= np.bincount(links[settled].ravel(), (rate[settled, None] * takes[settled]).ravel(), len(room))
         np.maximum(room, 0.0, out=room)  # what is left of a full link may round below nothing
         growing = growing[~settled]
     return rates
@@ -80,7 +80,7 @@ def rates_of_few(uses: Sequence[Sequence[tuple[int, float]]], factors: Mapping[i
     [2.0, 3.0, 3.0]
     """
     rates, room = [math.inf] * len(uses), {**factors}
-    growing = [k for k, own in enumerate(uses) if own]
+    growing = [k for k, links in enumerate(uses) if links]
     while growing:
         load = _sums((link, takes) for k in growing for link, takes in uses[k])
         even = {link: room[link] / takes for link, takes in load.items()}
@@ -125,8 +125,8 @@ def ends_at_once(leaves_s: Floats, bits: Floats, uses: Places, seconds_per_bit: 
     clock_s = _least(group, leaves_s, len(bits))
     flying = np.arange(len(bits))
     while len(flying):
-        own = group[flying]
-        now_s, leaves = clock_s[own], leaves_s[flying]
+        groups = group[flying]
+        now_s, leaves = clock_s[groups], leaves_s[flying]
         begun = leaves <= now_s
         some = flying[begun]
         rates = max_min_rates(uses[some], seconds_per_bit[some], factors)
@@ -134,8 +134,8 @@ def ends_at_once(leaves_s: Floats, bits: Floats, uses: Places, seconds_per_bit: 
         takes_s = np.where(left[some] > 0, math.inf, 0.0)
         np.divide(left[some], rates, out=takes_s, where=(left[some] > 0) & (rates > 0))
         event_s[begun] = now_s[begun] + takes_s
-        clock_s = _least(own, event_s, len(bits))
-        to_s = clock_s[own]
+        clock_s = _least(groups, event_s, len(bits))
+        to_s = clock_s[groups]
         over = begun & (event_s <= to_s * _SAME)
         ends[flying[over]] = to_s[over]
         goes_on = ~over[begun]
@@ -152,11 +152,11 @@ def _groups(uses: Places, counts: NDArray[np.bool_]) -> Places:
     used = uses[rows, places]
     while True:
         of_link = _least(used, group[rows], links)
-        found = np.minimum(group, _least(rows, of_link[used], streams)).astype(np.int64)
-        found = found[found]  # the number of its representative, which may be lower by now
-        if (found == group).all():
+        joined = np.minimum(group, _least(rows, of_link[used], streams)).astype(np.int64)
+        joined = joined[joined]  # the number of its representative, which may be lower by now
+        if (joined == group).all():
             return group
-        group = found
+        group = joined
 
 
 def _least(places: Places, values: Places | Floats, count: int) -> Floats:
@@ -219,11 +219,11 @@ def _rates(ways: Sequence[StreamWay], factors: Floats) -> list[float]:
     ]
     if len(ways) <= _FEW:
         return rates_of_few(
-            uses, {link: float(factors[link]) if link < alone else 1.0 for own in uses for link, _ in own}
+            uses, {link: float(factors[link]) if link < alone else 1.0 for stream in uses for link, _ in stream}
         )
     links, seconds_per_bit = np.zeros((2, len(uses), max(map(len, uses))))
-    for k, own in enumerate(uses):
-        for place, (link, takes) in enumerate(own):
+    for k, stream in enumerate(uses):
+        for place, (link, takes) in enumerate(stream):
             links[k, place], seconds_per_bit[k, place] = link, takes
     return max_min_rates(links.astype(np.int64), seconds_per_bit, np.append(factors, np.ones(len(ways)))).tolist()
 
@@ -284,15 +284,15 @@ class Fluid(Generic[T]):
     def next_s(self) -> float:
         """When the next stream ends or bandwidth changes; infinity when nothing is in flight."""
         self._settle()
-        while self._ends and not self._stands(*self._ends[0]):
+        while self._ends and not self._is_current(*self._ends[0]):
             heapq.heappop(self._ends)
         if not self._ends:
             return math.inf
         return min(self._ends[0][0], self._changes[-1].at_s) if self._changes else self._ends[0][0]
 
-    def start(self, what: T, bits: float, way: StreamWay) -> None:
+    def start(self, payload: T, bits: float, way: StreamWay) -> None:
         """Adds a stream, now, under the name that `advance` returns."""
-        name, stream = next(self._names), _Stream(what, way, bits, self.now_s)
+        name, stream = next(self._names), _Stream(payload, way, bits, self.now_s)
         self._streams[name] = stream
         for link, _ in way.uses:
             self._on[link][name] = stream
@@ -307,7 +307,7 @@ class Fluid(Generic[T]):
         ended: list[T] = []
         while self._ends and self._ends[0][0] <= to_s * _SAME:
             end_s, name = heapq.heappop(self._ends)
-            if self._stands(end_s, name):
+            if self._is_current(end_s, name):
                 gone = self._streams.pop(name)
                 ended.append(gone.what)
                 for link, _ in gone.way.uses:
@@ -320,7 +320,7 @@ class Fluid(Generic[T]):
             self._unsettled.add(change.link)
         return ended
 
-    def _stands(self, end_s: float, name: int) -> bool:
+    def _is_current(self, end_s: float, name: int) -> bool:
         stream = self._streams.get(name)
         return stream is not None and stream.end_s == end_s
 

@@ -159,9 +159,9 @@ class StepOf:
 
     def __str__(self) -> str:
         other = {key: value for key, value in toml_value(self.model, defaults=False).items() if key != "size"}
-        own = f" with {', '.join(f'{key} = {value}' for key, value in other.items())}" if other else ""
+        overrides = f" with {', '.join(f'{key} = {value}' for key, value in other.items())}" if other else ""
         return (
-            f"{self.model.size}{own}, a vocabulary of {self.vocab_size:,} and {self.batch_size} sequences of "
+            f"{self.model.size}{overrides}, a vocabulary of {self.vocab_size:,} and {self.batch_size} sequences of "
             f"{self.seq_len} tokens"
         )
 

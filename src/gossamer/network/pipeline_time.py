@@ -103,13 +103,13 @@ def _interleaved(stage: int, stages: int, micro_batches: int, chunks: int) -> li
     total = micro_batches * chunks
 
     def passes(*, forward: bool) -> list[Pass]:
-        done, found = [0] * chunks, list[Pass]()
+        done, ordered = [0] * chunks, list[Pass]()
         for k in range(total):
             chunk = k // group % chunks
             chunk = chunk if forward else chunks - 1 - chunk
-            found.append(Pass(forward, done[chunk], chunk))
+            ordered.append(Pass(forward, done[chunk], chunk))
             done[chunk] += 1
-        return found
+        return ordered
 
     ahead, behind = passes(forward=True), passes(forward=False)
     warm = min((chunks - 1) * group + 2 * (stages - 1 - stage), total)
@@ -208,8 +208,8 @@ class _Run:
             self.computed_s[stage] += seconds
             heapq.heappush(self._events, (now + seconds, next(self._planned), True, stage, order[at]))
 
-    def _piece(self, stage: int, one: Pass) -> int:
-        return one.chunk * len(self._orders) + stage
+    def _piece(self, stage: int, step: Pass) -> int:
+        return step.chunk * len(self._orders) + stage
 
     def _send(self, stage: int, done: Pass, now: float) -> None:
         """Sends the output of a pass to the stage that needs it, if any."""

@@ -362,10 +362,10 @@ def _overlapping(trace: Trace, network: Network, links: Links) -> Timeline:
         if r + 1 == trace.rounds:
             longest_s = end - local_end
             for one in under_way:
-                mine, waited_s = one.after < _NEVER, one.done_s - one.entered_s
-                waits_on = np.where(mine & (waited_s > longest_s), one.waits_on, waits_on)
-                longest_s = np.where(mine, np.maximum(longest_s, waited_s), longest_s)
-                end = np.where(mine, np.maximum(end, one.done_s), end)
+                included, waited_s = one.after < _NEVER, one.done_s - one.entered_s
+                waits_on = np.where(included & (waited_s > longest_s), one.waits_on, waits_on)
+                longest_s = np.where(included, np.maximum(longest_s, waited_s), longest_s)
+                end = np.where(included, np.maximum(end, one.done_s), end)
         timeline.compute_s[r], timeline.communication_s[r] = seconds, np.maximum(0.0, end - start - seconds)
         timeline.waits_on[r], timeline.end_s[r] = waits_on, end
     return timeline
@@ -469,9 +469,9 @@ def _large_mean(
         return _mean_of_kinds(start, ready, waits_on, mean, links, network)
     if network.loses or math.prod(len(np.unique(some)) for some in sizes) > _MOST_KINDS:
         return _mean(start, ready, waits_on, mean.listed(), links, network, ask=False)[:2]
-    own, begun, entered = _only(links, members), start[members], ready[members]
-    there, waits_there = _exchange_of_everyone(begun, entered, *sizes, own, network)
-    back, waits_back = _exchange_of_everyone(begun, there, *sizes, own, network)
+    member_links, begun, entered = _only(links, members), start[members], ready[members]
+    there, waits_there = _exchange_of_everyone(begun, entered, *sizes, member_links, network)
+    back, waits_back = _exchange_of_everyone(begun, there, *sizes, member_links, network)
     end, waits_on = ready.copy(), waits_on.copy()
     end[members], waits_on[members] = back, members[np.where(back - there > there - entered, waits_back, waits_there)]
     return end, waits_on
@@ -492,10 +492,19 @@ def _mean_of_kinds(
     Where they are ready at many times, those of some consecutive ones count as ready with the last of them.
     """
     members = mean.members
-    own, begun, entered = _only(links, members), start[members], ready[members]
+    member_links, begun, entered = _only(links, members), start[members], ready[members]
     of_workers = [change.worker for change in network.changes if change.worker is not None]
     changing = np.where(np.isin(members, of_workers), members, -1)
-    columns = own.site, own.uplink_bps, own.downlink_bps, own.latency_s, own.loss, changing, mean.there, mean.back
+    columns = (
+        member_links.site,
+        member_links.uplink_bps,
+        member_links.downlink_bps,
+        member_links.latency_s,
+        member_links.loss,
+        changing,
+        mean.there,
+        mean.back,
+    )
     kinds = _groups(*columns)
     count = int(kinds.max()) + 1
     if count > _MOST_KINDS:
@@ -522,7 +531,7 @@ def _mean_of_kinds(
     sizes = mean.there[one_of][target] + mean.back[one_of][source]
     code, none = np.full(len(source), KINDS.index("mean"), np.int8), np.zeros(len(source), np.int32)
     messages = Messages(none, code, source, target, none, sizes, none)
-    paths = Paths(replace(network, changes=changes), _only(own, one_of), counts)
+    paths = Paths(replace(network, changes=changes), _only(member_links, one_of), counts)
     last, late = _replayed(last_start, entered[one_of] - last_start, messages, paths)
     end, waits_on = ready.copy(), waits_on.copy()
     end[members] = np.maximum(entered, last[group])
@@ -567,7 +576,7 @@ def _exchange_of_everyone(
 
 def _extremes(groups: Integers, *terms: Floats) -> Integers:
     """The workers of each group with the largest sum of each choice of terms, and the next largest for that worker itself."""
-    found = set[int]()
+    extremes = set[int]()
     for group in np.unique(groups):
         members = np.flatnonzero(groups == group)
         for count in range(1, len(terms) + 1):
@@ -575,9 +584,9 @@ def _extremes(groups: Integers, *terms: Floats) -> Integers:
                 total = sum(some[1:], some[0])[members]
                 for _ in range(min(2, len(members))):
                     place = total.argmax()
-                    found.add(int(members[place]))
+                    extremes.add(int(members[place]))
                     total[place] = -math.inf
-    return np.array(sorted(found))
+    return np.array(sorted(extremes))
 
 
 class _Ways(NamedTuple):

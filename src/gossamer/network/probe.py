@@ -83,14 +83,14 @@ def probe(
     transport = GroupTransport(member, run=0, timeout_s=timeout_s, checksum=False)
     everyone = member.workers - 1 + member.workers % 2
     meetings = factors(member.workers, np.arange(min(everyone, max_rounds))).tolist()
-    found: dict[str, list[float]] = {}
+    measured: dict[str, list[float]] = {}
     for round, pairs in enumerate(meetings):
         for first, second in pairs:
             if member.worker in (first, second):
                 peer = second if member.worker == first else first
                 link = _Link(transport, peer, round)
-                found[str(peer)] = list(_measure(link, member.worker == first, max_bytes, test_s))
-    facts = agree(member, f"probe {max_bytes} {test_s} {max_rounds}", found, timeout_s=timeout_s)
+                measured[str(peer)] = list(_measure(link, member.worker == first, max_bytes, test_s))
+    facts = agree(member, f"probe {max_bytes} {test_s} {max_rounds}", measured, timeout_s=timeout_s)
     transport.close()
     if member.worker != 0:
         return None
@@ -110,7 +110,7 @@ def network_of(measured: Sequence[Mapping[int, Measured]]) -> Network:
     Network(uplink_bps=(1000000.0, 5000000.0), downlink_bps=(5000000.0, 1000000.0), latency_s=0.01, ...
     """
     n = len(measured)
-    ways = {(i, j): way for i, own in enumerate(measured) for j, way in own.items()}
+    ways = {(i, j): way for i, by_peer in enumerate(measured) for j, way in by_peer.items()}
     up = [max(way.bandwidth_bps for (i, _), way in ways.items() if i == k) for k in range(n)]
     down = [max(way.bandwidth_bps for (_, j), way in ways.items() if j == k) for k in range(n)]
     latency_s = statistics.median(way.latency_s for way in ways.values())
@@ -189,9 +189,9 @@ _NUMBER = torch.zeros(1, dtype=torch.int64)
 def _measure(link: _Link, first: bool, max_bytes: int, test_s: float) -> Measured:
     """Both tests of a pair: each end in turn sends and measures, while the other answers."""
     if first:
-        own = _send_test(link, max_bytes, test_s)
+        figures = _send_test(link, max_bytes, test_s)
         _answer_test(link, max_bytes)
-        return own
+        return figures
     _answer_test(link, max_bytes)
     return _send_test(link, max_bytes, test_s)
 

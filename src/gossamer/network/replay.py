@@ -15,7 +15,7 @@ from gossamer.record.logs.trace import Integers, Kind, Messages, Trace
 
 
 class _Message(NamedTuple):
-    """A message under way."""
+    """A message in flight."""
 
     operation: "_Operation"
     source: int
@@ -91,7 +91,7 @@ class Paths:
 
 
 class _Operation:
-    """An exchange or a mean of one round while it is under way; a mean through owners is two exchanges."""
+    """An exchange or a mean of one round in flight; a mean through owners is two exchanges."""
 
     def __init__(self, round: int, kind: Kind, messages: Messages, mean: MeanKind, overlap: Integers | None):
         self.then: _Operation | None = None
@@ -127,7 +127,7 @@ class _Operation:
 
 
 class Replay:
-    """A run replayed over links that are shared or change: a heap of things to do, and the streams under way."""
+    """A run replayed over links that are shared or change: a heap of things to do, and the streams in flight."""
 
     def __init__(self, trace: Trace, paths: Paths, start_s: Floats | None = None):
         self.trace, self.paths = trace, paths
@@ -219,16 +219,16 @@ class Replay:
                     ready_s = came_s
             self.pending[i] = [one for one in self.pending[i] if one not in due]
             self.local_end_s[i] = None
-            self.at(ready_s, self.be_ready, i)
+            self.at(ready_s, self.enter_operations, i)
 
-    def be_ready(self, i: int) -> None:
+    def enter_operations(self, i: int) -> None:
         """Enters what overlaps, and then what has to be waited for."""
         r = self.round[i]
         if r not in self.operations:
             self.operations[r] = list(self.plan(r))
-        own = [operation for operation in self.operations[r] if i in operation.members]
-        self.stages[i] = [operation for operation in own if operation.overlap is None]
-        for operation in own:
+        operations = [operation for operation in self.operations[r] if i in operation.members]
+        self.stages[i] = [operation for operation in operations if operation.overlap is None]
+        for operation in operations:
             if operation.overlap is not None:
                 after = self.finished_steps[r + 1][i] + operation.overlap[i]
                 self.pending[i].append((after, operation.then or operation))

@@ -52,16 +52,16 @@ class AccoAdamW(PerParameter):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
-    def _update(self, theta: Tensor, gradient: Tensor, own: dict[str, Any], group: dict[str, Any]) -> None:
+    def _update(self, theta: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         names = ("exp_avg", "exp_avg_sq", "start", "half")
-        if not own:
-            own.update(step=torch.zeros(()), **{name: torch.zeros_like(theta) for name in names})
-        came = int(own["step"])
-        own["step"] += 1
+        if not state:
+            state.update(step=torch.zeros(()), **{name: torch.zeros_like(theta) for name in names})
+        came = int(state["step"])
+        state["step"] += 1
         if came == 0:
             return
         k, commits = (came + 1) // 2, came % 2 == 0
-        for p, g, m, v, start, half in pieces(theta, gradient, *(own[name] for name in names)):
+        for p, g, m, v, start, half in pieces(theta, gradient, *(state[name] for name in names)):
             if commits:
                 p.copy_(start)
                 g = (half + g) / 2

@@ -82,16 +82,16 @@ class AccumAdamW(PerParameter):
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "moments_every": moments_every}
         super().__init__(params, settings)
 
-    def _update(self, theta: Tensor, gradient: Tensor, own: dict[str, Any], group: dict[str, Any]) -> None:
+    def _update(self, theta: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         (beta1, beta2), s = group["betas"], group["moments_every"]
-        if not own:
-            own.update(step=0, **{name: torch.zeros_like(theta) for name in ("exp_avg", "exp_avg_sq", "accumulated")})
-        own["step"] += 1
-        k = math.ceil(own["step"] / s)
-        for p, g, m, v, b in pieces(theta, gradient, own["exp_avg"], own["exp_avg_sq"], own["accumulated"]):
+        if not state:
+            state.update(step=0, **{name: torch.zeros_like(theta) for name in ("exp_avg", "exp_avg_sq", "accumulated")})
+        state["step"] += 1
+        k = math.ceil(state["step"] / s)
+        for p, g, m, v, b in pieces(theta, gradient, state["exp_avg"], state["exp_avg_sq"], state["accumulated"]):
             adamw_step(p, g, m, v, group, k)
             b.add_(g / s)
-            if own["step"] % s == 0:
+            if state["step"] % s == 0:
                 m.lerp_(b, 1 - beta1)
                 v.mul_(beta2).addcmul_(b, b, value=1 - beta2)
                 b.zero_()

@@ -49,10 +49,10 @@ def for_optimizer(optimizer: InnerOptimizer, known: NamedState, names: Mapping[n
         return inner
     groups, state, count = list[dict[str, Any]](), dict[int, Any](), 0
     for group in optimizer.param_groups:
-        own = [known.parameters[names[p]] for p in group["params"]]
-        groups.append({**own[0][1], "params": [*range(count, count + len(own))]})
-        state |= {count + k: one for k, (one, _) in enumerate(own) if one is not None}
-        count += len(own)
+        saved = [known.parameters[names[p]] for p in group["params"]]
+        groups.append({**saved[0][1], "params": [*range(count, count + len(saved))]})
+        state |= {count + k: one for k, (one, _) in enumerate(saved) if one is not None}
+        count += len(saved)
     return {"state": state, "param_groups": groups, **known.rest, **inner}
 
 

@@ -46,7 +46,7 @@ class PerParameter(Optimizer):
                     self._update(p, p.grad, self.state[p], group)
         return loss
 
-    def _update(self, theta: Tensor, gradient: Tensor, own: dict[str, Any], group: dict[str, Any]) -> None:
+    def _update(self, theta: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         """Updates a parameter and its state."""
         raise NotImplementedError
 

@@ -116,11 +116,11 @@ class GPA(Optimizer):
 
     def _average(self, p: nn.Parameter) -> tuple[Tensor, Tensor]:
         """x and z of a parameter; both start at the parameter."""
-        own = self.state[p]
-        if not own:
+        averages = self.state[p]
+        if not averages:
             for name, home in self.homes.items():
-                own[name] = (torch.empty_like(p) if home is None else home[p]).copy_(p)
-        return own["x"], own["z"]
+                averages[name] = (torch.empty_like(p) if home is None else home[p]).copy_(p)
+        return averages["x"], averages["z"]
 
     def eval(self) -> None:
         """Sets the parameters to the average x, for evaluation and publication."""
@@ -135,8 +135,8 @@ class GPA(Optimizer):
     @torch.no_grad()
     def recompute(self) -> None:
         """Recomputes the parameters from x and z, after these were changed from outside."""
-        for p, own in self.state.items():
-            p.copy_(toward(own["z"], own["x"], self.mu_y) if self.training else own["x"])
+        for p, averages in self.state.items():
+            p.copy_(toward(averages["z"], averages["x"], self.mu_y) if self.training else averages["x"])
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that `load_state_dict` needs to continue bit for bit; x and z themselves, not copies."""
@@ -163,8 +163,8 @@ class GPA(Optimizer):
         self.steps, self.training = state_dict["steps"], state_dict["training"]
         self.state.clear()
         for k, saved in state_dict["state"].items():
-            for own, value in zip(self._average(parameters[k]), (saved["x"], saved["z"]), strict=True):
-                own.copy_(value)
+            for target, value in zip(self._average(parameters[k]), (saved["x"], saved["z"]), strict=True):
+                target.copy_(value)
         self.recompute()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -55,16 +55,16 @@ class QHAdopt(PerParameter):
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "slow_weight": slow_weight}
         super().__init__(params, settings)
 
-    def _update(self, theta: Tensor, gradient: Tensor, own: dict[str, Any], group: dict[str, Any]) -> None:
+    def _update(self, theta: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         lr, (beta1, beta2), share = group["lr"], group["betas"], group["slow_weight"]
-        if not own:
-            own.update(step=torch.zeros(()), **{name: torch.zeros_like(theta) for name in ("exp_avg", "exp_avg_sq")})
-        t = int(own["step"])
-        own["step"] += 1
+        if not state:
+            state.update(step=torch.zeros(()), **{name: torch.zeros_like(theta) for name in ("exp_avg", "exp_avg_sq")})
+        t = int(state["step"])
+        state["step"] += 1
         if t == 0:
-            own["exp_avg_sq"].copy_(gradient.square())
+            state["exp_avg_sq"].copy_(gradient.square())
             return
-        for p, g, u, v in pieces(theta, gradient, own["exp_avg"], own["exp_avg_sq"]):
+        for p, g, u, v in pieces(theta, gradient, state["exp_avg"], state["exp_avg_sq"]):
             scaled = (g / v.sqrt().clamp(min=group["eps"])).clamp(-(t**0.25), t**0.25)
             u.mul_(beta1).add_(scaled, alpha=1 - beta1)
             p.mul_(1 - lr * group["weight_decay"])

@@ -36,9 +36,9 @@ def must_be_state_of(optimizer: InnerOptimizer, saved: object) -> None:
         ...
     ValueError: momentum_buffer of parameter 0 is a tensor of (3,) torch.float32
     """
-    own = optimizer.state_dict()
-    if not isinstance(saved, dict) or saved.keys() != own.keys():
-        raise ValueError(f"the inner optimizer has {_keys(own)} and {_keys(saved)} came")
+    current = optimizer.state_dict()
+    if not isinstance(saved, dict) or saved.keys() != current.keys():
+        raise ValueError(f"the inner optimizer has {_keys(current)} and {_keys(saved)} came")
     within = inside(optimizer)
     for key, one in within.items():
         must_be_state_of(one, saved[key])
@@ -46,10 +46,10 @@ def must_be_state_of(optimizer: InnerOptimizer, saved: object) -> None:
         return
     kind = vars(type(optimizer)).get("plain", type(optimizer))  # see `gossamer.optimizers.inner.uncompiled`
     is_ours = kind in _OURS or kind.__module__.startswith("gossamer.")
-    groups, theirs = own["param_groups"], saved["param_groups"]
-    if not isinstance(theirs, list) or len(theirs) != len(groups):
+    groups, received = current["param_groups"], saved["param_groups"]
+    if not isinstance(received, list) or len(received) != len(groups):
         raise ValueError(f"the inner optimizer has {len(groups)} groups of parameters, and other ones came")
-    for group, other in zip(groups, theirs, strict=True):
+    for group, other in zip(groups, received, strict=True):
         _must_be_group(group, other, is_ours)
     places = [(group, p) for group in optimizer.param_groups for p in group["params"]]
     state = saved["state"]
@@ -57,24 +57,28 @@ def must_be_state_of(optimizer: InnerOptimizer, saved: object) -> None:
         raise ValueError(f"the inner optimizer has {len(places)} parameters, and states of {_keys(state)} came")
     for k, one in state.items():
         group, p = places[k]
-        _must_be_of_parameter(k, one, p, _kept(optimizer, group, p) if is_ours else own["state"].get(k) or one)
-    for key in own.keys() - {"state", "param_groups", *within}:
-        if type(saved[key]) is not type(own[key]) or not _is_sound(saved[key]):
+        _must_be_of_parameter(
+            k, one, p, _expected_state(optimizer, group, p) if is_ours else current["state"].get(k) or one
+        )
+    for key in current.keys() - {"state", "param_groups", *within}:
+        if type(saved[key]) is not type(current[key]) or not _is_sound(saved[key]):
             raise ValueError(f"{key} of the inner optimizer is {saved[key]!r:.40}")
 
 
-def _must_be_group(own: Mapping[str, Any], theirs: object, is_ours: bool) -> None:
-    if not isinstance(theirs, dict) or not own.keys() <= theirs.keys() | _CHANGING:
-        raise ValueError(f"a group of the inner optimizer has {_keys(own)} and {_keys(theirs)} came")
-    for name, value in theirs.items():
-        if name in own and type(value) is type(own[name]) and value == own[name]:
+def _must_be_group(group: Mapping[str, Any], received: object, is_ours: bool) -> None:
+    if not isinstance(received, dict) or not group.keys() <= received.keys() | _CHANGING:
+        raise ValueError(f"a group of the inner optimizer has {_keys(group)} and {_keys(received)} came")
+    for name, value in received.items():
+        if name in group and type(value) is type(group[name]) and value == group[name]:
             continue
         may_differ = name in _CHANGING or not is_ours
         if not may_differ or isinstance(value, Tensor) or not _is_sound(value):
-            raise ValueError(f"{name} of a group of the inner optimizer is {value!r:.40} and not {own.get(name)!r:.40}")
+            raise ValueError(
+                f"{name} of a group of the inner optimizer is {value!r:.40} and not {group.get(name)!r:.40}"
+            )
 
 
-def _kept(optimizer: InnerOptimizer, group: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
+def _expected_state(optimizer: InnerOptimizer, group: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
     """The state that one of our optimizers keeps for a parameter, with meta tensors, as after a step on a single number."""
     if isinstance(optimizer, GPA):
         return {name: torch.empty_like(p, device="meta") for name in optimizer.homes}
@@ -91,23 +95,23 @@ def _kept(optimizer: InnerOptimizer, group: Mapping[str, Any], p: Tensor) -> dic
     }
 
 
-def _must_be_of_parameter(k: int, theirs: object, p: Tensor, like: Mapping[str, Any]) -> None:
-    if not isinstance(theirs, dict) or theirs.keys() != like.keys():
-        raise ValueError(f"the inner optimizer has {_keys(like)} of parameter {k} and {_keys(theirs)} came")
-    for name, value in theirs.items():
-        what, own = f"{name} of parameter {k} is", like[name]
-        if not isinstance(value, Tensor) or not isinstance(own, Tensor):
-            if type(value) is not type(own) or not _is_sound(value):
-                raise ValueError(f"{what} {value!r:.40}")
+def _must_be_of_parameter(k: int, received: object, p: Tensor, like: Mapping[str, Any]) -> None:
+    if not isinstance(received, dict) or received.keys() != like.keys():
+        raise ValueError(f"the inner optimizer has {_keys(like)} of parameter {k} and {_keys(received)} came")
+    for name, value in received.items():
+        subject, current = f"{name} of parameter {k} is", like[name]
+        if not isinstance(value, Tensor) or not isinstance(current, Tensor):
+            if type(value) is not type(current) or not _is_sound(value):
+                raise ValueError(f"{subject} {value!r:.40}")
             continue
-        if (value.shape, value.dtype) != (own.shape, own.dtype):
-            raise ValueError(f"{what} a tensor of {tuple(value.shape)} {value.dtype}")
+        if (value.shape, value.dtype) != (current.shape, current.dtype):
+            raise ValueError(f"{subject} a tensor of {tuple(value.shape)} {value.dtype}")
         if value.is_floating_point() and value.numel():
             low, high = (end.item() for end in value.float().aminmax())
             # An infinite second moment only stops a parameter; a negative one turns it into a NaN.
             ends = low >= 0.0 if name == "exp_avg_sq" else math.isfinite(low) and math.isfinite(high)
             if not ends or (name == "step" and low < 0):
-                raise ValueError(f"{what} between {low} and {high}")
+                raise ValueError(f"{subject} between {low} and {high}")
 
 
 def _is_sound(value: object) -> bool:

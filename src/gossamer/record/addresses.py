@@ -22,11 +22,11 @@ class Address(NamedTuple):
     """A 64-bit digest that all workers of the run share."""
 
 
-def write_address(folder: Path, own: Address) -> None:
+def write_address(folder: Path, address: Address) -> None:
     """Writes the address of this process. Raises: DiskError."""
     make_folder(folder)
-    content = {"address": own.address, "run": f"{own.run:016x}", "pid": os.getpid()}
-    atomic_write(folder / f"address{worker_suffix(own.slot)}.json", json.dumps(content).encode())
+    content = {"address": address.address, "run": f"{address.run:016x}", "pid": os.getpid()}
+    atomic_write(folder / f"address{worker_suffix(address.slot)}.json", json.dumps(content).encode())
 
 
 def read_addresses(folder: Path) -> list[Address]:
@@ -38,15 +38,15 @@ def read_addresses(folder: Path) -> list[Address]:
     >>> read_addresses(folder)
     [Address(slot=3, address='127.0.0.1:4000', run=7)]
     """
-    found: list[tuple[float, Address]] = []
+    dated: list[tuple[float, Address]] = []
     for path in folder.glob("address-*.json"):
         try:
             match json.loads(path.read_bytes()[:1000]), path.stem.removeprefix("address-"):
                 case {"address": str(address), "run": str(run)}, slot if _is_sound(address, run, slot):
-                    found.append((path.stat().st_mtime, Address(int(slot), address, int(run, 16))))
+                    dated.append((path.stat().st_mtime, Address(int(slot), address, int(run, 16))))
         except (OSError, ValueError, RecursionError):
             continue
-    return [address for _, address in sorted(found, reverse=True)]
+    return [address for _, address in sorted(dated, reverse=True)]
 
 
 def _is_sound(address: str, run: str, slot: str) -> bool:

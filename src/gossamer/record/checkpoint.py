@@ -109,7 +109,7 @@ def save(
     tensors: dict[str, Tensor] = {}
     tree = encoded(state, "state", tensors)
     check_finite(tensors, f"worker {worker} after round {round}")
-    line = _line(digest)
+    lineage = _as_lineage(digest)
     manifest, tensor_file = _paths(folder, round, worker)
     scratch = _scratch(folder, worker)
     try:
@@ -120,9 +120,9 @@ def save(
                 "format": FORMAT,
                 "round": round,
                 "worker": worker,
-                "digest": line.digest,
+                "digest": lineage.digest,
                 "step": _step_of(state),
-                "of": {**line.of},
+                "of": {**lineage.of},
                 "bytes": size,
                 "sha256": sha256,
                 "state": tree,
@@ -258,8 +258,8 @@ def saved_text(store: Path) -> str:
             data = dict(dict(_manifest(path, round, worker, None)["state"]["dict"])["data"]["dict"])
         except (CheckpointError, KeyError, TypeError, ValueError):
             continue  # skip damaged ones, and those without text
-        if isinstance(found := data.get("fingerprint"), str):
-            return found
+        if isinstance(fingerprint := data.get("fingerprint"), str):
+            return fingerprint
     return ""
 
 
@@ -284,10 +284,10 @@ def _fault(folder: Path, round: int, worker: int, digest: str | Lineage | None) 
 
 def _size(path: Path) -> int:
     """The size of a file. Raises OSError, also for a path that is not a file."""
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
         raise OSError("it is no file")
-    return found.st_size
+    return status.st_size
 
 
 def _of_another_size(size: int, saved: int) -> str:
@@ -354,8 +354,8 @@ def _scratch(folder: Path, worker: int) -> Path:
 
 def _rounds(folder: Path) -> list[int]:
     """The rounds that any worker has a folder for, ascending."""
-    found = (re.fullmatch(r"round-(\d{6,})", path.name) for path in folder.glob("round-*"))
-    return sorted(int(match[1]) for match in found if match)
+    matches = (re.fullmatch(r"round-(\d{6,})", path.name) for path in folder.glob("round-*"))
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def _forget(folder: Path, worker: int, gone: Sequence[int]) -> None:
@@ -406,7 +406,7 @@ def _seal(body: bytes) -> bytes:
     return f'{{"manifest_sha256": "{hashlib.sha256(body).hexdigest()}",\n'.encode()
 
 
-def _line(digest: str | Lineage) -> Lineage:
+def _as_lineage(digest: str | Lineage) -> Lineage:
     return digest if isinstance(digest, Lineage) else Lineage(digest)
 
 
@@ -464,20 +464,20 @@ def _manifest(path: Path, round: int, worker: int, digest: str | Lineage | None)
                 FaultKind.MISPLACED,
             )
     if digest is not None:
-        _must_be_of(_line(digest), where, content, round)
+        _must_be_of(_as_lineage(digest), where, content, round)
     return content
 
 
-def _must_be_of(line: Lineage, where: str, content: _FirstManifest, round: int) -> None:
+def _must_be_of(lineage: Lineage, where: str, content: _FirstManifest, round: int) -> None:
     """Raises CheckpointError, naming the first field that differs, for a manifest of another run."""
     of = content.get("of")
-    odd = odd_field(of, line.of) if of and line.of else None  # a caller with only a digest compares that
-    if odd is None and not line.owns(content["digest"], round):
-        odd = OddField("digest", repr(content["digest"]), repr(line.digest))
+    odd = odd_field(of, lineage.of) if of and lineage.of else None  # a caller with only a digest compares that
+    if odd is None and not lineage.owns(content["digest"], round):
+        odd = OddField("digest", repr(content["digest"]), repr(lineage.digest))
     if odd is not None:
         raise CheckpointError(
-            f"{where} has {odd.field} {odd.theirs} but needs {odd.mine}; resume with the run file, folder and version that wrote "
-            "it",
+            f"{where} has {odd.field} {odd.saved} but needs {odd.current}; resume with the run file, folder and version that "
+            "wrote it",
             FaultKind.FOREIGN,
         )
 

@@ -217,9 +217,9 @@ class RunFolder:
 
     def write_seconds(self, seconds: Iterable[RoundSeconds]) -> None:
         """Replaces the record of seconds, for a simulation that computes all of them at its end."""
-        found = list(seconds)
-        self.write_text(self._file("seconds").name, seconds_lines(found))
-        self._dashboards.priced(found)
+        rows = list(seconds)
+        self.write_text(self._file("seconds").name, seconds_lines(rows))
+        self._dashboards.priced(rows)
 
     def _file(self, kind: str) -> Path:
         return self.path / f"{kind}{worker_suffix(self.worker)}.jsonl"
@@ -239,8 +239,8 @@ class RunFolder:
             "machines": round,
         }
         for kind, first in first_lines.items():
-            own = [] if kind == "metrics" else [self._file(kind)]
-            for path in [*own, *self.path.glob(f"{kind}-[0-9]*.jsonl" if self.worker is None else f"{kind}.jsonl")]:
+            written = [] if kind == "metrics" else [self._file(kind)]
+            for path in [*written, *self.path.glob(f"{kind}-[0-9]*.jsonl" if self.worker is None else f"{kind}.jsonl")]:
                 _cut(path, first)
         return _cut(self._file("metrics"), round or -1, self._void)  # a restart validates its initial values again
 
@@ -304,8 +304,8 @@ def read_metrics(run_folder: Path, *, seen: Seen | None = None) -> list[dict[str
     Raises: DataError for a line that is not a JSON object with a kind and a round.
     """
     branches, lines = read_branches(Path(run_folder)), _lines(run_folder, seen)
-    found = [line for name, line in lines if name != _EVALUATED or is_of_its_branch(line, branches)]
-    return sorted(found, key=lambda line: line["round"])
+    kept = [line for name, line in lines if name != _EVALUATED or is_of_its_branch(line, branches)]
+    return sorted(kept, key=lambda line: line["round"])
 
 
 def _lines(run_folder: Path, seen: Seen | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -326,8 +326,8 @@ def recoveries(lines: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, str]]:
     [(6, 'stage 1 of worker 0 was lost, and went on from worker 2')]
     """
     for line in lines:
-        if line["kind"] == "train" and isinstance(found := line.get("recovered"), dict):
-            for stage, source in found.items():
+        if line["kind"] == "train" and isinstance(recovered := line.get("recovered"), dict):
+            for stage, source in recovered.items():
                 yield (
                     line["round"],
                     f"stage {stage:.8} of worker {line.get('worker')} was lost, and went on from {source!s:.20}",
@@ -344,13 +344,13 @@ def newest_evaluation(lines: Iterable[Mapping[str, Any]], branches: Sequence[Bra
     (2.5, None)
     """
     first = max((branch["round"] for branch in branches), default=0)
-    found, trained = None, 0
+    newest, trained = None, 0
     for line in lines:
         if line["kind"] == "train":
             trained = max(trained, line["round"] + 1)
         elif line["kind"] == "eval" and "worker" not in line and line["round"] >= 0:
-            found = line if found is None or line["round"] >= found["round"] else found
-    return found if found is not None and (found["round"] + 1 > first or found["round"] + 1 >= trained) else None
+            newest = line if newest is None or line["round"] >= newest["round"] else newest
+    return newest if newest is not None and (newest["round"] + 1 > first or newest["round"] + 1 >= trained) else None
 
 
 def note_evaluation(run_folder: Path, *, round: int, **figures: Any) -> None:
@@ -374,11 +374,11 @@ def must_be_new(folder: Path, worker: int | None) -> None:
     Args: `worker` is that of this process; None for all of them.
     """
     # Workers of one run start at different times, so files of other workers are allowed, those of a simulation are not.
-    own, others = worker_suffix(worker), "-*" if worker is None else ""
-    names = [f"{kind}{suffix}.jsonl" for suffix in (own, others) for kind in ("metrics", "trace")]
-    names += [f"{kind}{own}.jsonl" for kind in ("events", "outcomes", "order")]
+    suffix_here, others = worker_suffix(worker), "-*" if worker is None else ""
+    names = [f"{kind}{suffix}.jsonl" for suffix in (suffix_here, others) for kind in ("metrics", "trace")]
+    names += [f"{kind}{suffix_here}.jsonl" for kind in ("events", "outcomes", "order")]
     for old in (
-        path for name in (*names, f"checkpoints/**/round-*/worker{own or '-*'}.*") for path in folder.glob(name)
+        path for name in (*names, f"checkpoints/**/round-*/worker{suffix_here or '-*'}.*") for path in folder.glob(name)
     ):
         raise ConfigError(
             f"the run folder '{folder}' already holds {old.relative_to(folder)}; name a new one with --out, or go on with "

@@ -78,7 +78,7 @@ def write_inputs(folder: Path, inputs: Inputs, worker: int | None, part: int = 0
 
 def read_inputs(folder: Path) -> dict[Path, Inputs]:
     """The recorded inputs of a run folder, by file; empty for one of 0.2.0 or before. Raises: DataError for a spoilt file."""
-    found: dict[Path, Inputs] = {}
+    records: dict[Path, Inputs] = {}
     for path in sorted(Path(folder).glob("inputs*.json")):
         try:
             with path.open("rb") as file:
@@ -87,8 +87,8 @@ def read_inputs(folder: Path) -> dict[Path, Inputs]:
             raise DataError(f"'{path}' cannot be read ({error.strerror or error}); restore it") from None
         if len(raw) > _LARGEST_BYTES:
             raise DataError(f"'{path}' has more than {_LARGEST_BYTES} bytes, which no run writes; restore it")
-        found[path] = _FILE.known(raw, str(path))
-    return found
+        records[path] = _FILE.known(raw, str(path))
+    return records
 
 
 TEXT_FILE = "text.json"

@@ -66,19 +66,19 @@ class OddField(NamedTuple):
     """A difference between two descriptions of states."""
 
     field: str
-    theirs: str
-    mine: str
+    saved: str
+    current: str
 
 
-def odd_field(theirs: Mapping[Any, Any], mine: Mapping[str, str]) -> OddField | None:
+def odd_field(saved: Mapping[Any, Any], current: Mapping[str, str]) -> OddField | None:
     """The first field in which a saved state differs from the state it is loaded into, other than an outer learning
     rate.
 
     >>> odd_field({"rule": "diloco", "workers": "4"}, {"rule": "gasloc", "workers": "4"})
-    OddField(field='rule', theirs='diloco', mine='gasloc')
+    OddField(field='rule', saved='diloco', current='gasloc')
     """
-    for key in dict.fromkeys([*mine, *theirs]):
-        had, has = theirs.get(key, "none"), mine.get(key, "none")
+    for key in dict.fromkeys([*current, *saved]):
+        had, has = saved.get(key, "none"), current.get(key, "none")
         if had != has and key != _CHANGEABLE:
             return OddField(f"{key!s:.{_LONGEST}}", f"{had!s:.{_LONGEST}}", f"{has:.{_LONGEST}}")
     return None

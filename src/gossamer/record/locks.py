@@ -49,7 +49,7 @@ def holding(folder: Path, worker: int | None, part: int = 0, parts: int = 1, *, 
                 file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
                 file.flush()
         elif strict:
-            raise _under_way(folder, file)
+            raise _already_trains(folder, file)
         if strict:
             # While holding its own lock: of two processes that start at once, at least one sees the other.
             others = [one for one in _locks(folder) if one != path] if worker is None else [folder / _NAME]
@@ -79,14 +79,14 @@ def _must_be_free(folder: Path, locks: Iterable[Path]) -> None:
     for path in locks:
         with contextlib.suppress(FileNotFoundError, PermissionError), path.open("rb") as file:
             if _taken(file, ENDING_S, shared=True) is False:
-                raise _under_way(folder, file)
+                raise _already_trains(folder, file)
 
 
 def trains_here(folder: Path, worker: int) -> bool | None:
     """Whether a process trains as this worker in a run folder; None where locks cannot show it, as across machines."""
-    own = f"{_NAME}{worker_suffix(worker)}"
+    stem = f"{_NAME}{worker_suffix(worker)}"
     free: list[bool] = []
-    for path in (path for name in (own, f"{own}-*") for path in folder.glob(name)):
+    for path in (path for name in (stem, f"{stem}-*") for path in folder.glob(name)):
         with contextlib.suppress(OSError), path.open("rb") as file:
             if (taken := _taken(file, 0.0, shared=True)) is False:
                 return True
@@ -115,7 +115,7 @@ def _taken(file: BinaryIO, patience_s: float, *, shared: bool = False) -> bool |
     return None
 
 
-def _under_way(folder: Path, file: BinaryIO) -> ConfigError:
+def _already_trains(folder: Path, file: BinaryIO) -> ConfigError:
     file.seek(0)
     owner = file.read(200).decode(errors="replace")
     who = owner if re.fullmatch(r"process [0-9]{1,10} on [\w.-]{1,64}", owner) else "another process"

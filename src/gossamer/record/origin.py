@@ -35,8 +35,8 @@ def origin(digest: str, seconds: float | None, text: str = "") -> Origin:
 
     Args: `text` is the fingerprint of its text; empty where there is none.
     """
-    found: Origin = {"digest": digest, "commit": _commit(), "versions": dict(_versions()), "seconds": seconds}
-    return {**found, "text": text} if text else found
+    known: Origin = {"digest": digest, "commit": _commit(), "versions": dict(_versions()), "seconds": seconds}
+    return {**known, "text": text} if text else known
 
 
 @functools.cache
@@ -51,8 +51,8 @@ def _commit() -> str:
     root = package.parents[1]
     if not (root / ".git").exists():  # an installed package may be inside an unrelated repository
         return ""
-    found = _git(root, "rev-parse", "HEAD")
-    return found + ("+" if found and _git(root, "status", "--porcelain", "--", str(package)) else "")
+    commit = _git(root, "rev-parse", "HEAD")
+    return commit + ("+" if commit and _git(root, "status", "--porcelain", "--", str(package)) else "")
 
 
 def _git(root: Path, *words: str) -> str:

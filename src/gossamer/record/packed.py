@@ -19,14 +19,14 @@ def packed(state: Any) -> bytes:
     >>> unpacked(packed({"x": torch.ones(2), "step": 7}))
     {'x': tensor([1., 1.]), 'step': 7}
     """
-    return _joined(*_described(state))
+    return _joined(*_split_tensors(state))
 
 
 class Snapshot:
     """A copy of a state; see `packable_snapshot`."""
 
     def __init__(self, state: Any) -> None:
-        self._tree, tensors = _described(state)
+        self._tree, tensors = _split_tensors(state)
         self._copies = {name: tensor.clone() for name, tensor in tensors.items()}
 
     def __call__(self) -> bytes:
@@ -53,7 +53,7 @@ def packable_snapshot(state: Any) -> Snapshot:
     return Snapshot(state)
 
 
-def _described(state: Any) -> tuple[bytes, dict[str, Tensor]]:
+def _split_tensors(state: Any) -> tuple[bytes, dict[str, Tensor]]:
     """The JSON of a state, and the tensors that it refers to."""
     tensors: dict[str, Tensor] = {}
     tree = json.dumps(encoded(state, "state", tensors), allow_nan=False).encode()

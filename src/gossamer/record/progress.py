@@ -58,7 +58,7 @@ def _place_of_count(where: str) -> tuple[mmap.mmap, int] | None:
 
 @contextlib.contextmanager
 def counting_children() -> Iterator[Callable[[], dict[str, str]]]:
-    """A context in which `trained` includes children; yields a function that returns the environment for each of them."""
+    """A context in which `training_counts` includes children; yields a function that returns the environment for each of them."""
     numbers = itertools.count()
     with tempfile.NamedTemporaryFile(prefix="gossamer-") as file:
         file.truncate(_MOST_CHILDREN * _COUNT.size)
@@ -80,12 +80,12 @@ def counting_children() -> Iterator[Callable[[], dict[str, str]]]:
                 note_trained(*total())  # the count never falls
 
 
-def trained() -> TrainedHere:
+def training_counts() -> TrainedHere:
     """The counts so far.
 
-    >>> before = trained()
+    >>> before = training_counts()
     >>> note_trained(2, 64)
-    >>> trained().tokens - before.tokens
+    >>> training_counts().tokens - before.tokens
     64
     """
     with contextlib.suppress(ValueError):  # the memory of children that have just ended

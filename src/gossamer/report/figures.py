@@ -15,7 +15,7 @@ from pydantic import Field
 
 from gossamer.errors import ConfigError, choose, require
 from gossamer.report.paired import Side, Slope, effect, effect_cells, effect_heads, p_text, trend
-from gossamer.report.reach import ROUNDS, SENT, curves_of, ends, paired_table, reach, validated_once
+from gossamer.report.reach import ROUNDS, SENT, curves_of, ends, has_only_final_losses, paired_table, reach
 from gossamer.report.results import PointResult
 from gossamer.report.table import DASH, markdown_lines
 from gossamer.settings.schema import settings
@@ -126,9 +126,9 @@ def figure_table(results: Sequence[PointResult], figure: Figure) -> str:
     """
     check_figure(results, figure)
     if figure.paired:
-        once = validated_once(results)
-        found = ends(results, figure.target) if once else reach(results, figure.target, paired=True)
-        return paired_table(found, figure.target, margin=figure.margin, side=figure.side)
+        once = has_only_final_losses(results)
+        reaches = ends(results, figure.target) if once else reach(results, figure.target, paired=True)
+        return paired_table(reaches, figure.target, margin=figure.margin, side=figure.side)
     if figure.target:
         return _reach_table(results, figure.target)
     losses = _losses(results, figure)
@@ -156,7 +156,7 @@ def draw_figure(results: Sequence[PointResult], figure: Figure) -> bytes:
     check_figure(results, figure)
     require("matplotlib.figure", "plots", "the figure of an experiment")
     if figure.target:
-        paint = _draw_ends if figure.paired and validated_once(results) else _draw_reach
+        paint = _draw_ends if figure.paired and has_only_final_losses(results) else _draw_reach
     else:
         paint = _draw_maps if figure.y else _draw_curves
     with chart_style():
@@ -184,9 +184,9 @@ def check_figure(runs: Sequence[_Placed], figure: Figure) -> None:
     for run in runs:
         other = first.setdefault((run.method, *((None, None) if figure.target else _cell(run, figure)), run.seed), run)
         if key := next((key for key in run.at if run.at[key] != other.at.get(key)), ""):
-            own = f"figure.target is '{figure.target}'" if figure.target else f"figure.x is {figure.x!r}"
+            asked = f"figure.target is '{figure.target}'" if figure.target else f"figure.x is {figure.x!r}"
             raise ConfigError(
-                f"{own}, but '{run.method}' sweeps {key} too, and its runs at {swept(other.at.get(key))} and "
+                f"{asked}, but '{run.method}' sweeps {key} too, and its runs at {swept(other.at.get(key))} and "
                 f"{swept(run.at[key])} would count as seeds; "
                 + ("leave [figure] out" if figure.target or figure.y else "name it as figure.y, or leave [figure] out")
             )
@@ -209,21 +209,21 @@ _BySeed = dict[tuple[str, Any], dict[int, float]]
 
 def _by_seed(results: Sequence[PointResult], figure: Figure) -> _BySeed:
     """Final losses by method, x and seed; only finite ones."""
-    found: _BySeed = {}
+    by_point: _BySeed = {}
     for run in results:
         for (method, x, _), losses in _losses([run], figure).items():
-            here = found.setdefault((method, x), {})
+            here = by_point.setdefault((method, x), {})
             if losses:
                 here[run.seed] = losses[0]
-    return found
+    return by_point
 
 
 def _differences(losses: _BySeed, against: str) -> _BySeed:
     """The losses of the other variants above those of one, of the seeds that both have."""
     return {
-        (method, x): {seed: loss - own[seed] for seed, loss in here.items() if seed in own}
+        (method, x): {seed: loss - reference[seed] for seed, loss in here.items() if seed in reference}
         for (method, x), here in losses.items()
-        if method != against and (own := losses.get((against, x))) is not None
+        if method != against and (reference := losses.get((against, x))) is not None
     }
 
 
@@ -244,9 +244,9 @@ def _against_tables(losses: _BySeed, figure: Figure) -> Iterable[str]:
 
 def _trend_table(losses: _BySeed, figure: Figure, slope: Slope) -> str:
     """A table with the p-value of the expected trend of each variant, over the seeds that have every point."""
-    found, rows = _differences(losses, figure.against) if figure.against else losses, []
-    for method in dict.fromkeys(method for method, _ in found):
-        points = [here for (name, _), here in found.items() if name == method]
+    values, rows = _differences(losses, figure.against) if figure.against else losses, []
+    for method in dict.fromkeys(method for method, _ in values):
+        points = [here for (name, _), here in values.items() if name == method]
         whole = sorted(set.intersection(*map(set, points)))
         rows.append([method, p_text(trend([[here[seed] for here in points] for seed in whole], slope))])
     what = f"differences from {figure.against}" if figure.against else "losses"
@@ -274,12 +274,12 @@ def swept(value: Any) -> Any:
     """
     if not isinstance(value, Mapping):
         return value
-    return str(value["name"]) if "name" in value else ",".join(f"{key}={own}" for key, own in value.items())
+    return str(value["name"]) if "name" in value else ",".join(f"{key}={option}" for key, option in value.items())
 
 
 def _axes_of(losses: _Losses, method: str) -> tuple[list[Any], list[Any]]:
-    mine = [(x, y) for name, x, y in losses if name == method]
-    return list(dict.fromkeys(x for x, _ in mine)), list(dict.fromkeys(y for _, y in mine))
+    points = [(x, y) for name, x, y in losses if name == method]
+    return list(dict.fromkeys(x for x, _ in points)), list(dict.fromkeys(y for _, y in points))
 
 
 def _axis(key: str) -> str:
@@ -306,17 +306,19 @@ def _markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _reach_table(results: Sequence[PointResult], target: str) -> str:
-    found = reach(results, target)
+    reaches = reach(results, target)
     parts = []
-    for network in dict.fromkeys(one.network for one in found):
+    for network in dict.fromkeys(one.network for one in reaches):
         rows = []
-        for method in dict.fromkeys(one.method for one in found):
-            mine = [one for one in found if one.network == network and one.method == method]
-            ratios = [one.ratio for one in mine if one.ratio is not None]
-            behind = [one.behind for one in mine if one.behind is not None]
-            each = ", ".join(DASH if one.ratio is None else f"{one.ratio:.3f}" for one in mine)
+        for method in dict.fromkeys(one.method for one in reaches):
+            of_method = [one for one in reaches if one.network == network and one.method == method]
+            ratios = [one.ratio for one in of_method if one.ratio is not None]
+            behind = [one.behind for one in of_method if one.behind is not None]
+            each = ", ".join(DASH if one.ratio is None else f"{one.ratio:.3f}" for one in of_method)
             share = (
-                mean_and_deviation(ratios, ".3f") if len(ratios) == len(mine) else f"{len(ratios)} of {len(mine)} runs"
+                mean_and_deviation(ratios, ".3f")
+                if len(ratios) == len(of_method)
+                else f"{len(ratios)} of {len(of_method)} runs"
             )
             rows.append([method, share, each, mean_and_deviation(behind, "+.4f").replace("± +", "± ")])
         headings = [f"on {network}", f"time to {target}'s last loss, over {target}'s time", "each seed"]
@@ -340,7 +342,9 @@ def _draw_curves(results: Sequence[PointResult], figure: Figure) -> Any:
     methods = list(dict.fromkeys(name for name, _, _ in losses))
     for place, method in enumerate(methods):
         aside = 0.0 if numeric else 0.08 * (place - (len(methods) - 1) / 2)  # otherwise one mark would hide another
-        points = {place_of(x) + aside: own for (name, x, _), own in losses.items() if name == method and own}
+        points = {
+            place_of(x) + aside: of_seeds for (name, x, _), of_seeds in losses.items() if name == method and of_seeds
+        }
         _draw_points(axes, points, method, place, joined=numeric)
     if figure.log_x:
         axes.set_xscale("log")
@@ -357,8 +361,8 @@ def _draw_points(axes: Any, points: Mapping[float, Sequence[float]], label: str,
     colour, line = line_style(place)
     axes.errorbar(
         list(points),
-        [statistics.fmean(own) for own in points.values()],
-        [statistics.stdev(own) if len(own) > 1 else 0.0 for own in points.values()],
+        [statistics.fmean(of_seeds) for of_seeds in points.values()],
+        [statistics.stdev(of_seeds) if len(of_seeds) > 1 else 0.0 for of_seeds in points.values()],
         color=colour,
         label=label,
         marker="o",
@@ -370,7 +374,7 @@ def _draw_points(axes: Any, points: Mapping[float, Sequence[float]], label: str,
 
 
 def _draw_maps(results: Sequence[PointResult], figure: Figure) -> Any:
-    losses = {key: statistics.fmean(own) for key, own in _losses(results, figure).items() if own}
+    losses = {key: statistics.fmean(of_seeds) for key, of_seeds in _losses(results, figure).items() if of_seeds}
     methods = list(dict.fromkeys(name for name, _, _ in losses))
     low = min(losses.values(), default=0.0)
     # A run that diverged would leave one colour for all others.
@@ -378,12 +382,12 @@ def _draw_maps(results: Sequence[PointResult], figure: Figure) -> Any:
     canvas = _canvas(1.2 + 4.4 * len(methods), 3.9)
     for place, method in enumerate(methods):
         axes = canvas.add_subplot(1, len(methods), place + 1)
-        mine = {(x, y): loss for (name, x, y), loss in losses.items() if name == method}
-        x_values, y_values = ([*dict.fromkeys(part)] for part in zip(*mine, strict=True))
-        grid = [[mine.get((x, y), math.nan) for x in x_values] for y in y_values]
+        of_method = {(x, y): loss for (name, x, y), loss in losses.items() if name == method}
+        x_values, y_values = ([*dict.fromkeys(part)] for part in zip(*of_method, strict=True))
+        grid = [[of_method.get((x, y), math.nan) for x in x_values] for y in y_values]
         axes.imshow(grid, cmap="viridis_r", vmin=low, vmax=high, aspect="auto", origin="lower")
-        best = min(mine.values())
-        for (x, y), loss in mine.items():
+        best = min(of_method.values())
+        for (x, y), loss in of_method.items():
             dark = loss > (low + high) / 2
             axes.text(
                 x_values.index(x),
@@ -403,10 +407,10 @@ def _draw_maps(results: Sequence[PointResult], figure: Figure) -> Any:
 
 
 def _draw_reach(results: Sequence[PointResult], figure: Figure) -> Any:
-    found = reach(results, figure.target, paired=figure.paired)
+    reaches = reach(results, figure.target, paired=figure.paired)
     curves = [curves_of(run, paired=figure.paired) for run in results]
-    networks = list(dict.fromkeys(one.network for one in found))
-    methods = dict.fromkeys(one.method for one in found)
+    networks = list(dict.fromkeys(one.network for one in reaches))
+    methods = dict.fromkeys(one.method for one in reaches)
     styles = {name: line_style(place) for place, name in enumerate(methods)}
     canvas = _canvas(1.0 + 5.0 * len(networks), 4.0)
     panels = canvas.subplots(1, len(networks), squeeze=False)[0]
@@ -438,12 +442,12 @@ def _draw_reach(results: Sequence[PointResult], figure: Figure) -> Any:
 
 
 def _draw_ends(results: Sequence[PointResult], figure: Figure) -> Any:
-    found = ends(results, figure.target)
-    methods = [*dict.fromkeys(one.method for one in found)]
+    reaches = ends(results, figure.target)
+    methods = [*dict.fromkeys(one.method for one in reaches)]
     canvas = _canvas(6.0, 1.0 + 0.3 * len(methods))
     axes = canvas.subplots()
     for place, method in enumerate(methods):
-        pairs = [(one.behind, one.target_loss) for one in found if one.method == method and one.behind is not None]
+        pairs = [(one.behind, one.target_loss) for one in reaches if one.method == method and one.behind is not None]
         if not pairs:
             continue
         arm, (colour, _) = effect(pairs), line_style(place)

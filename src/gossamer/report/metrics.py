@@ -45,7 +45,7 @@ class Metric(NamedTuple):
         return self.curve or self.name
 
 
-def _with_own_alone(rows: Rows) -> bool:
+def _has_own_losses_only(rows: Rows) -> bool:
     """Whether there is a real run that nobody has evaluated; elsewhere the loss of the mean model is enough."""
     return any(row["loss"] is None and row.get("loss_of_workers") is not None for row in rows)
 
@@ -64,7 +64,7 @@ METRICS = (
         "val of workers",
         "own",
         curve="own",
-        shown=_with_own_alone,
+        shown=_has_own_losses_only,
         dated=True,
         live="val of workers",
     ),

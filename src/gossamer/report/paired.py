@@ -41,8 +41,8 @@ def effect(pairs: Sequence[tuple[float, float]], *, margin: float | None = None,
     Source: equivalence by two one-sided tests, Schuirmann 1987.
     Fails when: the differences are far from normal, or the margin was chosen after they were seen.
 
-    >>> found = effect([(-0.02, 2.0), (-0.03, 2.0), (-0.01, 2.0)], margin=0.05, side="below")
-    >>> [round(number, 4) for number in found[1:]]
+    >>> result = effect([(-0.02, 2.0), (-0.03, 2.0), (-0.01, 2.0)], margin=0.05, side="below")
+    >>> [round(number, 4) for number in result[1:]]
     [-0.02, 0.0248, -1.0, 0.0371, 0.0175, 0.0742]
     """
     differences, n = tuple(difference for difference, _ in pairs), len(pairs)
@@ -150,8 +150,8 @@ def standing(losses: Mapping[str, Sequence[float]]) -> Standing:
         never the best unless all have diverged, and never alike.
     Fails when: many arms are tried, as the best of many is partly the luckiest; Holm's correction makes no allowance for that.
 
-    >>> found = standing({"a": [1.0, 1.1, 1.0], "b": [1.2, 1.31, 1.2], "c": [1.01, 1.1, 0.99]})
-    >>> found.best, found.alike, round(found.above["b"].mean, 3)
+    >>> result = standing({"a": [1.0, 1.1, 1.0], "b": [1.2, 1.31, 1.2], "c": [1.01, 1.1, 0.99]})
+    >>> result.best, result.alike, round(result.above["b"].mean, 3)
     ('a', ('c',), 0.203)
     """
     means = {arm: mean if math.isfinite(mean := statistics.fmean(some)) else math.inf for arm, some in losses.items()}
@@ -193,7 +193,7 @@ def effect_heads(margin: float | None, side: Side | None) -> list[str]:
 
 
 def effect_cells(
-    found: Sequence[Sequence[tuple[float, float] | None]], margin: float | None, side: Side | None
+    arms: Sequence[Sequence[tuple[float, float] | None]], margin: float | None, side: Side | None
 ) -> list[list[str]]:
     """A line of cells for each arm, from its pairs of each seed as `effect` takes them; None for a seed without a difference.
 
@@ -202,12 +202,12 @@ def effect_cells(
     """
     effects = [
         effect(known, margin=margin, side=side) if (known := [pair for pair in arm if pair is not None]) else None
-        for arm in found
+        for arm in arms
     ]
     adjusted = holm([None if one is None else one.one_sided for one in effects])
     apart = holm([None if one is None else one.apart for one in effects])
     lines = []
-    for arm, one, p, p_apart in zip(found, effects, adjusted, apart, strict=True):
+    for arm, one, p, p_apart in zip(arms, effects, adjusted, apart, strict=True):
         cells = [", ".join(DASH if pair is None else f"{pair[0]:+.4f}" for pair in arm)]
         if one is None:
             cells += [DASH, DASH]
@@ -220,11 +220,11 @@ def effect_cells(
     return lines
 
 
-def _verdict(one: Effect | None, p_apart: float | None) -> str:
-    if one is None or one.equivalent is None or p_apart is None:
+def _verdict(effect: Effect | None, p_apart: float | None) -> str:
+    if effect is None or effect.equivalent is None or p_apart is None:
         return DASH
-    words = ["lower" if one.mean < 0 else "higher"] if p_apart < _LEVEL else []
-    return ", ".join(words + ["equivalent"] * (one.equivalent < _LEVEL)) or "open"
+    words = ["lower" if effect.mean < 0 else "higher"] if p_apart < _LEVEL else []
+    return ", ".join(words + ["equivalent"] * (effect.equivalent < _LEVEL)) or "open"
 
 
 def p_text(p: float | None) -> str:

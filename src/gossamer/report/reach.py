@@ -48,16 +48,16 @@ def reach(results: Sequence[PointResult], target: str, *, paired: bool = False) 
     }
     if not lasts:
         raise ConfigError(choose("target of the figure", target, {run.method for run in results}) + "; correct it")
-    found = []
+    reaches = []
     for run in results:
         for name, curve in curves_of(run, paired=paired).items():
             if (name, run.seed) in lasts:
                 end, loss = lasts[name, run.seed]
-                first = next((x for x, own in curve if own <= loss), None)
-                within = [own for x, own in curve if x <= end]
+                first = next((x for x, reached in curve if reached <= loss), None)
+                within = [reached for x, reached in curve if x <= end]
                 ratio = None if first is None else first / end
-                found.append(Reach(run.method, name, run.seed, ratio, within[-1] - loss if within else None, loss))
-    return found
+                reaches.append(Reach(run.method, name, run.seed, ratio, within[-1] - loss if within else None, loss))
+    return reaches
 
 
 def ends(results: Sequence[PointResult], target: str) -> list[Reach]:
@@ -81,7 +81,7 @@ def ends(results: Sequence[PointResult], target: str) -> list[Reach]:
     ]
 
 
-def validated_once(results: Sequence[PointResult]) -> bool:
+def has_only_final_losses(results: Sequence[PointResult]) -> bool:
     """Whether no run has a loss from before its end."""
     return all(len(curve) < 2 for run in results for curve in curves_of(run, paired=True).values())
 
@@ -92,7 +92,9 @@ def curves_of(run: PointResult, *, paired: bool) -> dict[str, Sequence[tuple[flo
     return {**more, **run.row["loss_at_s"]}
 
 
-def paired_table(found: Sequence[Reach], target: str, *, margin: float | None = None, side: Side | None = None) -> str:
+def paired_table(
+    reaches: Sequence[Reach], target: str, *, margin: float | None = None, side: Side | None = None
+) -> str:
     """The differences in loss as Markdown: each seed's, and their mean with its 95 % interval, in nats and in per cent.
 
     Args: as in `effect`; the one-sided tests of all methods are adjusted together (Holm).
@@ -104,8 +106,8 @@ def paired_table(found: Sequence[Reach], target: str, *, margin: float | None = 
     <BLANKLINE>
     """
     parts = []
-    for name in dict.fromkeys(one.network for one in found):
-        here = [one for one in found if one.network == name and one.method != target]
+    for name in dict.fromkeys(one.network for one in reaches):
+        here = [one for one in reaches if one.network == name and one.method != target]
         methods = [*dict.fromkeys(one.method for one in here)]
         arms = [
             [None if one.behind is None else (one.behind, one.target_loss) for one in here if one.method == method]

@@ -37,7 +37,7 @@ class _Curves(TypedDict):
     loss_at_s: NotRequired[dict[str, list[_Point]]]
 
 
-def _as_it_is(row: dict[str, Any], validate: Callable[[Any], Any]) -> dict[str, Any]:
+def _unchecked_row(row: dict[str, Any], validate: Callable[[Any], Any]) -> dict[str, Any]:
     validate(row)
     return row  # keeps key order, so that rewriting a line does not change it
 
@@ -47,7 +47,7 @@ class _Line(TypedDict):
     method: str
     at: dict[str, Any]
     seed: int
-    row: Annotated[_Curves, WrapValidator(_as_it_is)]
+    row: Annotated[_Curves, WrapValidator(_unchecked_row)]
     origin: NotRequired[Origin | None]
 
 

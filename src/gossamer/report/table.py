@@ -103,8 +103,8 @@ def over_seeds(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[float]
         if row["loss"] is not None:
             losses.setdefault(row["method"].partition(" seed=")[0], []).append(row["loss"])
     return [
-        (method, own, statistics.fmean(own), statistics.stdev(own) if len(own) > 1 else 0.0)
-        for method, own in losses.items()
+        (method, of_seeds, statistics.fmean(of_seeds), statistics.stdev(of_seeds) if len(of_seeds) > 1 else 0.0)
+        for method, of_seeds in losses.items()
     ]
 
 
@@ -140,10 +140,10 @@ def _cell(metric: Metric, row: Mapping[str, Any]) -> str:
         return _bytes_text(value)
     form = ".4f" if metric.unit == "nats per token" else ".3g"
     text = digits_text(value, 3) if metric.unit == "passes" else number_text(value, form)
-    return text + _when(row.get("round"), row.get("rounds")) if metric.dated else text
+    return text + _round_note(row.get("round"), row.get("rounds")) if metric.dated else text
 
 
-def _when(round: int | None, rounds: int | None) -> str:
+def _round_note(round: int | None, rounds: int | None) -> str:
     """The round of a loss, if the run has continued since."""
     return "" if round is None or rounds is None or round >= rounds else f" (round {round} of {rounds})"
 

@@ -21,7 +21,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from gossamer.record.progress import TrainedHere, is_quiet, printable, trained
+from gossamer.record.progress import TrainedHere, is_quiet, printable, training_counts
 from gossamer.report.metrics import METRICS
 from gossamer.report.page.view import standings
 from gossamer.report.reading.follow import FollowedRun, figure_of
@@ -118,7 +118,7 @@ class Terminal:
     def ended(self, label: str | None = None) -> None:
         """Shows the end of the run with this label, or of all, and frees data needed only by a running one."""
         with self._lock:
-            self._show(_LAST_LOOK_S, over=[one for one in self._under_way() if label in (None, one.label)])
+            self._show(_LAST_LOOK_S, over=[one for one in self._unfinished() if label in (None, one.label)])
 
     def look(self) -> None:
         """Shows new lines."""
@@ -129,7 +129,7 @@ class Terminal:
         while not self._ended.wait(_EVERY_S):
             self.look()
 
-    def _under_way(self) -> "list[_Shown]":
+    def _unfinished(self) -> "list[_Shown]":
         return [one for one in self._shown if not one.is_over]
 
     def _show(self, patience_s: float, *, over: "Sequence[_Shown]" = ()) -> None:
@@ -137,7 +137,7 @@ class Terminal:
         if self._quiet:
             return
         try:
-            self._try_to_show(patience_s, over)
+            self._show_guarded(patience_s, over)
         except OSError as error:
             self._quiet = True
             if error.filename is not None:  # else the terminal or the reader of its lines is gone
@@ -146,11 +146,11 @@ class Terminal:
             self._quiet = True
             log.warning("the progress of the run is shown no longer (%r); training is not affected", error)
 
-    def _try_to_show(self, patience_s: float, over: "Sequence[_Shown]") -> None:
+    def _show_guarded(self, patience_s: float, over: "Sequence[_Shown]") -> None:
         now_s, lines = self._now_s(), list[str]()
-        for one in over or self._under_way():
+        for one in over or self._unfinished():
             # With several running runs, this process's counters cannot be attributed to one.
-            one.look(patience_s, now_s, trained() if len(self._under_way()) == 1 else None)
+            one.look(patience_s, now_s, training_counts() if len(self._unfinished()) == 1 else None)
             lines += one.lines(now_s, over=one in over) if self._live is None else []
         for one in over:
             one.end()
@@ -186,7 +186,7 @@ class _Shown:
         self._before: tuple[float, int, float] | None = None
         """Time, rounds and tokens at the first observed training, the baseline of rates."""
         self._start = self._run.done, _tokens(self._run)
-        self._followed_s, self._here = now_s, _Here(self._run.done, trained())
+        self._followed_s, self._here = now_s, _LocalProgress(self._run.done, training_counts())
         self._moves = False
         """Whether this process has trained some of it."""
         self.cells: dict[str, str] = {}
@@ -210,12 +210,12 @@ class _Shown:
         run.look(time.monotonic() + patience_s)
         if run.done < self._reported:  # it was rewound to a checkpoint
             self._reported, self._seen, self._before, self._start = run.done, run.done, None, (run.done, _tokens(run))
-            self._here = _Here(run.done, here or trained())
+            self._here = _LocalProgress(run.done, here or training_counts())
         self._evaluated = min(self._evaluated, self._newest_evaluation())
         if self._before is None and (run.done, _tokens(run)) != self._start:
             self._before = now_s, run.done, _tokens(run)
         if here is None:
-            self._here = _Here(run.done, trained())
+            self._here = _LocalProgress(run.done, training_counts())
         self._here = self._here.at(now_s, here)
         self._moves = here is not None and here.inner_steps > self._here.first.inner_steps
         self.cells = {"round": _UNKNOWN} if run.file is None else self._figures(now_s)
@@ -231,24 +231,24 @@ class _Shown:
             silence_s = min(silence_s, apart_s if self._has_line else _FIRST_LINE_S)
         late = now_s - self._told_s >= silence_s
         if run.file is None:
-            found = [f"{self.label}: no round yet"] if late else []
+            lines = [f"{self.label}: no round yet"] if late else []
         else:
-            found, rounds = [], run.file.rounds
+            lines, rounds = [], run.file.rounds
             for round, figures in self._evaluations(over=over):
                 shown, cells = round + 1, {"loss": _number(run.losses.mean_at(round)), **figures}
                 if shown == run.done:  # rates and bytes only apply to the current round
                     cells = {**self.cells, **figures}
                 elif shown < self._reported:  # a later round had its line before all workers had validated this one
                     shown, cells = run.done, {**self.cells, **_as_of(round, figures)}
-                found.append(f"{self.label}: round {shown} of {rounds}  {_words(cells)}")
+                lines.append(f"{self.label}: round {shown} of {rounds}  {_words(cells)}")
                 self._reported, self._evaluated = max(self._reported, shown), round
             passed = self._every > 0 and self._seen // self._every > self._reported // self._every
-            if (over and run.done > self._reported) or (not found and (late or passed)):
-                found.append(f"{self.label}: round {run.done} of {rounds}  {_words(self.cells)}")
+            if (over and run.done > self._reported) or (not lines and (late or passed)):
+                lines.append(f"{self.label}: round {run.done} of {rounds}  {_words(self.cells)}")
                 self._reported = run.done
             self._seen = run.done  # printed at the next read, when the round's validation is written too
-        self._told_s, self._has_line = (now_s, True) if found else (self._told_s, self._has_line)
-        return found
+        self._told_s, self._has_line = (now_s, True) if lines else (self._told_s, self._has_line)
+        return lines
 
     def _figures(self, now_s: float) -> dict[str, str]:
         run = self._run
@@ -299,7 +299,7 @@ class _Pace(NamedTuple):
     left_s: float
 
 
-class _Here(NamedTuple):
+class _LocalProgress(NamedTuple):
     """This process's progress in a run, also between two reads of its folder."""
 
     done: int
@@ -310,7 +310,7 @@ class _Here(NamedTuple):
     """Time and counters at the first step observed since, the baseline of rates."""
     now: tuple[float, TrainedHere] | None = None
 
-    def at(self, now_s: float, here: TrainedHere | None) -> "_Here":
+    def at(self, now_s: float, here: TrainedHere | None) -> "_LocalProgress":
         # While it waits for others it makes no step: the time of its last one counts, so that the time left does not grow.
         if here is None or here == (self.first if self.now is None else self.now[1]):
             return self
@@ -323,10 +323,10 @@ class _Here(NamedTuple):
         ahead, all_steps = max(0, now.inner_steps - self.first.inner_steps), file.steps_before(file.rounds)
         steps = min(file.steps_before(self.done) + ahead, all_steps)
         mean = steps * file.steps // all_steps
-        past_s, trained = now_s - began_s, now.inner_steps - began.inner_steps
-        if past_s <= 0 or trained == 0:
+        past_s, trained_steps = now_s - began_s, now.inner_steps - began.inner_steps
+        if past_s <= 0 or trained_steps == 0:
             return mean, None
-        return mean, _Pace((now.tokens - began.tokens) / past_s, (all_steps - steps) * past_s / trained)
+        return mean, _Pace((now.tokens - began.tokens) / past_s, (all_steps - steps) * past_s / trained_steps)
 
 
 def _scored(run: FollowedRun, *, whole: bool) -> list[tuple[int, dict[str, str]]]:
@@ -334,13 +334,13 @@ def _scored(run: FollowedRun, *, whole: bool) -> list[tuple[int, dict[str, str]]
 
     Args: `whole` leaves out those that not all workers have.
     """
-    found: dict[int, dict[str, str]] = {}
+    by_round: dict[int, dict[str, str]] = {}
     for line in run.evaluations.lines():
-        found[line["round"]] = {one.live: _number(figure_of(line.get(one.name))) for one in _LIVE}
+        by_round[line["round"]] = {one.live: _number(figure_of(line.get(one.name))) for one in _LIVE}
     for round, loss in run.own_losses(whole=whole):
-        found.setdefault(round, {})["val of workers"] = _number(loss)
+        by_round.setdefault(round, {})["val of workers"] = _number(loss)
     return sorted(
-        ((round, {one.live: found[round].get(one.live, _UNKNOWN) for one in _LIVE}) for round in found),
+        ((round, {one.live: by_round[round].get(one.live, _UNKNOWN) for one in _LIVE}) for round in by_round),
         key=lambda one: one[0],
     )
 

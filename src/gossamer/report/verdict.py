@@ -36,7 +36,7 @@ def verdict(rows: Sequence[Mapping[str, Any]], *, running: bool = False) -> str:
     if running:
         lowest = f"{ordered[0]} at {statistics.fmean(losses[ordered[0]].values()):.4f}"
         return f"Not all of these runs have ended; lowest validation loss so far: {lowest}. Nothing is claimed before the end."
-    besides = _besides(rows, losses)
+    besides = _about_excluded(rows, losses)
     if len(ordered) == 1:
         return f"{_ended(ordered[0], losses, single=True)}.{besides}"
     first, second = ordered[:2]
@@ -57,7 +57,7 @@ def _none(rows: Sequence[Mapping[str, Any]]) -> str:
     return "No run has a validation of its mean model; gossamer evaluate makes that of a real one."
 
 
-def _besides(rows: Sequence[Mapping[str, Any]], losses: Mapping[str, Any]) -> str:
+def _about_excluded(rows: Sequence[Mapping[str, Any]], losses: Mapping[str, Any]) -> str:
     """Sentences about diverged methods, and about methods without a score."""
     others = [row for row in rows if row["method"].partition(" seed=")[0] not in losses]
     diverged = {row["method"].partition(" seed=")[0] for row in others if row["loss"] is not None}
@@ -70,8 +70,8 @@ def _besides(rows: Sequence[Mapping[str, Any]], losses: Mapping[str, Any]) -> st
 
 
 def _compared(first: str, second: str, losses: Mapping[str, Mapping[str, float]], shared: Sequence[str]) -> str:
-    found = effect([(losses[second][seed] - losses[first][seed], losses[first][seed]) for seed in shared])
-    mean, half = found.mean, found.half or 0.0
+    difference = effect([(losses[second][seed] - losses[first][seed], losses[first][seed]) for seed in shared])
+    mean, half = difference.mean, difference.half or 0.0
     interval = f"(95 % interval {mean - half:.4f} to {mean + half:.4f}, {len(shared)} seeds)"
     means = [statistics.fmean(losses[method][seed] for seed in shared) for method in (first, second)]
     if mean - half > 0:
@@ -88,9 +88,13 @@ def _picked(methods: int) -> str:
 
 
 def _ended(method: str, losses: Mapping[str, Mapping[str, float]], *, single: bool = False, verb: bool = True) -> str:
-    own = [*losses[method].values()]
-    mean = f"{statistics.fmean(own):.4f}"
+    of_seeds = [*losses[method].values()]
+    mean = f"{statistics.fmean(of_seeds):.4f}"
     if single:
-        over = f", the mean of {len(own)} seeds from {min(own):.4f} to {max(own):.4f}" if len(own) > 1 else ""
+        over = (
+            f", the mean of {len(of_seeds)} seeds from {min(of_seeds):.4f} to {max(of_seeds):.4f}"
+            if len(of_seeds) > 1
+            else ""
+        )
         return f"{method} ended with a validation loss of {mean}{over}"
     return f"{method} ended at {mean}" if verb else f"{method} at {mean}"

@@ -260,8 +260,8 @@ def _side_by_side(job: _Job) -> _Legs:
 def _on_side(job: _Job, side: StageSide) -> _Job:
     """The exchange of one side, on views of the tensors."""
     rule, part, a, b = job.setup.rule, job.setup.part, side.start, side.stop
-    own = part._replace(x=part.x[a:b], s=cut(rule, part.s, a, b), layout=side.layout)
-    setup = job.setup._replace(codec=side.codec, transport=side.transport, part=own, sides=())
+    side_part = part._replace(x=part.x[a:b], s=cut(rule, part.s, a, b), layout=side.layout)
+    setup = job.setup._replace(codec=side.codec, transport=side.transport, part=side_part, sides=())
     sent = None if job.sent is None else Sent(*(cut(rule, tree, a, b) for tree in job.sent))
     return _Job(setup, job.mixing, job.ctx._replace(layout=side.layout), sent)
 
@@ -404,8 +404,8 @@ def _through_owners(job: _Job) -> _Legs:
     pieces = _decoded_sums(job, owners, total, message)
     whole = sent.message if codec.exact else refill(sent.message, map(torch.cat, zip(*map(leaves, own), strict=True)))
     if job.setup.compare is not None:
-        for mine, piece in zip(own, pieces, strict=True):
-            job.setup.compare(mine, [tuple(piece)])
+        for chunk_here, piece in zip(own, pieces, strict=True):
+            job.setup.compare(chunk_here, [tuple(piece)])
     yield _Complete()
     _finish_with_mean(job, sent, whole, pieces)
 
@@ -442,16 +442,16 @@ def _mean_of(job: _Job, members: Sequence[int], there: Sequence[int], back: Sequ
 def _sum_of_chunk(job: _Job, owners: _Owners, own: Sequence[Tree], message: Sequence[Tree]) -> Tree:
     """The payload of the sum of this worker's chunk."""
     setup, ctx, i = job.setup, job.ctx, job.ctx.worker
-    mine, row = owners.place[i], job.mixing.rows[i]
+    place, row = owners.place[i], job.mixing.rows[i]
     came = {j: refill(owners.share, frames) for j, frames in setup.transport.collect(job.ticket()).items()}
     _must_be_whole(ctx, owners.others, came)
     if not setup.codec.exact:
         _must_be_finite(ctx, "message", {i: tuple(own)})
-    decoded = {j: _decoded(setup.codec, payload, message[mine]) for j, payload in came.items()}
+    decoded = {j: _decoded(setup.codec, payload, message[place]) for j, payload in came.items()}
     chunks_of = {j: chunk for j, chunk in decoded.items() if chunk is not None}
     bad = [j for j in decoded if j not in chunks_of]
     _decline(job, bad)  # all get the sums of the same owners, so they stay equal
-    total = setup.rule.combine(own[mine], chunks_of, i, _over_the_rest(row, i, bad) if bad else row)
+    total = setup.rule.combine(own[place], chunks_of, i, _over_the_rest(row, i, bad) if bad else row)
     return encode(owners.back, total, job.key("back"))
 
 
@@ -462,7 +462,7 @@ def _decoded_sums(job: _Job, owners: _Owners, total: Tree, message: Sequence[Tre
     _must_be_whole(job.ctx, owners.others, arrived)
     sums_of = {j: _decoded(owners.back, arrived[j], map_leaves(widen, message[k])) for j, k in place.items()}
     if bad := [j for j, one in sums_of.items() if one is None]:
-        raise _unsound(job, "sum", bad)
+        raise _unsound_error(job, "sum", bad)
     return [leaves(one) for one in sums_of.values()]
 
 
@@ -524,7 +524,7 @@ def _decoded(codec: Codec, payload: Tree, like: Tree) -> Tree | None:
         return None
 
 
-def _unsound(job: _Job, what: str, senders: Sequence[int]) -> TrainingError:
+def _unsound_error(job: _Job, what: str, senders: Sequence[int]) -> TrainingError:
     """The error for a worker that requires these messages."""
     who = " and ".join(map(str, senders))
     return TrainingError(
@@ -535,7 +535,7 @@ def _unsound(job: _Job, what: str, senders: Sequence[int]) -> TrainingError:
 def _decline(job: _Job, bad: Sequence[int], *, may: bool = True) -> None:
     """Drops these messages. Raises: TrainingError where this worker requires them."""
     if bad and (job.setup.attempt or not may):
-        raise _unsound(job, "message", bad)
+        raise _unsound_error(job, "message", bad)
     for j in bad:
         job.setup.declined(j)
 

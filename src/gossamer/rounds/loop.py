@@ -163,10 +163,10 @@ class OuterLoop:
 
     def update_norms(self) -> tuple[float, float] | None:
         """The norms of the last update of all fragments before and after clipping; None for a rule that does not clip."""
-        found = [setup.rule.norms(setup.part.s) for setup in self.fragments if setup.rule.norms is not None]
-        if not found:
+        norms = [setup.rule.norms(setup.part.s) for setup in self.fragments if setup.rule.norms is not None]
+        if not norms:
             return None
-        before, after = torch.stack(found).square().sum(0).sqrt().tolist()
+        before, after = torch.stack(norms).square().sum(0).sqrt().tolist()
         return before, after
 
     def trust_anew(self) -> None:
@@ -174,8 +174,8 @@ class OuterLoop:
         self._distrusted = self._counts()
 
     def _counts(self) -> tuple[Counter[int], Counter[int]]:
-        found = [setup.rule.distrusts(setup.part.s) for setup in self.fragments if setup.rule.distrusts is not None]
-        shortened, declined = torch.stack(found).sum(0).tolist() if found else ((), ())
+        counts = [setup.rule.distrusts(setup.part.s) for setup in self.fragments if setup.rule.distrusts is not None]
+        shortened, declined = torch.stack(counts).sum(0).tolist() if counts else ((), ())
         return Counter({j: int(k) for j, k in enumerate(shortened)}), Counter(
             {j: int(k) for j, k in enumerate(declined)}
         )
@@ -221,23 +221,23 @@ class OuterLoop:
         receives = tuple((p, lag) for _, lag in stop.receives for p in parts)
         return stop._replace(sends=tuple(p for _ in stop.sends for p in parts), receives=receives)
 
-    def _holds(self, p: int) -> bool:
+    def _has_part(self, p: int) -> bool:
         """Whether this worker has a part at all."""
         holders = self.method.holders
         return not holders or self.worker in holders[p]
 
     def adapted(self, local_steps: int) -> int:
         """The local steps of the next round, where the rule adapts them; the most over its fragments."""
-        adapted, own = self._adapted, self.fragments[: self.method.parts]
+        adapted, setups = self._adapted, self.fragments[: self.method.parts]
         if adapted is None:
             return local_steps
-        return max(adapted(setup.part.s).local_steps(local_steps) for setup in own)
+        return max(adapted(setup.part.s).local_steps(local_steps) for setup in setups)
 
     def announce(self, round: int, stop: Stop) -> None:
         """Announces the messages to receive for the sends of the next stop; best called before training up to it."""
         if self.membership.closes is not None:
             return  # the peers are known only after the local phase
-        for p in filter(self._holds, stop.sends):
+        for p in filter(self._has_part, stop.sends):
             if self._choice is not None:
                 self._choice.pick(round, p, [self.fragment_of(flying) for _, flying in self.in_flight])
             if not self._ahead(p) or self.membership.next_round(round) is not None:
@@ -487,17 +487,19 @@ class OuterLoop:
     def _setup(self, p: int) -> Setup:
         """The setup of an exchange; that of mixed updates shares x and part of the state with its fragment."""
         if self._choice is not None:
-            own = self.fragments[self._choice.of[p]]
-            assert own.rule.start is not None
-            around = partial(self._choice.measured, own.part.fragment, own.rule.start(own.part.s))
-            return own._replace(part=own.part._replace(fragment=p), around=around)
+            setup = self.fragments[self._choice.of[p]]
+            assert setup.rule.start is not None
+            around = partial(self._choice.measured, setup.part.fragment, setup.rule.start(setup.part.s))
+            return setup._replace(part=setup.part._replace(fragment=p), around=around)
         if p < len(self.fragments):
             return self.fragments[p]
         assert self._updates is not None
-        own = self.fragments[p - len(self.fragments)]
-        assert own.rule.start is not None and own.rule.mixed is not None
-        part = own.part._replace(s=MixedUpdate(own.rule.start(own.part.s), own.rule.mixed(own.part.s)), fragment=p)
-        return own._replace(rule=rule_of_updates(self._updates), part=part)
+        setup = self.fragments[p - len(self.fragments)]
+        assert setup.rule.start is not None and setup.rule.mixed is not None
+        part = setup.part._replace(
+            s=MixedUpdate(setup.rule.start(setup.part.s), setup.rule.mixed(setup.part.s)), fragment=p
+        )
+        return setup._replace(rule=rule_of_updates(self._updates), part=part)
 
     def _begin(self, round: int, p: int, attempt: int = 0) -> Exchange:
         mixing, ctx = self._place(round, p)

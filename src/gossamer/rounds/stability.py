@@ -156,11 +156,11 @@ def stability_of(rule: "Rule", topology: Topology, merge: "Merge" = "keep") -> S
     if rule.consensus is None or too_large(topology):
         return None
     if isinstance(merge, str):  # without drift there is nothing to keep
-        found = stability(rule.consensus, topology)
+        result = stability(rule.consensus, topology)
         from gossamer.rounds.updates import left_by_updates
 
         left = math.nan if merge == "taylor" else left_by_updates(rule, topology.n)
-        return found._replace(variance=found.variance * left)
+        return result._replace(variance=result.variance * left)
     return _analysis(topology).of(of_rule(rule, merge))
 
 
@@ -202,8 +202,8 @@ def best_alpha(gamma: float, site: MomentumSite, topology: Topology) -> float:
     analysis = _analysis(topology)
 
     def cost(log_alpha: float) -> tuple[bool, float]:
-        found = analysis.of(of_consensus(Consensus(math.exp(log_alpha), gamma, site)))
-        return not found.stable, found.variance if found.stable else found.radius
+        result = analysis.of(of_consensus(Consensus(math.exp(log_alpha), gamma, site)))
+        return not result.stable, result.variance if result.stable else result.radius
 
     grid = np.linspace(math.log(1e-6), math.log(1.99), 25).tolist()
     best = min(range(len(grid)), key=lambda k: cost(grid[k]))
@@ -251,9 +251,9 @@ def least_stable(
 ) -> "tuple[int, Rule]":
     """Of the variants of a rule over its schedule, by inner step, the one whose disagreement shrinks least."""
 
-    def radius(one: "tuple[int, Rule]") -> float:
-        found = stability_of(one[1], topology, merge)
-        return 0.0 if found is None else found.radius
+    def radius(variant: "tuple[int, Rule]") -> float:
+        result = stability_of(variant[1], topology, merge)
+        return 0.0 if result is None else result.radius
 
     return rules[0] if len(rules) == 1 else max(rules, key=radius)
 
@@ -300,8 +300,8 @@ def outlook(topology: Topology, *, alpha: float, gamma: float) -> Outlook:
     Raises: ConfigError when alpha is outside (0, 2) or gamma outside [0, 1).
 
     >>> from gossamer.topologies import random
-    >>> found = outlook(random(8), alpha=1.0, gamma=0.5)
-    >>> [(row.consensus.site, round(row.stability.radius, 3), row.best_alpha) for row in found.gossip]
+    >>> predicted = outlook(random(8), alpha=1.0, gamma=0.5)
+    >>> [(row.consensus.site, round(row.stability.radius, 3), row.best_alpha) for row in predicted.gossip]
     [('post', 0.807, 0.795), ('pre', 0.866, 0.808), ('drift', 0.655, 1.06), ('post', 0.655, 1.0)]
     """
     check_option("gossip", "alpha", alpha, Annotated[float, Field(gt=0, lt=2)])
@@ -318,8 +318,8 @@ def outlook(topology: Topology, *, alpha: float, gamma: float) -> Outlook:
 
     def row(site: MomentumSite, momentum: float) -> Gossip:
         consensus = Consensus(alpha, momentum, site)
-        found = stability(consensus, topology)
-        return Gossip(consensus, found, limits[site], best_alpha(momentum, site, topology))
+        result = stability(consensus, topology)
+        return Gossip(consensus, result, limits[site], best_alpha(momentum, site, topology))
 
     return Outlook(gap, condition, (*(row(site, gamma) for site in sites), row("post", 0.0)))
 
@@ -399,13 +399,13 @@ def _analysis(topology: Topology) -> _Analysis:
     if topology.n == 1:
         return _Analysis(lambda recursion: Stability(0.0, 0.0, "closed form"))
     if topology.exchangeable:
-        if (found := _of_exchangeable.get(topology.mixing)) is None:
-            found = _of_exchangeable[topology.mixing] = _exchangeable(topology)
-        return found
+        if (cached := _of_exchangeable.get(topology.mixing)) is None:
+            cached = _of_exchangeable[topology.mixing] = _exchangeable(topology)
+        return cached
     if topology.everyone and topology.period == 1:  # W = J, which is zero on the disagreement space
         return _periodic(np.zeros((1, 1, 1, 1)))
     if topology.period is not None:
-        return _periodic(_parts(topology))
+        return _periodic(_invariant_blocks(topology))
     return _sampled(_restricted([topology.mixing(t) for t in range(_DRAWS)]))
 
 
@@ -425,18 +425,18 @@ def _exchangeable(topology: Topology) -> _Analysis:
         # Of the second moments S of one worker's state: S -> E[(own + pull (W - I)) S (own + pull (W - I))ᵀ].
         step = np.kron(own, own) + (a1 - 1) * (np.kron(own, pull) + np.kron(pull, own))
         step += (1 - 2 * a1 + a2) * np.kron(pull, pull)
-        found = Stability(math.sqrt(_spectral_radius(step)), math.inf, "closed form")
-        if not found.stable:
-            return found
+        result = Stability(math.sqrt(_spectral_radius(step)), math.inf, "closed form")
+        if not result.stable:
+            return result
         drift = np.kron(recursion.drift, recursion.drift)
-        return found._replace(variance=float(np.linalg.solve(np.eye(len(step)) - step, step @ drift)[0]))
+        return result._replace(variance=float(np.linalg.solve(np.eye(len(step)) - step, step @ drift)[0]))
 
     return _Analysis(analysis)
 
 
 def _traces(topology: Topology) -> tuple[float, float]:
     """Those of W and of WᵀW, which are the same for every draw of an exchangeable topology."""
-    if (found := _traces_of.get(topology.mixing)) is None:
+    if (traces := _traces_of.get(topology.mixing)) is None:
         rows = topology.mixing(0).rows
         once = {id(row): row for row in rows}  # the members of a group have one row
         place = dict(zip(once, range(len(once)), strict=True))
@@ -447,9 +447,9 @@ def _traces(topology: Topology) -> tuple[float, float]:
         )
         worker, weight = entries[:, 0].astype(np.int64), entries[:, 1]
         own = weight[row_of[worker] == at]
-        found = _total(own, np.ones_like(at[: len(own)])), _total(weight * weight, np.bincount(row_of)[at])
-        _traces_of[topology.mixing] = found
-    return found
+        traces = _total(own, np.ones_like(at[: len(own)])), _total(weight * weight, np.bincount(row_of)[at])
+        _traces_of[topology.mixing] = traces
+    return traces
 
 
 _traces_of: WeakKeyDictionary[Callable[..., Mixing], tuple[float, float]] = WeakKeyDictionary()
@@ -472,7 +472,7 @@ def _restricted(mixings: Sequence[Mixing]) -> Array:
     return np.stack([basis.T @ matrix(mixing) @ basis for mixing in mixings])
 
 
-def _parts(topology: Topology) -> Array:
+def _invariant_blocks(topology: Topology) -> Array:
     """The disagreement space in invariant parts, `[parts, t, b, b]`: scalars where the mixings are all circulant, or
     symmetric and commute; else one part of size n - 1."""
     mixings = [topology.mixing(t) for t in range(topology.period or 0)]
@@ -533,9 +533,9 @@ def _periodic(parts: Array) -> _Analysis:
         product = reduce(lambda done, step: step @ done, steps)
         # Exact averaging leaves rounding errors, and the roots of those are not small.
         product = np.where(np.abs(product) < 1e-12, 0.0, product)
-        found = Stability(_spectral_radius(product) ** (1 / period), math.inf, "companion")
-        if not found.stable:
-            return found
+        result = Stability(_spectral_radius(product) ** (1 / period), math.inf, "companion")
+        if not result.stable:
+            return result
 
         drift = _drifted(recursion, b)
         s = np.zeros_like(product)
@@ -546,12 +546,12 @@ def _periodic(parts: Array) -> _Analysis:
             s = s + _carried(power, s)
             power = power @ power
         if peak > 1.0:  # so close to one that the eigenvalues do not decide
-            return found
+            return result
         total = 0.0
         for step in steps:
             s = _carried(step, s + drift)
             total += float(np.trace(s[:, :b, :b], axis1=1, axis2=2).real.mean()) / b
-        return found._replace(variance=total / period)
+        return result._replace(variance=total / period)
 
     return _Analysis(analysis, period * max(_OF_A_ROUND, b**3.0 if b > 1 else 2e3 * len(parts)))
 
@@ -575,9 +575,9 @@ def _sampled(mixings: Array) -> _Analysis:
             if abs(growth - before) < 1e-11:
                 break
         square = max(growth - 1.0, 0.0)
-        found = Stability(math.sqrt(square), math.inf, "second moment")
-        if not found.stable:
-            return found
+        result = Stability(math.sqrt(square), math.inf, "second moment")
+        if not result.stable:
+            return result
 
         term, last, total = drift, 1.0, 0.0
         for _ in range(10_000):
@@ -586,7 +586,7 @@ def _sampled(mixings: Array) -> _Analysis:
             total += last
             if float(np.trace(term)) < 1e-9 * b:
                 break
-        return found._replace(variance=total + last * square / (1.0 - square))
+        return result._replace(variance=total + last * square / (1.0 - square))
 
     return _Analysis(analysis, 100 * draws * b**3.0)
 

@@ -101,8 +101,8 @@ def make_rule(name: str, **options: Any) -> Rule:
 
     Raises: ConfigError for options that cannot work.
     """
-    own = {key: value for key, value in options.items() if key not in WRAPPERS}
-    rule = row("rule", RULES, name, own, also=WRAPPERS)(**own)
+    rule_options = {key: value for key, value in options.items() if key not in WRAPPERS}
+    rule = row("rule", RULES, name, rule_options, also=WRAPPERS)(**rule_options)
     return wrapped(rule, {key: value for key, value in options.items() if key in WRAPPERS})
 
 

@@ -97,14 +97,14 @@ def clipped(rule: Given[Rule], at: Factor = 1.5, decline: Factor = 2.5, strikes:
     def send(x: Tensor, s: _State, ctx: Context) -> Tree:
         return rule.send(x, s.inner, ctx)
 
-    def recv(x: Tensor, s: _State, own_decoded: Tree, combined: "_Heard", ctx: Context) -> tuple[Tensor, _State]:
+    def recv(x: Tensor, s: _State, own_decoded: Tree, combined: "_Messages", ctx: Context) -> tuple[Tensor, _State]:
         own, others = combined
         lengths = [_length(tree, ctx) for _, _, tree in others]
         if gossips:
             start = s.start if kept is None else kept(s.inner)
             drifted = _length(map_leaves(lambda one: widen(one) - start, own), ctx)
             way = map_leaves(lambda one: widen(one) - widen(s.past), own)
-            behind = [_along(tree, way, ctx) for _, _, tree in others]
+            behind = [_projection(tree, way, ctx) for _, _, tree in others]
             past = map_leaves(lambda one: (s.past + (1 - _REMEMBERED) * one).to(x.dtype), way)
             s = s._replace(drift=_REMEMBERED * s.drift + drifted**2, past=past)
             unit = math.sqrt(s.drift.item())
@@ -154,23 +154,23 @@ def _gossips(rule: Rule) -> bool:
     return False
 
 
-class _Heard(NamedTuple):
+class _Messages(NamedTuple):
     """This worker's message; and worker, weight and distance from the centre of each message that is compared."""
 
     own: Tree
     others: tuple[tuple[int, float, Tree], ...]
 
 
-def _from_own(own_decoded: Tree, received: Mapping[int, Tree], i: int, row: Row) -> _Heard:
+def _from_own(own_decoded: Tree, received: Mapping[int, Tree], i: int, row: Row) -> _Messages:
     """The messages of the peers minus this worker's, as `pull` takes them."""
-    less = lambda theirs, mine: widen(theirs) - widen(mine)  # noqa: E731
-    return _Heard(own_decoded, tuple((j, w, map_leaves(less, received[j], own_decoded)) for j, w in row if j != i))
+    less = lambda message, own: widen(message) - widen(own)  # noqa: E731
+    return _Messages(own_decoded, tuple((j, w, map_leaves(less, received[j], own_decoded)) for j, w in row if j != i))
 
 
-def _from_zero(own_decoded: Tree, received: Mapping[int, Tree], i: int, row: Row) -> _Heard:
+def _from_zero(own_decoded: Tree, received: Mapping[int, Tree], i: int, row: Row) -> _Messages:
     """All messages, as `mean` takes them."""
     each = ((j, w, own_decoded if j == i else received[j]) for j, w in row)
-    return _Heard(own_decoded, tuple((j, w, map_leaves(widen, tree)) for j, w, tree in each))
+    return _Messages(own_decoded, tuple((j, w, map_leaves(widen, tree)) for j, w, tree in each))
 
 
 def _length(tree: Tree, ctx: Context) -> float:
@@ -178,7 +178,7 @@ def _length(tree: Tree, ctx: Context) -> float:
     return math.sqrt(ctx.over_shards(sum(ordered_sum(leaf.double().square()) for leaf in leaves(tree))))
 
 
-def _along(tree: Tree, way: Tree, ctx: Context) -> float:
+def _projection(tree: Tree, way: Tree, ctx: Context) -> float:
     """How far a distance from this worker's message leads back along its own way, as a part of it."""
     pairs = list(zip(leaves(tree), leaves(way), strict=True))
     product, square = (

@@ -51,8 +51,8 @@ def cocktail(back: CodecSpec = "int4") -> Rule:
 
     def recv(x: Tensor, s: _State, own_decoded: Tree, combined: Tree, ctx: Context) -> tuple[Tensor, _State]:
         total = combined + s.dropped
-        own = fitted(c2, ctx.layout)
-        q = own.decode(own.encode(total, rng.key(0, "cocktail", ctx.round)), total)
+        quantizer = fitted(c2, ctx.layout)
+        q = quantizer.decode(quantizer.encode(total, rng.key(0, "cocktail", ctx.round)), total)
         shared = s.shared + q
         # θ - q_i + Q, computed relative to c: with an exact C1 the difference is zero, and all workers are bitwise at c.
         return shared + (send(x, s, ctx) - own_decoded), _State(shared, total - q)

@@ -24,8 +24,8 @@ def must_average(rule: Rule) -> None:
 
 def by_worker(own_decoded: Tree, received: Sequence[Tree], ctx: Context) -> list[Tree]:
     """The messages of all workers, this one's included, in worker order: the same list on every worker."""
-    own = sum(j < ctx.worker for j in ctx.peers)
-    return [*received[:own], own_decoded, *received[own:]]
+    place = sum(j < ctx.worker for j in ctx.peers)
+    return [*received[:place], own_decoded, *received[place:]]
 
 
 def trimmed_mean(messages: Sequence[Tensor], faulty: int) -> Tensor:

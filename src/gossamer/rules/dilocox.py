@@ -133,8 +133,8 @@ def _gathered(own_decoded: Tree, received: Mapping[int, Tree], i: int, row: Row)
 
 def _counted(tally: Tensor, d: Tensor, matrices: Sequence[Matrix], full_rank: int, every: int) -> Tensor:
     """Rank, and sum and count of the effective ranks since it was decided, after a mean d; an all-zero matrix is not counted."""
-    found = [effective_rank(d[one.start : one.stop].view(one.rows, one.columns)) for one in matrices]
-    seen = [one for one in found if one > 0]
+    ranks = [effective_rank(d[one.start : one.stop].view(one.rows, one.columns)) for one in matrices]
+    seen = [one for one in ranks if one > 0]
     if not seen:
         return tally
     rank, total, count = tally.tolist()

@@ -41,13 +41,13 @@ def drawn(matrices: Sequence[Matrix]) -> Tensor:
 @lru_cache(maxsize=64)
 def matrices_of(layout: Layout, full_rank: int, rank: int) -> tuple[Matrix, ...]:
     """The tensors that two factors of full rank make smaller, for factors of `rank`; more than two axes count by their first."""
-    found = []
+    matrices = []
     for leaf in layout.leaves:
         rows = leaf.shape[0] if len(leaf.shape) > 1 else 1
         columns = (leaf.stop - leaf.start) // max(rows, 1)
         if full_rank * (rows + columns) < rows * columns:
-            found.append(Matrix(leaf.start, leaf.stop, rows, columns, rank))
-    return tuple(found)
+            matrices.append(Matrix(leaf.start, leaf.stop, rows, columns, rank))
+    return tuple(matrices)
 
 
 def factored(m: Tensor, basis: Tensor, matrices: Sequence[Matrix]) -> Factors:

@@ -193,7 +193,7 @@ def _score(norms: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
     return torch.where(variance > 0.0, (norms - mean) / variance.sqrt(), 0.0)
 
 
-class _Capped(NamedTuple):
+class _CappedState(NamedTuple):
     """The state of the wrapped rule, and the norm of the last mean before and after it was shortened `[2]`."""
 
     inner: Tree
@@ -222,17 +222,19 @@ def capped(rule: Given[Rule], norm: Positive = 10.0) -> Rule:
     """
     must_average(rule)
 
-    def init(x: Tensor, ctx: Context) -> _Capped:
-        return _Capped(rule.init(x, ctx), x.new_zeros(2, dtype=torch.float64))
+    def init(x: Tensor, ctx: Context) -> _CappedState:
+        return _CappedState(rule.init(x, ctx), x.new_zeros(2, dtype=torch.float64))
 
-    def send(x: Tensor, s: _Capped, ctx: Context) -> Tree:
+    def send(x: Tensor, s: _CappedState, ctx: Context) -> Tree:
         return rule.send(x, s.inner, ctx)
 
-    def recv(x: Tensor, s: _Capped, own_decoded: Tensor, combined: Tensor, ctx: Context) -> tuple[Tensor, _Capped]:
+    def recv(
+        x: Tensor, s: _CappedState, own_decoded: Tensor, combined: Tensor, ctx: Context
+    ) -> tuple[Tensor, _CappedState]:
         length = _length(combined, ((0, combined.numel()),), ctx)
         shorter = norm / length * combined if length > norm else combined
         x, inner = rule.recv(x, s.inner, own_decoded, shorter, ctx)
-        return x, _Capped(inner, s.norms.new_tensor([length, min(length, norm)]))
+        return x, _CappedState(inner, s.norms.new_tensor([length, min(length, norm)]))
 
     return rule._replace(
         init=init,

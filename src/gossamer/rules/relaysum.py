@@ -51,8 +51,8 @@ def relaysum() -> Rule:
         return _added(x - s.origin, s.came)
 
     def recv(x: Tensor, s: _State, own_decoded: Tree, combined: Tree, ctx: Context) -> tuple[Tensor, _State]:
-        came = tuple(total - own for total, own in zip(combined, s.went, strict=True))
-        went = tuple(own_decoded - own for own in s.came)
+        came = tuple(total - part for total, part in zip(combined, s.went, strict=True))
+        went = tuple(own_decoded - part for part in s.came)
         return s.origin + (1.0 / ctx.n) * _added(x - s.origin, came), _State(s.origin, came, went)
 
     return Rule(init, send, each, recv, needs="tree", single_worker_limit="inner", state_copies=1, copies_per_peer=2)

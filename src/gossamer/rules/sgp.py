@@ -46,8 +46,8 @@ def sgp() -> Rule:
         return Mass(s.mass + (x - (s.mass / s.weight).to(x.dtype)), s.weight)
 
     def recv(x: Tensor, s: Mass, own_decoded: Mass, combined: Mass, ctx: Context) -> tuple[Tensor, Mass]:
-        own = send(x, s, ctx)
-        mass, weight = (h + (o - t) for h, o, t in zip(combined, own, own_decoded, strict=True))
+        sent = send(x, s, ctx)
+        mass, weight = (h + (o - t) for h, o, t in zip(combined, sent, own_decoded, strict=True))
         return (mass / weight).to(x.dtype), Mass(mass.to(x.dtype), weight)
 
     return Rule(

@@ -217,8 +217,8 @@ def options_of(factory: Callable[..., Any]) -> tuple[Option, ...]:
 def _docs(function: Callable[..., Any]) -> dict[str, str]:
     """The line of each parameter in the docstring."""
     block = re.search(r"^Args:\n((?:    .*\n?)+)", inspect.getdoc(function) or "", re.MULTILINE)
-    found = re.findall(r"^    (\w+(?:, \w+)*): (.+(?:\n {8}.+)*)", block[1] if block else "", re.MULTILINE)
-    return {name: " ".join(text.split()) for names, text in found for name in names.split(", ")}
+    matches = re.findall(r"^    (\w+(?:, \w+)*): (.+(?:\n {8}.+)*)", block[1] if block else "", re.MULTILINE)
+    return {name: " ".join(text.split()) for names, text in matches for name in names.split(", ")}
 
 
 def listed(factory: Callable[..., Any]) -> str:
@@ -282,9 +282,9 @@ def row_faults(
             else choose(kind, name, table) + "; correct the name"
         )
         return
-    own, given = options_of(table[name]), list(options)
-    yield from unknown_options(f"{kind} '{name}'", given, [*(option.name for option in own), *also])
-    if missing := [option.name for option in own if option.needed and option.name not in given]:
+    row_options, given = options_of(table[name]), list(options)
+    yield from unknown_options(f"{kind} '{name}'", given, [*(option.name for option in row_options), *also])
+    if missing := [option.name for option in row_options if option.needed and option.name not in given]:
         yield f"{kind} '{name}' needs {', '.join(missing)} and got {', '.join(given) or 'no options'}; add what is missing"
 
 
@@ -328,10 +328,10 @@ def check_option(owner: str, option: str, got: object, kind: Any) -> None:
         raise ConfigError(f"{owner} got {option} = {got!r}, which must be {words_of(kind)}") from None
 
 
-def bounded(kind: Any, **values: object) -> None:
+def check_values(kind: Any, **values: object) -> None:
     """Raises ConfigError for the first of these values that does not fit `kind`; the keys are the names in the message.
 
-    >>> bounded(Count, replicas=0)
+    >>> check_values(Count, replicas=0)
     Traceback (most recent call last):
     gossamer.errors.ConfigError: replicas is 0 but must be a whole number of at least 1
     """

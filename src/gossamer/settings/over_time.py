@@ -272,28 +272,28 @@ def quadratic(base: int, alpha: float, inner: LearningRate, steps: int, begin: i
     >>> [(one.step, one.local_steps) for one in quadratic(2, 0.2, inner, 40).stretches]
     [(0, 4), (12, 5), (17, 8), (25, 15)]
     """
-    found = [EqualRounds(0, 0, 1)] if begin else []
+    stretches = [EqualRounds(0, 0, 1)] if begin else []
     round = step = begin
     while step < steps:
         eta = inner.lr * inner.scale(max(step, inner.warmup_steps), steps)
         most = steps - step
         local_steps = min(most, max(base, math.floor((alpha / eta) ** 2) if eta * math.sqrt(most) > alpha else most))
-        if not found or found[-1].local_steps != local_steps:
-            found.append(EqualRounds(round, step, local_steps))
+        if not stretches or stretches[-1].local_steps != local_steps:
+            stretches.append(EqualRounds(round, step, local_steps))
         round, step = round + 1, step + local_steps
-    return Timetable(tuple(found), steps)
+    return Timetable(tuple(stretches), steps)
 
 
 @functools.lru_cache
 def timetable_of(entries: tuple[tuple[int, Steps], ...], steps: int = 0) -> Timetable:
     """The timetable of a table of local steps by inner step, in which the entry at the start of a round applies to all of it."""
-    found = [EqualRounds(0, 0, entries[0][1])]
+    stretches = [EqualRounds(0, 0, entries[0][1])]
     for begin, local_steps in entries[1:]:
-        last = found[-1]
+        last = stretches[-1]
         rounds = max(0, -(-(begin - last.step) // last.full_steps))
         here = EqualRounds(last.round + rounds, last.step + rounds * last.full_steps, local_steps)
         if rounds == 0:
-            found.pop()  # no round begins under this entry
-        if not found or found[-1].local_steps != local_steps:
-            found.append(here)
-    return Timetable(tuple(found), steps)
+            stretches.pop()  # no round begins under this entry
+        if not stretches or stretches[-1].local_steps != local_steps:
+            stretches.append(here)
+    return Timetable(tuple(stretches), steps)

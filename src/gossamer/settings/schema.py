@@ -51,20 +51,20 @@ _MOST_DROPPED = 8  # rounds of finding faults that others hide
 class Faults(ConfigError):
     """All faults of one value; its sentence is the first of them."""
 
-    def __init__(self, found: Sequence[GossamerError]) -> None:
-        super().__init__(str(found[0]))
-        self.found = [*found]
+    def __init__(self, faults: Sequence[GossamerError]) -> None:
+        super().__init__(str(faults[0]))
+        self.faults = [*faults]
 
 
 _noted: ContextVar[list[GossamerError] | None] = ContextVar("noted", default=None)
 
 
-def refuse(found: Sequence[GossamerError]) -> None:
+def refuse(faults: Sequence[GossamerError]) -> None:
     """Raises Faults, if there are any; inside `soundest`, records them instead."""
-    if found and (noted := _noted.get()) is not None:
-        noted += found
-    elif found:
-        raise Faults(found)
+    if faults and (noted := _noted.get()) is not None:
+        noted += faults
+    elif faults:
+        raise Faults(faults)
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
@@ -83,10 +83,10 @@ def settings(table: str | None = None, also: Sequence[str] = ()) -> Callable[[ty
     def decorate(cls: type[T]) -> type[T]:
         cls.__get_pydantic_core_schema__ = classmethod(_from_toml)  # pyright: ignore[reportAttributeAccessIssue]
         cls.__get_pydantic_json_schema__ = classmethod(_explained)  # pyright: ignore[reportAttributeAccessIssue]
-        if own := vars(cls).get("__post_init__"):
+        if check := vars(cls).get("__post_init__"):
 
             def __post_init__(self: Any) -> None:
-                refuse(_faults_of(own, self))
+                refuse(_faults_of(check, self))
 
             cls.__post_init__ = __post_init__  # pyright: ignore[reportAttributeAccessIssue]
         made: Any = dataclass(cls, frozen=True, kw_only=True, config=RECORD)
@@ -107,12 +107,12 @@ def settings(table: str | None = None, also: Sequence[str] = ()) -> Callable[[ty
 
 def _faults_of(check: Callable[[Any], Iterator[str] | None], settings: Any) -> list[GossamerError]:
     """The faults that a check of settings yields or raises."""
-    found: list[GossamerError] = []
+    faults: list[GossamerError] = []
     try:
-        found += map(ConfigError, check(settings) or ())
+        faults += map(ConfigError, check(settings) or ())
     except GossamerError as error:
-        found.append(error)
-    return found
+        faults.append(error)
+    return faults
 
 
 def build(kind: type[T], table: Any, where: str = "", source: str = "") -> T:
@@ -289,8 +289,8 @@ def changeable(kind: type, prefix: str = "") -> list[str]:
     """The dotted keys of settings that a resumed run may change: those marked NEUTRAL (with all below them) or Changeable."""
     keys: list[str] = []
     for name, hint in _hints(kind).items():
-        if found := next((one for one in _extras(hint) if one is NEUTRAL or isinstance(one, Changeable)), None):
-            option = found.option if isinstance(found, Changeable) else ""
+        if mark := next((one for one in _extras(hint) if one is NEUTRAL or isinstance(one, Changeable)), None):
+            option = mark.option if isinstance(mark, Changeable) else ""
             keys.append(f"{prefix}{name}" + (f".{option}" if option else ""))
         elif dataclasses.is_dataclass(bare := _bare(hint)):
             keys += changeable(typing.cast(type, bare), f"{prefix}{name}.")
@@ -320,9 +320,9 @@ class Records(Generic[T]):
         try:
             return self._kind_of.validate_json(line)
         except ValidationError as error:
-            found = error.errors(include_url=False)
-        further = [one["loc"] for one in found if one["type"] == "extra_forbidden"]
-        if not further or len(further) < len(found):
+            details = error.errors(include_url=False)
+        further = [one["loc"] for one in details if one["type"] == "extra_forbidden"]
+        if not further or len(further) < len(details):
             return self.parse(line, where)
         value = json.loads(line)
         for *path, last in further:
@@ -339,10 +339,10 @@ class Records(Generic[T]):
         except ValidationError as error:
             (first, *_) = error.errors(include_url=False)
             if first["type"] == "json_invalid":
-                found = f"{where} is not JSON ({first['ctx']['error']}) but must hold one object"  # pyright: ignore[reportTypedDictNotRequiredAccess]
+                fault = f"{where} is not JSON ({first['ctx']['error']}) but must hold one object"  # pyright: ignore[reportTypedDictNotRequiredAccess]
             else:
-                found = _all(self._kind, error, "", f"{where}: ")[0]
-        raise DataError(f"{found}; repair or remove the line")
+                fault = _all(self._kind, error, "", f"{where}: ")[0]
+        raise DataError(f"{fault}; repair or remove the line")
 
 
 def default_of(option: "dataclasses.Field[Any]") -> Any:
@@ -374,13 +374,13 @@ def _explained(cls: type, schema: CoreSchema, handler: GetJsonSchemaHandler) -> 
 
     Pydantic's `use_attribute_docstrings` would parse the sources whenever a module is imported.
     """
-    found = handler(schema)
+    json_schema = handler(schema)
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     for field, text in itertools.pairwise(typing.cast(ast.ClassDef, definition).body):
         match field, text:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
-                handler.resolve_ref_schema(found)["properties"][name]["description"] = inspect.cleandoc(doc)
-    return found
+                handler.resolve_ref_schema(json_schema)["properties"][name]["description"] = inspect.cleandoc(doc)
+    return json_schema
 
 
 # Sentences: pydantic's errors about a value, by field
@@ -402,16 +402,16 @@ def _all(kind: Any, error: ValidationError, where: str, source: str) -> list[Gos
     for item in error.errors(include_url=False):
         place = _place(kind, item["loc"])
         grouped.setdefault(place.path, (place, []))[1].append(item)
-    found: list[GossamerError] = []
+    errors: list[GossamerError] = []
     for place, items in grouped.values():
-        own = items[0].get("ctx", {}).get("error")
-        if isinstance(own, GossamerError):
+        cause = items[0].get("ctx", {}).get("error")
+        if isinstance(cause, GossamerError):
             name = "" if getattr(_bare(place.hint), "__table__", "") is not None else f"{_dotted(where, place.path)}: "
-            every = own.found if isinstance(own, Faults) else [own]
-            found += [type(one)(f"{source}{name}{one}") for one in every]
+            every = cause.faults if isinstance(cause, Faults) else [cause]
+            errors += [type(one)(f"{source}{name}{one}") for one in every]
         else:
-            found.append(ConfigError(f"{source}{_sentence(items, place, where, kind)}"))
-    return found
+            errors.append(ConfigError(f"{source}{_sentence(items, place, where, kind)}"))
+    return errors
 
 
 def _place(kind: Any, location: tuple[int | str, ...]) -> _Place:
@@ -454,12 +454,12 @@ def _sentence(items: list[ErrorDetails], place: _Place, where: str, root: Any) -
     name, owner = _dotted(where, path), _dotted(where, path[:-1])
     given: Any = first["input"].kwargs if isinstance(first["input"], ArgsKwargs) else first["input"]
     if hint is None:
-        what, key, known = f"key in [{owner}]" if owner else "key", str(path[-1]), {*_hints(table), *_also(table)}
+        noun, key, known = f"key in [{owner}]" if owner else "key", str(path[-1]), {*_hints(table), *_extra_keys(table)}
         if not any(key.casefold() in one.casefold() for one in known) and (homes := _homes(root, key)):
-            return f"unknown {what} '{key}'; it is {' or '.join(homes)}: write it there"
-        return choose(what, key, known) + "; correct the name"
+            return f"unknown {noun} '{key}'; it is {' or '.join(homes)}: write it there"
+        return choose(noun, key, known) + "; correct the name"
     if first["type"] == "missing" and first["loc"][-1:] == path[-1:]:
-        key, near = path[-1], nearest(str(path[-1]), {*map(str, given)} - {*_hints(table), *_also(table)})
+        key, near = path[-1], nearest(str(path[-1]), {*map(str, given)} - {*_hints(table), *_extra_keys(table)})
         add = f"write '{near:.60}' as '{key}'" if near else "add it"
         return (
             f"{owner or 'this'} has the keys {_shown(given)} and '{key}' is needed too; {add}: {words_of(hint, name)}"
@@ -541,10 +541,10 @@ def words_of(hint: Any, name: str = "") -> str:
         return f"a list{count}, each {words_of(arguments[0], name)}"
     kinds = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
     multiple = next((one.multiple_of for one in extras if hasattr(one, "multiple_of")), None)
-    return (f"a multiple of {multiple}" if multiple else kinds.get(bare, str(bare))) + _span(extras) + with_unit
+    return (f"a multiple of {multiple}" if multiple else kinds.get(bare, str(bare))) + _bounds_text(extras) + with_unit
 
 
-def _span(extras: list[Any]) -> str:
+def _bounds_text(extras: list[Any]) -> str:
     """The bounds of a field, in words."""
     limits = {
         key: getattr(one, key) for one in extras for key in ("ge", "gt", "le", "lt", "min_length") if hasattr(one, key)
@@ -582,7 +582,7 @@ def _tagged(record: Any, tag: Any) -> bool:
     return any(tag in get_args(_bare(hint)) for hint in _hints(record).values() if get_origin(_bare(hint)) is Literal)
 
 
-def _also(table: Any) -> tuple[str, ...]:
+def _extra_keys(table: Any) -> tuple[str, ...]:
     """Keys of a file that are not fields of these settings, but make it another kind of file."""
     return getattr(table, "__also__", ())
 

@@ -64,12 +64,12 @@ def imported(key: str, name: str) -> Code:
     module, _, attribute = name.partition(":")
     fact = f"{key} is '{name}'"
     if _is_standard(module):
-        raise _standard(fact)
+        raise _standard_library_error(fact)
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         # As with `python -m`; a console script has the folder of the script instead.
         sys.path.insert(0, str(Path.cwd()))
     try:
-        found: Any = importlib.import_module(module)
+        value: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise _failed(f"{fact}, whose module failed", error) from error
@@ -79,32 +79,32 @@ def imported(key: str, name: str) -> Code:
         ) from None
     except Exception as error:
         raise _failed(f"{fact}, whose module failed", error) from error
-    file = Path(getattr(found, "__file__", None) or "")
+    file = Path(getattr(value, "__file__", None) or "")
     for part in attribute.split("."):
-        if not hasattr(found, part):
+        if not hasattr(value, part):
             raise ConfigError(
-                f"{fact}, but module '{module}' has no '{attribute}'; it has {', '.join(_public(found)) or 'nothing'}: name "
+                f"{fact}, but module '{module}' has no '{attribute}'; it has {', '.join(_public(value)) or 'nothing'}: name "
                 "one of these"
             )
-        found = getattr(found, part)
+        value = getattr(value, part)
         # Reached through a module that has imported it, such as torch:os.system. For other objects, `__module__` is
         # that of their class.
-        if isinstance(found, types.ModuleType):
-            home = found.__name__
+        if isinstance(value, types.ModuleType):
+            home = value.__name__
         else:
-            home = getattr(found, "__module__", None) if inspect.isroutine(found) or inspect.isclass(found) else None
+            home = getattr(value, "__module__", None) if inspect.isroutine(value) or inspect.isclass(value) else None
         if isinstance(home, str) and _is_standard(home):
-            raise _standard(fact)
-    if not callable(found):
-        raise ConfigError(f"{fact}, a {type(found).__name__}, which cannot be called; name a function or a class")
-    return Code(name, found, str(file) if file.is_file() else "", hash_of_code(module))
+            raise _standard_library_error(fact)
+    if not callable(value):
+        raise ConfigError(f"{fact}, a {type(value).__name__}, which cannot be called; name a function or a class")
+    return Code(name, value, str(file) if file.is_file() else "", hash_of_code(module))
 
 
 def _is_standard(module: str) -> bool:
     return module.partition(".")[0] in sys.stdlib_module_names
 
 
-def _standard(fact: str) -> ConfigError:
+def _standard_library_error(fact: str) -> ConfigError:
     return ConfigError(
         f"{fact}, which is of Python's standard library, where no part of a run is; name a function or a class of yours, or of "
         "an installed package"
@@ -147,21 +147,21 @@ def hash_of_code(module: str) -> str:
     root = [*file.parents][: module.count(".") + (file.stem == "__init__") + 1][-1]
     is_installed = module.partition(".")[0] == "gossamer" or {"site-packages", "dist-packages"} & {*file.parts}
     files = [file] if is_installed else sorted(_with_imports(file, root))
-    found = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-    if [*found] == [file]:
-        return found[file]
-    lines = (f"{path.relative_to(root).as_posix()} {one}\n" for path, one in found.items())
+    hashes = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    if [*hashes] == [file]:
+        return hashes[file]
+    lines = (f"{path.relative_to(root).as_posix()} {one}\n" for path, one in hashes.items())
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def _with_imports(file: Path, root: Path) -> set[Path]:
     """A file of Python, and those below a folder that it imports."""
-    found, left = {file}, [file]
+    files, left = {file}, [file]
     while left:
-        new = {*_imports(left.pop(), root)} - found
-        found |= new
+        new = {*_imports(left.pop(), root)} - files
+        files |= new
         left += new
-    return found
+    return files
 
 
 def _imports(file: Path, root: Path) -> Iterator[Path]:
@@ -194,7 +194,7 @@ def _files_of(base: Path, path: list[str]) -> Iterator[Path]:
         yield from (one for one in (place / "__init__.py", place.with_suffix(".py")) if one.is_file())
 
 
-def calling(what: str, function: Callable[..., T]) -> Callable[..., T]:
+def calling(subject: str, function: Callable[..., T]) -> Callable[..., T]:
     """The user's function, with exceptions turned into a UserCodeError that names their origin; Gossamer's own pass through."""
 
     def call(*args: Any, **kwargs: Any) -> T:
@@ -203,17 +203,17 @@ def calling(what: str, function: Callable[..., T]) -> Callable[..., T]:
         except GossamerError:
             raise
         except Exception as error:
-            raise _failed(f"{what} '{name_of(function)}' failed", error) from error
+            raise _failed(f"{subject} '{name_of(function)}' failed", error) from error
 
     return call
 
 
-def _failed(what: str, error: Exception) -> UserCodeError:
+def _failed(subject: str, error: Exception) -> UserCodeError:
     text = " ".join(str(error).split())[:200]
-    return UserCodeError(f"{what} with {type(error).__name__}{f': {text}' if text else ''}; its traceback is above")
+    return UserCodeError(f"{subject} with {type(error).__name__}{f': {text}' if text else ''}; its traceback is above")
 
 
 def _public(module: object) -> list[str]:
     """Some of the public names that a module defines."""
-    own = [name for name, one in vars(module).items() if getattr(one, "__module__", "") == module.__name__]  # pyright: ignore[reportAttributeAccessIssue]
-    return sorted(name for name in own if not name.startswith("_"))[:12]
+    names = [name for name, one in vars(module).items() if getattr(one, "__module__", "") == module.__name__]  # pyright: ignore[reportAttributeAccessIssue]
+    return sorted(name for name in names if not name.startswith("_"))[:12]

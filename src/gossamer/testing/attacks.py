@@ -43,14 +43,14 @@ class Attacker:
         self._transport.post(ticket, peer, frames if ticket.round < self._from_round else self._false)
 
     def _falsified(self, round: int) -> list[Tensor]:
-        own = self._sent[-1][1]
+        latest = self._sent[-1][1]
         if self._attack == "replay":
             return self._sent[0][1]
         if self._attack != "noise":
-            return [_FACTORS[self._attack] * frame for frame in own]
-        before = self._sent[-2][1] if len(self._sent) > 1 else own
-        length = sum(float((a - b).double().square().sum()) for a, b in zip(own, before, strict=True)) ** 0.5
-        size = sum(frame.numel() for frame in own)
+            return [_FACTORS[self._attack] * frame for frame in latest]
+        before = self._sent[-2][1] if len(self._sent) > 1 else latest
+        length = sum(float((a - b).double().square().sum()) for a, b in zip(latest, before, strict=True)) ** 0.5
+        size = sum(frame.numel() for frame in latest)
         draw = torch.Generator().manual_seed(rng.key(self._seed, self._transport.worker, round, "noise") % (1 << 63))
         spread = 10.0 * length / size**0.5
-        return [frame + spread * torch.randn(frame.shape, generator=draw, dtype=frame.dtype) for frame in own]
+        return [frame + spread * torch.randn(frame.shape, generator=draw, dtype=frame.dtype) for frame in latest]

@@ -64,9 +64,9 @@ class DriftedWorkers:
         local = [steps] * m.topology.n if isinstance(steps, int) else list(steps)
         for x, transport in zip(self.xs, transports, strict=True):
             parts = [(x[a:b], flat_layout(b - a)) for a, b in spans or [(0, x.numel())]]
-            own = local[transport.worker]
+            worker_steps = local[transport.worker]
             timetable = timetable_of(((0, tuple(local)),))
-            self.loops.append(OuterLoop(m, transport, parts, local_steps=own, timetable=timetable, seed=0))
+            self.loops.append(OuterLoop(m, transport, parts, local_steps=worker_steps, timetable=timetable, seed=0))
 
     @property
     def states(self) -> list[Tree]:

@@ -200,8 +200,8 @@ def compiled_code_has_the_same_bits(rule: Rule, graphs: Sequence[Topology]) -> N
     r = some_round(rule, graphs[0])
     with _Fused() as fused:
         r.recv()
-    assert not fused.found, (
-        f"recv() used {', '.join(sorted(fused.found))}, which rounds otherwise when it is compiled; write products as a + w * b, "
+    assert not fused.used, (
+        f"recv() used {', '.join(sorted(fused.used))}, which rounds otherwise when it is compiled; write products as a + w * b, "
         "or set "
         "compiles = False"
     )
@@ -216,12 +216,12 @@ class _Fused(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: set[str] = set()
+        self.used: set[str] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "").strip("_")
-        self.found |= {name} if name in self.NAMES else set()
-        self.found |= {f"{name}(alpha=...)"} if (kwargs or {}).get("alpha", 1) != 1 else set()
+        self.used |= {name} if name in self.NAMES else set()
+        self.used |= {f"{name}(alpha=...)"} if (kwargs or {}).get("alpha", 1) != 1 else set()
         return func(*args, **(kwargs or {}))
 
 

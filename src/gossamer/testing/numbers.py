@@ -42,8 +42,8 @@ def saved_and_resumed_it_goes_on_with_the_same_bits(rule: Rule, graphs: Sequence
     ]
     whole.train(range(3, 6), drift)
     for x, loop, (tensors, flying) in zip(again.xs, again.loops, saved, strict=True):
-        for own, kept in zip([x, *leaves(loop.state)], tensors, strict=True):
-            own.copy_(kept)
+        for target, kept in zip([x, *leaves(loop.state)], tensors, strict=True):
+            target.copy_(kept)
         loop.restore_in_flight(flying)
     again.train(range(3, 6), drift)
     different = _different(whole, again)
@@ -154,9 +154,9 @@ def changes_as_little_as_said(c: Combination) -> None:
     if combination_faults(c):
         return
     share, start = coding.change(c), random_vectors(1, CODED, seed=3, dtype=torch.float32)[0]
-    limit, found = (2e-6, distance_moved(c, start[:HALF])) if share is None else (share, distance_moved(c, start))
-    assert found <= limit, (
-        f"codec '{c.codec.name}' on topology '{c.topology.name}' moved workers that agree and stand still by {found:.3g} "
+    limit, moved = (2e-6, distance_moved(c, start[:HALF])) if share is None else (share, distance_moved(c, start))
+    assert moved <= limit, (
+        f"codec '{c.codec.name}' on topology '{c.topology.name}' moved workers that agree and stand still by {moved:.3g} "
         f"of the norm of their parameters in one exchange, and at most {limit:.3g} are said; let recv() "
         "take own_decoded for this worker's own message"
     )
@@ -164,5 +164,5 @@ def changes_as_little_as_said(c: Combination) -> None:
 
 def _different(a: DriftedWorkers, b: DriftedWorkers) -> list[int]:
     """The workers whose parameters or states differ."""
-    mine, theirs = ([[x, *leaves(s)] for x, s in zip(workers.xs, workers.states, strict=True)] for workers in (a, b))
-    return [i for i, both in enumerate(zip(mine, theirs, strict=True)) if not all(map(torch.equal, *both))]
+    first, second = ([[x, *leaves(s)] for x, s in zip(workers.xs, workers.states, strict=True)] for workers in (a, b))
+    return [i for i, both in enumerate(zip(first, second, strict=True)) if not all(map(torch.equal, *both))]

@@ -209,10 +209,10 @@ def _where(processes: Sequence[BaseProcess], folder: Path, patience_s: float = 1
     deadline = time.monotonic() + patience_s
     while any(file.exists() and not file.stat().st_size for file in files.values()) and time.monotonic() < deadline:
         time.sleep(0.02)
-    found = {
+    traces = {
         i: file.read_text(encoding="utf-8") if file.exists() else "  it had not begun\n" for i, file in files.items()
     }
-    return "".join(f"\nworker {i} was here:\n{text}" for i, text in found.items())
+    return "".join(f"\nworker {i} was here:\n{text}" for i, text in traces.items())
 
 
 def _worker(run: _Run, rank: int, port: int, folder: Path) -> None:
@@ -253,14 +253,14 @@ def _train(run: _Run, rank: int, port: int, folder: Path) -> None:
 def _compare(run: _Run, real: Sequence[Trail], simulated: Sequence[Trail]) -> None:
     """Raises AssertionError, naming the first round, worker and tensor that differ."""
     for t in range(run.rounds):
-        for worker, (mine, theirs) in enumerate(zip(real, simulated, strict=True)):
-            for k, (a, b) in enumerate(zip(mine[t], theirs[t], strict=True)):
+        for worker, (real_trail, simulated_trail) in enumerate(zip(real, simulated, strict=True)):
+            for k, (a, b) in enumerate(zip(real_trail[t], simulated_trail[t], strict=True)):
                 if a.dtype == b.dtype and torch.equal(a, b):
                     continue
-                what = "parameters" if k == 0 else f"tensor {k - 1} of its outer state"
+                which = "parameters" if k == 0 else f"tensor {k - 1} of its outer state"
                 count, size = int((a != b).sum()), float((a - b).abs().max())
                 raise AssertionError(
-                    f"{_name(run)}: in round {t}, {count} of {a.numel()} numbers of worker {worker} ({what}) are up to "
+                    f"{_name(run)}: in round {t}, {count} of {a.numel()} numbers of worker {worker} ({which}) are up to "
                     f"{size:.3g} apart between its own process and the simulator; let the rule depend on its arguments only: no "
                     "Python variable that outlives a call, no global random numbers (gossamer.rng.torch_rng draws by worker and "
                     "round), no clock"

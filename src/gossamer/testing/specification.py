@@ -93,12 +93,12 @@ def fitting(rule: Rule, topology: str | Topology | None = None, workers: int = 4
     for name in names:
         with contextlib.suppress(ConfigError):  # some require certain numbers of workers
             made.append(make_topology(name, workers))
-    found = [one for one in made if not _faults(rule, one)]
-    if not found:
+    suitable = [one for one in made if not _faults(rule, one)]
+    if not suitable:
         raise PairingError(
             f"rule '{rule.name}' runs on no topology with {workers} workers: {_faults(rule, made[0])[0]}"
         )
-    return found
+    return suitable
 
 
 def must_be_rule(caller: str, given: object) -> Rule:

@@ -178,7 +178,7 @@ def _with_momentum_of_parameters(consensus: Consensus, workers: DriftedWorkers, 
         now, then = (zs, z_before) if site == "post" else (xs, before)
         wanted = [z + gamma * (a - b) for z, a, b in zip(zs, now, then, strict=True)]
         if t >= 2:  # two rounds without drift before it
-            off = max(off, _apart(workers.xs, wanted))
+            off = max(off, _largest_distance(workers.xs, wanted))
     return off
 
 
@@ -199,7 +199,7 @@ def _with_momentum_of_drifts(consensus: Consensus, workers: DriftedWorkers, topo
         pulls = _pulls(ys if site == "drift" else xs, alpha, topology, t)
         xs = [y + pulled for y, pulled in zip(ys, pulls, strict=True)]
         workers.train(range(t, t + 1), drift if t == 0 else None)
-        off = max(off, _apart(workers.xs, xs))
+        off = max(off, _largest_distance(workers.xs, xs))
         fresh, momenta = [torch.zeros_like(start)] * topology.n, [gamma * m for m in momenta]
     return off
 
@@ -209,7 +209,7 @@ def _pulls(ys: Sequence[Tensor], alpha: float, topology: Topology, round: int) -
     return [alpha * total(w * (ys[j] - y) for j, w in row) for y, row in zip(ys, rows, strict=True)]
 
 
-def _apart(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> float:
+def _largest_distance(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> float:
     return max(float((x - y).abs().max()) for x, y in zip(xs, ys, strict=True))
 
 
@@ -241,8 +241,8 @@ def after_a_reset_the_outer_optimizer_begins_afresh(rule: Rule, graphs: Sequence
     workers = played(rule, alone, random_vectors(1, P), 5, drift)
     x, part = workers.xs[0].clone(), workers.loops[0].fragments[0].part
     forgotten = leaves(map_leaves(torch.clone, rule.reset(x, part.s)))
-    for own, new in zip(leaves(part.s), forgotten, strict=True):
-        own.copy_(new)
+    for old, new in zip(leaves(part.s), forgotten, strict=True):
+        old.copy_(new)
     workers.train(range(5, 8), drift)
     wanted = torch_outer(x, [-drift(0, t, x) for t in range(5, 8)], **rule.single_worker_limit._asdict())
     off = float((workers.xs[0] - wanted).abs().max())

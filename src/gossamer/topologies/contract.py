@@ -95,10 +95,10 @@ def over_alive(edges: Callable[[int, int], Iterable[Edge]], n: int) -> Callable[
 
 def chosen(bits: Sequence[int], m: int) -> list[int]:
     """Different numbers below m, one for each of the random 64-bit numbers."""
-    found: list[int] = []
+    picked: list[int] = []
     for k, draw in enumerate(bits):
         place = draw % (m - k)  # among the numbers that are left, in their order
-        for one in sorted(found):
+        for one in sorted(picked):
             place += one <= place
-        found.append(place)
-    return found
+        picked.append(place)
+    return picked

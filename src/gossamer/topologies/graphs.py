@@ -225,7 +225,7 @@ def _links(n: int, edges: Sequence[Sequence[float]]) -> dict[tuple[int, int], fl
     links: dict[tuple[int, int], float | None] = {}
     above = list(range(n))  # union-find: a parent of each worker in its component
 
-    def found(i: int) -> int:
+    def root(i: int) -> int:
         while above[i] != i:
             above[i] = i = above[above[i]]
         return i
@@ -240,8 +240,8 @@ def _links(n: int, edges: Sequence[Sequence[float]]) -> dict[tuple[int, int], fl
             )
         i, j = sorted(map(int, ends))
         links[i, j] = weight
-        above[found(j)] = found(i)
-    if (alone := next((i for i in range(n) if found(i) != found(0)), None)) is not None:
+        above[root(j)] = root(i)
+    if (alone := next((i for i in range(n) if root(i) != root(0)), None)) is not None:
         raise ConfigError(
             f"topology 'graph' got {len(links)} links that do not connect worker {alone} with worker 0; add one that does"
         )

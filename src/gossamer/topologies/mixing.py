@@ -101,17 +101,17 @@ def from_edges(n: int, edges: Iterable[tuple[int, int, float]], sums: Literal["r
     first, then = (at, source) if sums == "rows" else (source, at)
     order = np.lexsort((then, first))
     counts, terms = np.bincount(first, minlength=n), weight[order]
-    own = 1.0 - np.bincount(first[order], terms, n)
+    self_weights = 1.0 - np.bincount(first[order], terms, n)
     if (
         more := np.flatnonzero(counts > 2)
     ).size:  # summed as Python does, which since 3.12 is not one term after the other
         values, ends = terms.tolist(), counts.cumsum()
-        own[more] = [1.0 - sum(values[a:b]) for a, b in zip((ends - counts)[more], ends[more], strict=True)]
+        self_weights[more] = [1.0 - sum(values[a:b]) for a, b in zip((ends - counts)[more], ends[more], strict=True)]
     everybody = np.arange(n)
     at, source = np.concatenate([at, everybody]), np.concatenate([source, everybody])
     order = np.lexsort((source, at))
     assert not ((np.diff(at[order]) == 0) & (np.diff(source[order]) == 0)).any(), listed
-    entries = zip(source[order].tolist(), np.concatenate([weight, own])[order].tolist(), strict=True)
+    entries = zip(source[order].tolist(), np.concatenate([weight, self_weights])[order].tolist(), strict=True)
     rows = _cut(tuple(entries), np.bincount(at, minlength=n))
     order = np.lexsort((at, source))
     return Mixing(rows, _cut(tuple(at[order].tolist()), np.bincount(source, minlength=n)))
@@ -261,9 +261,9 @@ def pull(own_decoded: Tree, received: Mapping[int, Tree], i: int, row: Row) -> T
     Cost: reads 1 + |row| messages, writes one.
     """
 
-    def one(mine: "Tensor", *theirs: "Tensor") -> "Tensor":
-        me = widen(mine)
-        return _added((w * (widen(other) - me) for w, other in zip(weights, theirs, strict=True)), me)
+    def one(message: "Tensor", *others: "Tensor") -> "Tensor":
+        me = widen(message)
+        return _added((w * (widen(other) - me) for w, other in zip(weights, others, strict=True)), me)
 
     peers = [j for j, _ in row if j != i]
     weights = [w for j, w in row if j != i]

@@ -242,12 +242,12 @@ def _base_rounds(m: int, k: int) -> list[list[Edge]]:
 
 def _radices(m: int, k: int) -> tuple[list[int], int]:
     """Factors of m from k + 1 down, the largest first as often as they divide, and the part of m that is left."""
-    found = []
+    radices = []
     for radix in range(k + 1, 1, -1):
         while m % radix == 0:
-            found.append(radix)
+            radices.append(radix)
             m //= radix
-    return found, m
+    return radices, m
 
 
 def _digit_by_digit(positions: range, radices: Sequence[int]) -> list[list[Edge]]:

@@ -110,8 +110,8 @@ class Keys:
 
     def numbers(self, certificate: bytes | None) -> frozenset[int]:
         """The numbers of workers, and of the server, allowed to the owner of a certificate."""
-        found = self._peers.get(certificate or b"")
-        return frozenset() if found is None else found.numbers
+        peer = self._peers.get(certificate or b"")
+        return frozenset() if peer is None else peer.numbers
 
     def are_one(self, number: int, other: int) -> bool:
         """Whether two numbers belong to one key, so that one may report on the other."""
@@ -119,8 +119,8 @@ class Keys:
 
     def name(self, certificate: bytes | None) -> str:
         """The run file's name for the owner of a certificate."""
-        found = self._peers.get(certificate or b"")
-        return "a stranger" if found is None else f"peer '{found.name}'"
+        peer = self._peers.get(certificate or b"")
+        return "a stranger" if peer is None else f"peer '{peer.name}'"
 
     def must_list(self, certificate: bytes | None) -> None:
         """Raises RefusedError unless the run file lists a certificate.
@@ -146,9 +146,9 @@ class Keys:
     def must_own(self, number: int) -> None:
         """Raises ConfigError unless this machine may have this number."""
         if number not in self.numbers(self.certificate):
-            mine = ", ".join(map(str, sorted(self.numbers(self.certificate)))) or "none"
+            allowed = ", ".join(map(str, sorted(self.numbers(self.certificate)))) or "none"
             raise ConfigError(
-                f"this machine's key '{self.path}' is {self.name(self.certificate)} in [peers], with the workers {mine}, and "
+                f"this machine's key '{self.path}' is {self.name(self.certificate)} in [peers], with the workers {allowed}, and "
                 f"this process is worker {number}; start the right one here, or deal the workers otherwise"
             )
 
@@ -156,19 +156,19 @@ class Keys:
         """Raises ConfigError unless this machine may have the first `here` workers of a run, as the machine that starts
         it does.
         """
-        mine = self.numbers(self.certificate)
-        if mine.issuperset(range(here)):
+        allowed = self.numbers(self.certificate)
+        if allowed.issuperset(range(here)):
             return
         me, first = self.name(self.certificate), self._whose.get(0, "")
         instead = (
-            f"give --local at most {len(mine)}, or that peer more workers"
-            if 0 in mine
+            f"give --local at most {len(allowed)}, or that peer more workers"
+            if 0 in allowed
             else f"let the machine of peer '{first}' start the run and join it from here, or list this peer first, in the run "
             "file of every machine"
         )
         raise ConfigError(
             f"who starts a run has its workers from 0 on, here {here}, and this machine's key is {me} in [peers], with the "
-            f"workers {', '.join(map(str, sorted(mine))) or 'none'}; {instead}"
+            f"workers {', '.join(map(str, sorted(allowed))) or 'none'}; {instead}"
         )
 
     def _new(self, protocol: int) -> ssl.SSLContext:
@@ -232,12 +232,12 @@ def keys_for(peers: Mapping[str, Peer], workers: int) -> Keys | None:
     if given := os.environ.get(KEY):
         return Keys(Path(given), peers, workers)
     listed = {_der(peer.certificate) for peer in peers.values()}
-    found = [path for path in own_keys() if certificate_of(path) in listed]
-    if len(found) == 1:
-        return Keys(found[0], peers, workers)
-    what = f"{len(found)} of the keys" if found else "none of the keys"
+    paths = [path for path in own_keys() if certificate_of(path) in listed]
+    if len(paths) == 1:
+        return Keys(paths[0], peers, workers)
+    listed_keys = f"{len(paths)} of the keys" if paths else "none of the keys"
     raise ConfigError(
-        f"[peers] lists {what} in '{_home()}' on this machine, and one is needed; name the right one with --key FILE or "
+        f"[peers] lists {listed_keys} in '{_home()}' on this machine, and one is needed; name the right one with --key FILE or "
         f"{KEY}, or make one with gossamer keys new NAME"
     )
 
@@ -257,7 +257,7 @@ def new_key(name: str, path: Path | None = None) -> Path:
             f"the key's name is {name!r:.80}; give up to {_LONGEST_NAME} printable characters without slashes, dots and quotes"
         )
     path = path or _home() / f"{name}.pem"
-    content = _made()
+    content = _new_key_pem()
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=stat.S_IRWXU)
         # Created with its mode: between writing and a later chmod others could read it.
@@ -366,7 +366,7 @@ def _der_size(raw: bytes) -> int:
     return 2 + more + (int.from_bytes(raw[2 : 2 + more]) if more else raw[1])
 
 
-def _made() -> bytes:
+def _new_key_pem() -> bytes:
     """A new key and its certificate, as PEM. Its subject is a random number, so that it reveals no name."""
     require("cryptography", "keys", "making a key")
     from cryptography import x509

@@ -25,7 +25,7 @@ from gossamer.run.asynchronous.pair_process import PairParticipant
 from gossamer.run.config.resolve import InPairs, resolve
 from gossamer.run.config.run_file import digest, dump
 from gossamer.run.config.user_parts import own_parts
-from gossamer.run.participant.seat import Seat, join_run
+from gossamer.run.participant.rendezvous import RendezvousResult, join_run
 from gossamer.run.replay.asynchronous import replay_asynchronous
 from gossamer.run.worker.task import task_of
 from gossamer.stop_signals import Asked
@@ -64,19 +64,21 @@ class Fleet:
         for i in range(n):
             write_address(self.folder, Address(i, where[i], RUN))
             endpoint = Endpoint(listeners[i], RUN, SECRET.encode(), LIMIT_S)
-            seat = Seat(Members(limits(n), i, entries), endpoint, Lineage(digest(self.config)), 0, i, False)
-            self._train(seat, before_phase)
+            rendezvous = RendezvousResult(
+                Members(limits(n), i, entries), endpoint, Lineage(digest(self.config)), 0, i, False
+            )
+            self._train(rendezvous, before_phase)
 
     def join(self, before_phase):
         """One more, which gets a free slot."""
-        seat = join_run(self.run, self.folder, RUN, "auto")
-        return self._train(seat, before_phase)
+        rendezvous = join_run(self.run, self.folder, RUN, "auto")
+        return self._train(rendezvous, before_phase)
 
-    def _train(self, seat, before_phase):
+    def _train(self, rendezvous, before_phase):
         make = PairParticipant if isinstance(self.run.method, InPairs) else GossipParticipant
-        task, slot = task_of(self.run), seat.members.me
+        task, slot = task_of(self.run), rendezvous.members.me
         self.asked[slot] = Asked()
-        worker = make(self.run, self.folder, task, seat, self.asked[slot])
+        worker = make(self.run, self.folder, task, rendezvous, self.asked[slot])
         train = worker.train
 
         def watched(number, round, alive):

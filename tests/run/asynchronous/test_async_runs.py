@@ -201,6 +201,7 @@ def test_pairs_meet_while_they_train_and_their_record_gives_the_same_bits(tmp_pa
     assert code == 0 and '"round": 16, "workers": [0, 1, 2, 3]' in output, output
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("tolerance", [20, 2], ids=["its own", "another's"])
 def test_who_goes_on_from_the_end_of_a_run_trains_what_others_have_lost_in_its_last_round(tolerance, tmp_path):
     config = tiny(

@@ -11,7 +11,7 @@ from commands import run
 from gossamer.errors import CheckpointError, PeerError
 from gossamer.record import checkpoint
 from gossamer.record.fault import FaultKind
-from gossamer.run.bookkeeping.resume import history, lineage, resumed
+from gossamer.run.bookkeeping.resume import history, lineage_of, resumed
 from gossamer.run.bookkeeping.which_round import (
     Agreement,
     KeptRounds,
@@ -51,7 +51,7 @@ FAULTS = {
 
 
 def hurt(folder: Path, fault: str, config: RunSettings) -> None:
-    owner, store, line = config.owners[0], folder / "checkpoints", config.line
+    owner, store, line = config.owners[0], folder / "checkpoints", config.lineage
     stem = store / "round-000004" / f"worker-{owner:03}"
     manifest, tensors = stem.with_suffix(".json"), stem.with_suffix(".safetensors")
     state = checkpoint.load(store, 4, owner, line)
@@ -90,7 +90,7 @@ def test_a_fault_of_the_only_checkpoint_is_of_its_kind_here_and_for_the_others_a
     config, past = settings_in(folder), history(settings_in(folder), folder)
     owner, store = config.owners[0], Store(config, folder)
     hurt(folder, fault, config)
-    kept = kept_by(store, config.owners, lineage(config, folder), past.before)
+    kept = kept_by(store, config.owners, lineage_of(config, folder), past.before)
     found = kept[owner].faults.get(4)
     if fault == "nothing":
         assert found is None and 4 not in kept[owner].faults
@@ -121,14 +121,14 @@ def test_a_checkpoint_of_another_method_is_refused_by_the_field_that_differs(
     shutil.copytree(SAMPLES / "0.1.0" / kind, folder)
     config = settings_in(folder)
     for owner in config.owners:
-        state = checkpoint.load(folder / "checkpoints", 4, owner, config.line)
-        line = config.line._replace(of={**config.line.of, "local steps": "3"})
+        state = checkpoint.load(folder / "checkpoints", 4, owner, config.lineage)
+        line = config.lineage._replace(of={**config.lineage.of, "local steps": "3"})
         checkpoint.save(folder / "checkpoints", 4, owner, state, digest=line)
     if verb == "evaluate":
         code, output = run("evaluate", folder, "--allow-code")
         assert code == 2, output
     else:
-        kept = kept_by(Store(config, folder), config.owners, config.line)
+        kept = kept_by(Store(config, folder), config.owners, config.lineage)
         with pytest.raises(CheckpointError) as refused:
             started(Store(config, folder), kept)
         output = str(refused.value)

@@ -10,7 +10,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, forks: None) -> Folders:
     return Folders(tmp_path_factory.mktemp("injured"))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_verb_names_an_injured_file_or_does_what_it_does_without_the_injury(kind: str, folders: Folders) -> None:

@@ -106,6 +106,7 @@ LACKING: dict[str, str] = {"this version": "", "0.2.0": "inputs*.json", "the par
 """Who wrote a folder, and which files it lacks then."""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["rounds", "virtual time"])
 def test_a_text_that_has_changed_is_named_and_no_worker_is_accused_and_nothing_is_written(kind: str) -> None:
     clocked = {

@@ -22,7 +22,7 @@ from gossamer.record.folder import read_metrics
 from gossamer.record.lineage import read_branches
 from gossamer.record.logs.trace import read_trace
 from gossamer.run.bookkeeping.evaluate import evaluate
-from gossamer.run.bookkeeping.resume import lineage
+from gossamer.run.bookkeeping.resume import lineage_of
 from gossamer.run.config.document import with_settings
 from gossamer.run.config.resolve import settings_of
 from gossamer.run.config.run_file import RunConfig, digest, dump, parse
@@ -35,7 +35,7 @@ from tiny import document, single, tiny
 
 def parameters(folder: Path, config: RunConfig, round: int | None = None) -> list[Tensor]:
     run = settings_of(config)
-    key, task, store = lineage(run, folder), task_of(run), Store(run, folder)
+    key, task, store = lineage_of(run, folder), task_of(run), Store(run, folder)
     return [store.load(task, round or run.rounds, w, key)["x"] for w in range(run.workers)]
 
 
@@ -102,7 +102,7 @@ def test_a_run_goes_on_with_another_learning_rate_and_its_folder_says_since_when
     changes = {"inner.clip": [None, 1.0], "inner.lr": [0.001, 0.0001]}
     assert read_branches(folder) == [{"round": 3, "digest": digest(config), "changes": changes}]
     assert "inner.lr from 0.001 to 0.0001" in (folder / "report.html").read_text()
-    assert lineage(settings_of(slower), folder)[:2] == Lineage(digest(slower), ((digest(config), 3),))[:2]
+    assert lineage_of(settings_of(slower), folder)[:2] == Lineage(digest(slower), ((digest(config), 3),))[:2]
     assert evaluate(folder)[0] == 6
     # The same as a run whose settings were changed between two rounds, by hand.
     other = tmp_path / "other"

@@ -62,6 +62,7 @@ LATER: dict[str, dict[str, str]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", LATER)
 def test_every_verb_works_on_a_run_folder_of_0_2_0_or_says_why_not(

@@ -113,7 +113,9 @@ def test_a_real_run_whose_checkpoints_are_damaged_does_not_begin_again_over_them
     words = ["train", tmp_path / "run.toml", "--local", 2, "--out", tmp_path / "k"]
     assert run(*words)[0] == 0
     manifests = [json.loads(path.read_bytes()) for path in (tmp_path / "k").glob("checkpoints/**/*.json")]
-    assert manifests and all(one["of"] == settings_of(config).line.of for one in manifests), "each says what it is of"
+    assert manifests and all(one["of"] == settings_of(config).lineage.of for one in manifests), (
+        "each says what it is of"
+    )
     truncate_tensors(tmp_path / "k")
     before = contents(tmp_path / "k")
     code, output = run(*words, "--resume", "auto")
@@ -261,7 +263,7 @@ def test_who_has_only_taken_over_the_state_of_a_round_says_nothing_of_who_took_p
                 log.write(Begun(6, 6, 0, 4, 0, "0" * 64))
         for round in (2, 6) if slot < 3 else (2,):
             checkpoint.save(store.path, round, slot, {"x": 1}, digest=config.digest)
-    kept = kept_by(store, range(4), config.line)
+    kept = kept_by(store, range(4), config.lineage)
     assert round_to_resume({slot: one.whole for slot, one in kept.items()}) == 6
 
 
@@ -278,11 +280,11 @@ def test_nothing_newer_goes_before_all_owners_are_restored(tmp_path: Path) -> No
         restored.append(checkpoint.load(store.path, 2, owner, line)["x"])
 
     def left() -> list[list[int]]:
-        return [checkpoint.rounds(store.path, owner, config.line) for owner in (0, 1)]
+        return [checkpoint.rounds(store.path, owner, config.lineage) for owner in (0, 1)]
 
     with pytest.raises(CheckpointError, match="it does not fit"):
         start.go_on((0, 1), restore)
     assert (restored, left()) == ([2], [[2, 4], [2, 4]])
     restored.clear()
-    assert start.go_on((1, 0), restore) == config.line
+    assert start.go_on((1, 0), restore) == config.lineage
     assert (restored, left()) == ([2, 2], [[2], [2]])

@@ -208,6 +208,7 @@ DRIVERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("driver", DRIVERS)
 def test_real_workers_that_train_on_the_same_batches_are_told_once(stranger: Path, tmp_path: Path, driver: str):
     settings = {**STEPS, "data": {**STEPS["data"], "source": "stranger.parts:same_for_all"}, "run__steps": 2}

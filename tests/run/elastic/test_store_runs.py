@@ -46,7 +46,7 @@ def test_a_run_outlives_all_its_workers_and_its_replay_has_their_bits(tmp_path: 
         workers=2,
         codec__name="int8",
         run__timeout_s=3,
-        run__steps=200,
+        run__steps=120,
         run__pace_s=0.1,
         run__eval_every=0,
         **MEANS,
@@ -100,6 +100,7 @@ def test_a_run_outlives_all_its_workers_and_its_replay_has_their_bits(tmp_path: 
     assert code == 2 and "the store holds another run: key is" in said, said
 
 
+@pytest.mark.full
 @pytest.mark.timeout(1800)
 def test_gossip_in_a_store_goes_on_without_the_dead_and_its_replay_has_the_bits_of_all_slots(
     tmp_path: Path, request: pytest.FixtureRequest

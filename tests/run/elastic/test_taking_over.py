@@ -19,7 +19,7 @@ from gossamer.record.packed import packed, unpacked
 from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import digest, dump
 from gossamer.run.elastic import elastic_rounds as elastic
-from gossamer.run.participant.seat import Seat
+from gossamer.run.participant.rendezvous import RendezvousResult
 from gossamer.run.replay.elastic import replay_elastic
 from gossamer.run.simulated.rounds import train_together
 from gossamer.run.worker.replica import Replica
@@ -215,7 +215,7 @@ def test_who_asks_for_a_state_while_a_worker_starts_up_gets_none_and_disturbs_no
         return transport
 
     monkeypatch.setattr(elastic, "ElasticTransport", slowly)
-    seat = Seat(members, endpoint, Lineage(config.digest), 0, 0, goes_on=False)
-    transport = elastic.ElasticRounds(config, tmp_path, task_of(config), seat, Asked()).connect()
+    rendezvous = RendezvousResult(members, endpoint, Lineage(config.digest), 0, 0, goes_on=False)
+    transport = elastic.ElasticRounds(config, tmp_path, task_of(config), rendezvous, Asked()).connect()
     assert asked.wait(20) and not answers
     transport.close()

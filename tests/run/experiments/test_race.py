@@ -95,14 +95,14 @@ def test_a_candidate_whose_whole_rounds_leave_time_has_a_shorter_last_one_that_f
 @pytest.mark.full
 def test_one_machine_and_one_site_alone_are_in_every_race(planned: Any) -> None:
     made, _, some = planned
-    labels = [one.label for one in race.course_of(made, race.with_alone(made, some), race.SMALL, 20).entrants]
+    labels = [one.label for one in race.course_of(made, race.with_single_machine(made, some), race.SMALL, 20).entrants]
     assert sum("one machine alone" in label for label in labels) == 1
     sites = {"a": Site(workers=(0, 1)), "b": Site(workers=(2, 3))}
     network = replace(SLOW, sites=sites, routes=(Route(between=("a", "b"), latency_s=0.02, bandwidth_bps=1e7),))
     made = plan(network, ModelConfig(size="1m"), PlanSettings(codecs=made.options.codecs, local_steps=(15,)))
-    names = [one.method for one in race.with_alone(made, [made.best])]
+    names = [one.method for one in race.with_single_machine(made, [made.best])]
     assert names[-2:] == ["one machine alone", "one site alone"]
-    course = race.course_of(made, race.with_alone(made, [made.best]), race.SMALL, 5)
+    course = race.course_of(made, race.with_single_machine(made, [made.best]), race.SMALL, 5)
     runs = points(race.document(course, made, str(TEXT), compiled=False))
     assert [run.config.workers for run in runs][-2:] == [1, 2]
     assert not any(examine_run(run.config).refused.get("simulate") for run in runs)

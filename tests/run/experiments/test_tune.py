@@ -17,7 +17,7 @@ from gossamer.errors import ConfigError, DataError
 from gossamer.report.results import read_results
 from gossamer.run.config.document import load_document
 from gossamer.run.config.experiment_file import points
-from gossamer.run.experiments.search import Found, GridPoint, Space, Trial, needed_tokens, search
+from gossamer.run.experiments.search import GridPoint, SearchResult, Space, Trial, needed_tokens, search
 from gossamer.run.experiments.tune import Tuned, contenders, searched, tune, tuned_file
 from tiny import document
 
@@ -25,7 +25,7 @@ Loss = Callable[[Trial], float]
 PAIRS = ((1.0, 0.0), (0.7, 0.5), (0.7, 0.75))
 
 
-def answered(space: Space, loss: Loss) -> tuple[list[Trial], Found]:
+def answered(space: Space, loss: Loss) -> tuple[list[Trial], SearchResult]:
     """All trials of a search, and what it found."""
     asked, trials = search(space), list[Trial]()
     batch = next(asked)
@@ -145,7 +145,7 @@ def test_a_budget_that_ends_early_is_told_by_the_edge() -> None:
 def test_a_search_whose_runs_all_diverge_goes_down_and_chooses_nothing() -> None:
     trials, found = answered(Space(2, (None,), (1,), 6), lambda trial: math.nan)
     assert [trial.setting.doublings for trial in trials] == [0, 1, -1, -2, -3, -4]
-    assert found == Found(None, (), 6)
+    assert found == SearchResult(None, (), 6)
 
 
 def test_a_final_decides_between_the_two_best_and_the_grid_grows_around_both() -> None:
@@ -247,7 +247,7 @@ def test_a_file_that_means_the_default_rule_is_searched_as_one_that_names_it(tmp
 def test_the_page_tells_a_budget_that_ended_from_a_grid_that_does_not_grow(grid: str, said: str) -> None:
     (contender, *_) = contenders(tuning(tune={"grid": grid}))
     best = GridPoint(0, (0.7, 0.5))
-    found = Tuned(contender, Found(best, ("outer_lr",), 9), {Trial(best, contender.deciding): [1.0]})
+    found = Tuned(contender, SearchResult(best, ("outer_lr",), 9), {Trial(best, contender.deciding): [1.0]})
     assert f", loss 1.0000, {said} (9 of " in tuned_page([found])
 
 
@@ -259,9 +259,9 @@ def test_the_final_repeats_no_run_and_decides_by_the_mean_of_its_seeds(tmp_path:
     found, other = tune(contenders(asked), tmp_path)
     with pytest.raises(ConfigError, match="already exists"):
         tune(contenders(asked), tmp_path)
-    assert other.found == found.found and other.losses == found.losses
+    assert other.result == found.result and other.losses == found.losses
     every = [json.loads(line) for line in (tmp_path / "outcomes.jsonl").read_text().splitlines()]
-    assert searched(contenders(asked), tmp_path / "outcomes.jsonl")[1].found == other.found, (
+    assert searched(contenders(asked), tmp_path / "outcomes.jsonl")[1].result == other.result, (
         "each method has its own lines"
     )
     lines = [line for line in every if line["method"] == "gossip"]
@@ -273,13 +273,13 @@ def test_the_final_repeats_no_run_and_decides_by_the_mean_of_its_seeds(tmp_path:
     assert {(line["lr"], line["seed"]) for line in lines if line["rung"] == 2} == {
         (lr, seed) for lr in finals for seed in (1, 2)
     }
-    assert found.found is not None and found.found.best is not None
-    assert found.contender.lr(found.found.best) == min(finals, key=lambda lr: sum(finals[lr]))
-    assert found.found.spent == sum(line["tokens"] for line in lines)
+    assert found.result is not None and found.result.best is not None
+    assert found.contender.lr(found.result.best) == min(finals, key=lambda lr: sum(finals[lr]))
+    assert found.result.spent == sum(line["tokens"] for line in lines)
     again, _ = searched(contenders(asked), tmp_path / "outcomes.jsonl")
-    assert (again.found, again.losses) == (found.found, found.losses), "from the outcomes alone"
+    assert (again.result, again.losses) == (found.result, found.losses), "from the outcomes alone"
     said = tuned_page([found])
-    assert f"({found.found.spent:,} of 2,400 tokens, {len(found.losses)} trials)" in said, said
+    assert f"({found.result.spent:,} of 2,400 tokens, {len(found.losses)} trials)" in said, said
 
 
 @pytest.mark.usefixtures("forks")
@@ -301,10 +301,10 @@ def test_a_tuning_that_was_cut_short_resumes_to_the_same_choice_and_repeats_no_f
     lines = outcomes.splitlines(keepends=True)
     (out / "outcomes.jsonl").write_text("".join(lines[:4]) + lines[4][:20])  # a killed process left a part of a line
     (unfinished, *_) = searched(contenders(load_document(file)), out / "outcomes.jsonl")
-    assert unfinished.found is None and "GASLoC: the search has not ended" in tuned_page([unfinished])
+    assert unfinished.result is None and "GASLoC: the search has not ended" in tuned_page([unfinished])
     other, spoilt = json.loads(lines[0]) | {"rung": 9}, out / "spoilt.jsonl"
     spoilt.write_text(json.dumps(other) + "\n")
-    assert searched(contenders(load_document(file)), spoilt)[0].found is None, "a rung that the file no longer has"
+    assert searched(contenders(load_document(file)), spoilt)[0].result is None, "a rung that the file no longer has"
     for wrong in ({"lr": 0.0}, {"outer": [1.0]}, {"rung": -1}):
         spoilt.write_text(json.dumps(other | wrong) + "\n")
         with pytest.raises(DataError, match=r"spoilt\.jsonl:1"):

@@ -45,6 +45,7 @@ def train_but_send_nan(argv: list[str]) -> int:
     return main(argv)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("forks")
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("driver", DRIVERS)

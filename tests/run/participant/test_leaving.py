@@ -22,7 +22,7 @@ SLOW = {"workers": 1, "run__local_steps": 10, "run__steps": 30, "run__checkpoint
 
 def begun(folder: Path, **overrides: object) -> Command:
     """A worker that no launcher has started, in its second local phase."""
-    (folder / "run.toml").write_text(dump(tiny(**{**SLOW, "run__pace_s": 0.4, **overrides})))
+    (folder / "run.toml").write_text(dump(tiny(**{**SLOW, "run__pace_s": 0.8, **overrides})))
     where = ("--rank", 0, "--of", 1, "--address", f"127.0.0.1:{free_port()}")
     worker = Command("train", folder / "run.toml", "--out", folder / "out", *where)
     metrics, deadline = folder / "out" / "metrics-000.jsonl", time.monotonic() + 100
@@ -52,7 +52,7 @@ def test_a_worker_that_is_asked_twice_ends_amid_its_phase_with_the_state_of_its_
     time.sleep(stop_signals.ONE_WISH_S + 0.1)
     assert saved(tmp_path) == [1], "at once: what kills it after a grace asks nobody"
     os.kill(worker.pid, signal.SIGINT)
-    code, output = worker.finish(20.0)
+    code, output = worker.finish()
     assert code == 130 and "Traceback" not in output, output
     assert "worker 0 has ended amid round 2; its state after round 1 is saved" in output, output
     where = ("--rank", 0, "--of", 1, "--address", f"127.0.0.1:{free_port()}")
@@ -68,7 +68,7 @@ def test_a_worker_in_rounds_says_when_it_will_stop_and_ends_at_once_when_it_is_a
     assert next(line for line in worker.lines() if "worker 0 is asked to leave after its round, whose" in line)
     time.sleep(stop_signals.ONE_WISH_S + 0.1)
     os.kill(worker.pid, signal.SIGTERM)
-    code, output = worker.finish(20.0)
+    code, output = worker.finish()
     assert code == 130 and "gossamer: stopped" in output and "Traceback" not in output, output
 
 

@@ -192,7 +192,7 @@ def test_a_donor_that_gives_no_whole_state_in_time_is_left_for_the_next(liar: Ca
     with run_of([Member(7, 1.0), Member(7, 1.0)], worker_0=liar) as (members, endpoint):
         began_s = time.monotonic()
         assert taken(members, endpoint._replace(timeout_s=1.0)) == (1, 1.0)
-        assert time.monotonic() < began_s + 8.0
+        assert time.monotonic() < began_s + 15.0
 
 
 def test_two_newcomers_of_one_donor_that_dies_amid_both_states_take_that_of_the_next() -> None:

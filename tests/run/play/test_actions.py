@@ -10,8 +10,8 @@ from gossamer.run.play.actions import (
     WORKERS,
     Action,
     Conditions,
-    acted,
     action_of,
+    conditions_after,
     describe,
 )
 
@@ -33,9 +33,12 @@ def test_every_action_is_made_again_from_its_list_and_has_a_sentence() -> None:
 
 @pytest.mark.parametrize("action", EACH, ids=str)
 def test_an_action_sets_what_it_says_and_doing_it_twice_is_doing_it_once(action: Action) -> None:
-    for before in (Conditions(), acted(acted(Conditions(), Action("kill", 1)), Action("method", "gasloc"))):
-        after = acted(before, action)
-        assert acted(after, action) == after
+    for before in (
+        Conditions(),
+        conditions_after(conditions_after(Conditions(), Action("kill", 1)), Action("method", "gasloc")),
+    ):
+        after = conditions_after(before, action)
+        assert conditions_after(after, action) == after
         changed = {key for key, value in after._asdict().items() if value != getattr(before, key)}
         kinds = {"kill": "alive", "revive": "alive", "slow": "slow", "mend": "slow", "cut": "cut", "heal": "cut"}
         assert changed <= {kinds.get(action.do, action.do), "momenta"}
@@ -51,18 +54,18 @@ def test_an_action_sets_what_it_says_and_doing_it_twice_is_doing_it_once(action:
 
 
 def test_each_method_keeps_its_own_momentum() -> None:
-    conditions = acted(acted(Conditions(), Action("momentum", 0.9)), Action("method", "gasloc"))
+    conditions = conditions_after(conditions_after(Conditions(), Action("momentum", 0.9)), Action("method", "gasloc"))
     assert conditions.momentum == METHODS["gasloc"][1]
-    assert acted(conditions, Action("method", "gossip")).momentum is None
-    assert acted(conditions, Action("method", "diloco")).momentum == 0.9
+    assert conditions_after(conditions, Action("method", "gossip")).momentum is None
+    assert conditions_after(conditions, Action("method", "diloco")).momentum == 0.9
 
 
 def test_a_mean_is_taken_by_more_than_half_of_all_slots_and_gossip_goes_on_in_both_sides() -> None:
-    cut = acted(Conditions(), Action("cut"))
+    cut = conditions_after(Conditions(), Action("cut"))
     assert cut.taking_part() == {0, 1, 2, 3, 4} and cut.side_of(6) == {5, 6, 7}
-    assert acted(cut, Action("kill", 0)).taking_part() == frozenset(), "four of eight are not more than half"
-    assert acted(cut, Action("method", "gossip")).taking_part() == cut.alive
-    assert acted(cut, Action("kill", 6)).side_of(7) == {5, 7}
+    assert conditions_after(cut, Action("kill", 0)).taking_part() == frozenset(), "four of eight are not more than half"
+    assert conditions_after(cut, Action("method", "gossip")).taking_part() == cut.alive
+    assert conditions_after(cut, Action("kill", 6)).side_of(7) == {5, 7}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from gossamer.errors import TrainingError
 from gossamer.network.links import Network
 from gossamer.network.pricing import price
 from gossamer.run.config.run_file import parse
-from gossamer.run.play.actions import METHODS, WORKERS, Action, Conditions, acted, action_of
+from gossamer.run.play.actions import METHODS, WORKERS, Action, Conditions, action_of, conditions_after
 from gossamer.run.play.film import Film, Frame, film_lines
 from gossamer.run.play.live import filmed, one_thread
 from gossamer.run.play.scenes import Scene, Studio, first_scene, next_scene, run_of, studio_of
@@ -123,7 +123,7 @@ def test_any_actions_in_any_order_keep_a_film_going(studio: Studio) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_what_is_played_without_a_hand_is_what_is_simulated(studio: Studio, method: str, tmp_path: Path) -> None:
-    conditions = acted(acted(Conditions(), Action("method", method)), SHORT)
+    conditions = conditions_after(conditions_after(Conditions(), Action("method", method)), SHORT)
     _, frames = played(studio, first_scene(studio), [SHORT, Action("method", method)], [], [])
     document = parse_toml(run_of(0, conditions).document, "the run")
     document["run"]["eval_every"] = 1

@@ -68,7 +68,7 @@ WAYS = {
 """Settings, the rounds that are over when the run goes on, and with which settings it does."""
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("before", "until", "after"), WAYS.values(), ids=WAYS.keys())
 def test_an_audit_of_a_run_that_went_on_with_other_settings_accuses_nobody_but_who_is_wrong(
     before, until, after, tmp_path

@@ -91,7 +91,7 @@ def test_a_run_with_a_death_and_a_newcomer_is_replayed_to_the_last_bit(churned, 
     assert "last bit" not in caplog.text
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "settings",

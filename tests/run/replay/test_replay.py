@@ -74,6 +74,7 @@ RUNS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_a_killed_worker_leaves_the_others_a_new_process_takes_its_place_and_all_is_replayed_to_the_last_bit(tmp_path):
     config = served(

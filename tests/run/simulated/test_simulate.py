@@ -413,9 +413,12 @@ def test_a_run_that_compiles_nothing_imports_no_compiler(tmp_path: Path) -> None
     program = """
 import sys, gossamer
 from gossamer.run.planning.check import examine_document
-rounds = {"steps": 2, "local_steps": 1}
+rounds = {"steps": 2, "local_steps": 1, "eval_batches": 1}
 runs = {
-    (rule, optimizer): {"workers": 2, "run": rounds, "inner": {"optimizer": optimizer}, "model": {"size": "0.2m"}}
+    (rule, optimizer): {
+        "workers": 2, "run": rounds, "inner": {"optimizer": optimizer}, "data": {"seq_len": 16, "batch_size": 2},
+        "model": {"size": "0.2m", "layers": 1},
+    }
     for optimizer in ("adamw", "muon", "torch.optim:Adamax")
     for rule in ("gasloc", "diloco")
 }

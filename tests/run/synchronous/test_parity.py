@@ -190,6 +190,8 @@ def every(draws, numbers):
 def possible(made, case):
     """The same case, without its wrapper or its averaging if it cannot work with them; None if it cannot work at all."""
     for simpler in ((), ("wrapper",), ("averaging",), ("wrapper", "averaging")):
+        if any(case[key] is None for key in simpler):
+            continue  # it has been tried
         rest = {**case, **dict.fromkeys(simpler)}
         rule = {key: value for key, value in made["rule"].items() if rest["wrapper"] or key not in WRAPPERS}
         inner = {key: value for key, value in made["inner"].items() if rest["averaging"] or key != "averaging"}
@@ -202,15 +204,16 @@ def possible(made, case):
 def covered(found):
     """The fewest cases, greedily, in which all `marks` come up that come up at all; only those that are taken are tried."""
     left, cases, cover = {name: marks(*case) for name, case in found.items()}, dict(found), {}
+    ranks = {name: cheap(*case) for name, case in found.items()}
     tried, seen = set(), set()
     while left:
-        name = max(left, key=lambda name: (len(left[name]), *cheap(*cases[name])))
+        name = max(left, key=lambda name: (len(left[name]), ranks[name]))
         if name not in tried:
             tried.add(name)
             if (case := possible(*cases[name])) is None:
                 del left[name]
             else:
-                cases[name], left[name] = case, marks(*case) - seen
+                cases[name], ranks[name], left[name] = case, cheap(*case), marks(*case) - seen
             continue
         cover[name], new = cases[name], left[name]
         seen |= new

@@ -173,10 +173,10 @@ def test_an_all_reduce_that_nothing_would_use_is_refused(options):
 def test_a_killed_worker_ends_the_others_with_its_name_and_the_run_resumes_to_the_same_bits(tmp_path):
     """With fragments in flight; `test_resume` kills a worker of a run without."""
     streaming = {"run__local_steps": 4, "schedule__fragments": 2, "schedule__overlap_steps": 3}
-    config = tiny(run__steps=20, run__timeout_s=20, workers=3, model__layers=2, **streaming)
+    config = tiny(run__steps=20, run__timeout_s=60, workers=3, model__layers=2, **streaming)
     began = time.monotonic()
     code, output = fated(config, tmp_path / "real", "SIGKILL", 3)
-    assert time.monotonic() - began < 60  # no survivor waits for its timeout more than once
+    assert time.monotonic() - began < 120  # no survivor waits for its timeout more than once
     assert code == 128 + signal.SIGKILL, output
     for survivor in (0, 2):
         told = [line for line in output.splitlines() if line.startswith(f"[{survivor}] gossamer: ")]
@@ -193,7 +193,7 @@ def test_a_worker_that_hangs_ends_the_others_within_the_timeout(tmp_path):
     config = single(run__steps=8, run__timeout_s=2, workers=2, topology__name="complete")
     code, output = fated(config, tmp_path / "real", "SIGSTOP", 1, grace_s=0.5)
     assert (
-        time.time() - (tmp_path / "real" / "pid").stat().st_mtime < 2 + 12
+        time.time() - (tmp_path / "real" / "pid").stat().st_mtime < 2 + 40
     )  # the timeout, and what a busy machine needs
     told = next(line for line in output.splitlines() if line.startswith("[0] gossamer: "))
     assert "worker 1 did not answer for 2 s in round" in told

@@ -226,6 +226,7 @@ def test_a_slow_machine_settles_on_fewer_steps_and_goes_on_with_them_when_resume
     assert (resumed[:4] == steps[:4]).all() and resumed[4].tolist() == steps[4].tolist()
 
 
+@pytest.mark.full
 @pytest.mark.netns
 @pytest.mark.timeout(300)
 def test_a_slow_uplink_settles_on_fewer_steps(tmp_path, monkeypatch):

@@ -122,6 +122,7 @@ def same(a, b):
     assert losses(a) == losses(b) and losses(a)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_of_fewer_workers_than_cores_has_the_bits_of_its_simulation_and_of_its_replay_on_any_number_of_cores(
@@ -149,6 +150,7 @@ def test_a_run_of_fewer_workers_than_cores_has_the_bits_of_its_simulation_and_of
         assert evaluated(tmp_path / "real") == evaluated(tmp_path / "simulated")
 
 
+@pytest.mark.full
 @pytest.mark.timeout(240)
 def test_workers_of_machines_with_different_cores_are_simulated_audited_and_resumed_with_the_threads_of_each(
     cores, wide, tmp_path

@@ -104,6 +104,7 @@ def must_be_alike(real, simulated, config):
         assert all(torch.equal(a, b) for a, b in zip(tensors(mine), tensors(theirs), strict=True))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [name for name in EQUAL if name != "gossip, adamw"])
 def test_workers_in_two_shards_end_with_the_checkpoints_of_the_simulation(name, tmp_path):
     must_be_alike(*trained(tmp_path, EQUAL[name]))

@@ -19,7 +19,7 @@ from pydantic import Field
 from gossamer.errors import ConfigError, choose
 from gossamer.network.links import Floats
 from gossamer.rng import numpy_rng
-from gossamer.settings.options import Count, NotNegative, Portion, Positive, bounded
+from gossamer.settings.options import Count, NotNegative, Portion, Positive, check_values
 
 Settings = TypeVar("Settings")
 
@@ -77,9 +77,9 @@ def goodput(mtbf_s: float, down_s: float, *, interval_s: float = 0.0, checkpoint
     >>> goodput(100.0, 25.0), goodput(math.inf, 25.0), round(goodput(3600.0, 300.0, interval_s=600.0, checkpoint_s=20.0), 3)
     (0.8, 1.0, 0.819)
     """
-    bounded(_Between, mtbf_s=mtbf_s)
-    bounded(NotNegative, down_s=down_s, checkpoint_s=checkpoint_s)
-    bounded(_Interval, interval_s=interval_s)
+    check_values(_Between, mtbf_s=mtbf_s)
+    check_values(NotNegative, down_s=down_s, checkpoint_s=checkpoint_s)
+    check_values(_Interval, interval_s=interval_s)
     ensure("interval_s", interval_s, interval_s > 0 or checkpoint_s == 0, "above 0, as each checkpoint takes time")
     if mtbf_s == math.inf:
         return 1.0 if interval_s in (0, math.inf) else interval_s / (interval_s + checkpoint_s)
@@ -101,8 +101,8 @@ def best_interval_s(mtbf_s: float, checkpoint_s: float) -> float:
     >>> round(best_interval_s(3600.0, 20.0), 1), round((2 * 20 * 3600) ** 0.5, 1), best_interval_s(3600.0, 0.0)
     (366.3, 379.5, 0.0)
     """
-    bounded(_Between, mtbf_s=mtbf_s)
-    bounded(NotNegative, checkpoint_s=checkpoint_s)
+    check_values(_Between, mtbf_s=mtbf_s)
+    check_values(NotNegative, checkpoint_s=checkpoint_s)
     if checkpoint_s == 0 or mtbf_s == math.inf:
         return checkpoint_s and math.inf
     cost = checkpoint_s / mtbf_s
@@ -122,8 +122,8 @@ def uptime(available: float, learners: int) -> float:
     >>> uptime(0.7, learners=1), round(uptime(0.7, learners=4), 4)
     (0.7, 0.9919)
     """
-    bounded(Portion, available=available)
-    bounded(Count, learners=learners)
+    check_values(Portion, available=available)
+    check_values(Count, learners=learners)
     return available if learners == 1 else -math.expm1(learners * math.log1p(-available)) if available < 1 else 1.0
 
 
@@ -157,18 +157,18 @@ class GoodputOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        bounded(Count, chips=self.chips, learners=self.learners, worker_chips=self.worker_chips)
-        bounded(Count, interruptions=self.interruptions)
+        check_values(Count, chips=self.chips, learners=self.learners, worker_chips=self.worker_chips)
+        check_values(Count, interruptions=self.interruptions)
         for name, value, most in (("chips", self.chips, 10**12), ("interruptions", self.interruptions, 10**7)):
             ensure(name, value, value <= most, f"at most {most}")
-        bounded(_Between, mtbi_s=self.mtbi_s)
-        bounded(NotNegative, restart_s=self.restart_s, downtime_s=self.downtime_s, catch_up_s=self.catch_up_s)
-        bounded(NotNegative, checkpoint_s=self.checkpoint_s)
+        check_values(_Between, mtbi_s=self.mtbi_s)
+        check_values(NotNegative, restart_s=self.restart_s, downtime_s=self.downtime_s, catch_up_s=self.catch_up_s)
+        check_values(NotNegative, checkpoint_s=self.checkpoint_s)
         if self.interval_s is not None:
-            bounded(Positive, interval_s=self.interval_s)
+            check_values(Positive, interval_s=self.interval_s)
         for name, parts in (("learners", self.learners), ("worker_chips", self.worker_chips)):
             ensure(name, parts, self.chips % parts == 0, f"a divisor of the {self.chips} chips, so that all are equal")
-        bounded(int, seed=self.seed)
+        check_values(int, seed=self.seed)
 
 
 class Group(NamedTuple):
@@ -339,11 +339,11 @@ def goodput_curves(
     options: GoodputOptions = GoodputOptions(), chips: Sequence[float] | Floats = CHIPS
 ) -> dict[str, list[tuple[float, float]]]:
     """Goodput by the closed form against the number of chips, as points to draw, for each way to train."""
-    found: dict[str, list[tuple[float, float]]] = {}
+    curves: dict[str, list[tuple[float, float]]] = {}
     for n in chips:
         for group in fleets(options, float(n)):
-            found.setdefault(group.method, []).append((float(n), group.goodput))
-    return found
+            curves.setdefault(group.method, []).append((float(n), group.goodput))
+    return curves
 
 
 GOODPUT_HEADINGS = (

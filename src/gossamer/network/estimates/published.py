@@ -93,7 +93,7 @@ def published_goodput(restart_s: float = 72.0, downtime_s: float = 22.6) -> list
     >>> round(max(abs(cell.published - cell.goodput) for cell in published_goodput()), 3)
     0.043
     """
-    found = []
+    cells = []
     for chips, methods in PUBLISHED_GOODPUT.items():
         for method, percents in methods.items():
             for learners, percent in zip(PUBLISHED_LEARNERS[method], percents, strict=True):
@@ -101,5 +101,5 @@ def published_goodput(restart_s: float = 72.0, downtime_s: float = 22.6) -> list
                     chips=chips, learners=learners, restart_s=restart_s, downtime_s=downtime_s, worker_chips=1
                 )
                 ours = next(group.goodput for group in fleets(options) if group.method == method)
-                found.append(PublishedGoodput(chips, method, learners, percent / 100, ours))
-    return found
+                cells.append(PublishedGoodput(chips, method, learners, percent / 100, ours))
+    return cells

@@ -12,7 +12,7 @@ from gossamer.errors import ConfigError, choose
 from gossamer.network.estimates.goodput import ensure
 from gossamer.network.estimates.utilisation import BANDWIDTHS_BPS, MODELS, Model
 from gossamer.network.estimates.wall_clock import Link, all_reduce_s
-from gossamer.settings.options import Count, NotNegative, Positive, Share, bounded
+from gossamer.settings.options import Count, NotNegative, Positive, Share, check_values
 
 
 def matched_local_steps(full_steps: int, bandwidth_share: float, exchange_steps: float) -> int:
@@ -29,9 +29,9 @@ def matched_local_steps(full_steps: int, bandwidth_share: float, exchange_steps:
     >>> matched_local_steps(30, 0.1, 5 / 3), matched_local_steps(30, 0.1, 10 / 3)
     (15, 1)
     """
-    bounded(Count, full_steps=full_steps)
-    bounded(Share, bandwidth_share=bandwidth_share)
-    bounded(NotNegative, exchange_steps=exchange_steps)
+    check_values(Count, full_steps=full_steps)
+    check_values(Share, bandwidth_share=bandwidth_share)
+    check_values(NotNegative, exchange_steps=exchange_steps)
     longest = full_steps - (1 / bandwidth_share - 1) * exchange_steps
     # 30 - (1/0.6 - 1)·21 is 15.999999999999998 in floats; a number that is whole up to rounding counts as whole.
     return int(min(max(math.floor(longest + 1e-9 * full_steps), 1), full_steps))
@@ -82,10 +82,10 @@ class StragglerRun:
     bits_per_parameter: float = 16.0
 
     def __post_init__(self) -> None:
-        bounded(Positive, step_s=self.model.step_s, parameters=self.model.parameters)
-        bounded(Positive, bits_per_parameter=self.bits_per_parameter)
-        bounded(Count, local_steps=self.local_steps)
-        bounded(Share, bandwidth_share=self.bandwidth_share)
+        check_values(Positive, step_s=self.model.step_s, parameters=self.model.parameters)
+        check_values(Positive, bits_per_parameter=self.bits_per_parameter)
+        check_values(Count, local_steps=self.local_steps)
+        check_values(Share, bandwidth_share=self.bandwidth_share)
 
     @property
     def payload_bits(self) -> float:
@@ -118,7 +118,7 @@ def straggler_utilisation(
     ensure("bandwidth_bps", bandwidth_bps, bandwidth_bps > 0, "above 0, in bits per second")
     peers, n, share, step_s = STRAGGLER_METHODS[method], run.workers, run.bandwidth_share, run.model.step_s
     fewest = 1 + (peers or 1)
-    bounded(Count, workers=n)
+    check_values(Count, workers=n)
     ensure(f"workers of {method}", n, n >= fewest, f"a whole number from {fewest}")
     steps = straggler_steps = 1 if method == "data_parallel" else run.local_steps
     if peers is None:

@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike
 from gossamer.errors import ConfigError, choose, require
 from gossamer.network.estimates.goodput import build_settings, ensure
 from gossamer.network.links import Floats
-from gossamer.settings.options import Count, Number, Portion, Positive, Share, bounded
+from gossamer.settings.options import Count, Number, Portion, Positive, Share, check_values
 
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
 """The usual target utilisations."""
@@ -42,8 +42,8 @@ def step_seconds(parameters: float, tokens: float, peak_flops: float, mfu: float
     >>> step_seconds(1e9, tokens=1e6, peak_flops=1e15, mfu=0.4)
     15.0
     """
-    bounded(Positive, parameters=parameters, tokens=tokens, peak_flops=peak_flops)
-    bounded(Share, mfu=mfu)
+    check_values(Positive, parameters=parameters, tokens=tokens, peak_flops=peak_flops)
+    check_values(Share, mfu=mfu)
     return 6 * parameters * tokens / (peak_flops * mfu)
 
 
@@ -107,16 +107,16 @@ class Setting:
     """The forward pass's share of a step."""
 
     def __post_init__(self) -> None:
-        bounded(Count, layers=self.layers, local_steps=self.local_steps)
+        check_values(Count, layers=self.layers, local_steps=self.local_steps)
         if self.fragment_layers is not None:
-            bounded(Count, fragment_layers=self.fragment_layers)
-        bounded(Positive, step_s=self.step_s, parameters=self.parameters)
-        bounded(Positive, bits_per_parameter=self.bits_per_parameter, payload_factor=self.payload_factor)
-        bounded(Portion, forward_share=self.forward_share)
+            check_values(Count, fragment_layers=self.fragment_layers)
+        check_values(Positive, step_s=self.step_s, parameters=self.parameters)
+        check_values(Positive, bits_per_parameter=self.bits_per_parameter, payload_factor=self.payload_factor)
+        check_values(Portion, forward_share=self.forward_share)
         if self.assignment not in ("strided", "sequential"):
             raise ConfigError(choose("assignment", str(self.assignment), ("strided", "sequential")))
         last = self.local_steps - 1
-        bounded(Number, overlap_steps=self.overlap_steps)
+        check_values(Number, overlap_steps=self.overlap_steps)
         ensure(
             "overlap_steps",
             self.overlap_steps,
@@ -142,21 +142,21 @@ def setting_of(model: str, method: str, **options: Any) -> Setting:
     >>> setting_of("1b", "streaming_overlap", local_steps=30).overlap_steps
     1
     """
-    for what, name, table in (("model", model, MODELS), ("method", method, PUBLISHED_METHODS)):
+    for noun, name, table in (("model", model, MODELS), ("method", method, PUBLISHED_METHODS)):
         if name not in table:
-            raise ConfigError(choose(what, name, table))
-    own = PUBLISHED_METHODS[method]
-    if own.get("local_steps") == 1 and options.get("local_steps", 1) != 1:
+            raise ConfigError(choose(noun, name, table))
+    defaults = PUBLISHED_METHODS[method]
+    if defaults.get("local_steps") == 1 and options.get("local_steps", 1) != 1:
         raise ConfigError(
             f"{method} reduces in each step but local_steps is {options['local_steps']}; only 1 is allowed, "
             "use the method diloco for more"
         )
-    if own["fragment_layers"] is None and options.get("fragment_layers") is not None:
+    if defaults["fragment_layers"] is None and options.get("fragment_layers") is not None:
         raise ConfigError(
             f"{method} reduces the whole model at once but fragment_layers is {options['fragment_layers']}; "
             "remove fragment_layers, or use the method streaming"
         )
-    return build_settings(Setting, MODELS[model]._asdict() | own | options)
+    return build_settings(Setting, MODELS[model]._asdict() | defaults | options)
 
 
 def utilisation(setting: Setting, bandwidth_bps: ArrayLike) -> Floats:
@@ -240,7 +240,7 @@ def bandwidth_table(
     """
     targets = tuple(targets)
     for target in targets:
-        bounded(Share, **{"the target utilisation": target})
+        check_values(Share, **{"the target utilisation": target})
     bandwidths = np.sort(np.asarray(bandwidths_bps, float), axis=None)
     reached = utilisation(setting, bandwidths)
     return [BandwidthNeeded(t, next((float(b) for b in bandwidths[reached >= t]), None)) for t in targets]

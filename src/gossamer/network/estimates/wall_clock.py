@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from gossamer.errors import ConfigError, choose
 from gossamer.network.estimates.goodput import ensure
 from gossamer.network.estimates.utilisation import step_seconds
-from gossamer.settings.options import Count, NotNegative, Positive, bounded
+from gossamer.settings.options import Count, NotNegative, Positive, check_values
 
 
 class Link(NamedTuple):
@@ -34,10 +34,10 @@ def all_reduce_s(payload_bits: float, nodes: int, link: Link) -> float:
     >>> all_reduce_s(16e9, nodes=4, link=Link(bandwidth_bps=8e9, latency_s=0.5))
     3.5
     """
-    bounded(Count, nodes=nodes)
-    bounded(Positive, payload_bits=payload_bits)
+    check_values(Count, nodes=nodes)
+    check_values(Positive, payload_bits=payload_bits)
     ensure("bandwidth_bps of the link", link.bandwidth_bps, link.bandwidth_bps > 0, "above 0")
-    bounded(NotNegative, **{"latency_s of the link": link.latency_s})
+    check_values(NotNegative, **{"latency_s of the link": link.latency_s})
     return 2 * payload_bits / link.bandwidth_bps * (1 - 1 / nodes) + link.latency_s
 
 
@@ -92,9 +92,11 @@ class MultiSiteRun:
     """FLOP/s of one node."""
 
     def __post_init__(self) -> None:
-        bounded(Positive, parameters=self.parameters, tokens=self.tokens, batch_tokens=self.batch_tokens)
-        bounded(Positive, flops=self.flops, bits_per_parameter=self.bits_per_parameter)
-        bounded(Count, nodes=self.nodes, replicas=self.replicas, local_steps=self.local_steps, fragments=self.fragments)
+        check_values(Positive, parameters=self.parameters, tokens=self.tokens, batch_tokens=self.batch_tokens)
+        check_values(Positive, flops=self.flops, bits_per_parameter=self.bits_per_parameter)
+        check_values(
+            Count, nodes=self.nodes, replicas=self.replicas, local_steps=self.local_steps, fragments=self.fragments
+        )
         _check_replicas(self.replicas, self.nodes)
 
     @property
@@ -146,7 +148,7 @@ def _check_method(method: str, run: MultiSiteRun) -> None:
     ensure(f"fragments of {method}", run.fragments, whole, "1; only streaming sends the model in parts")
     longest = run.local_steps // run.fragments if streams else 0
     allowed = f"from 0 to {longest}; only streaming hides transfers, and each must end before the next one begins"
-    bounded(NotNegative, overlap_steps=tau)
+    check_values(NotNegative, overlap_steps=tau)
     ensure(f"overlap_steps of {method}", tau, tau <= longest, allowed)
 
 
@@ -170,7 +172,7 @@ def balanced_local_steps(
     >>> balanced_local_steps(parameters=1e9, nodes=1024, replicas=2, across=LINKS["medium"]), 400e9 / 100e9
     (5, 4.0)
     """
-    bounded(Count, nodes=nodes, replicas=replicas)
+    check_values(Count, nodes=nodes, replicas=replicas)
     _check_replicas(replicas, nodes)
     bits = bits_per_parameter * parameters
     inner_s = all_reduce_s(bits, nodes // replicas, within)
@@ -187,8 +189,8 @@ def loss_fit(parameters: float, replicas: int = 1) -> float:
     >>> round(loss_fit(1.3e9, replicas=2), 2), round(loss_fit(1.3e9, replicas=8), 2)  # measured there: 2.46, 2.49
     (2.45, 2.49)
     """
-    bounded(Positive, parameters=parameters)
-    bounded(Count, replicas=replicas)
+    check_values(Positive, parameters=parameters)
+    check_values(Count, replicas=replicas)
     return 19.226 * parameters**-0.0985 * replicas**0.0116
 
 
@@ -200,7 +202,7 @@ def data_parallel_fit(parameters: float) -> float:
     >>> round(data_parallel_fit(1.3e9), 2)
     2.45
     """
-    bounded(Positive, parameters=parameters)
+    check_values(Positive, parameters=parameters)
     return 18.129 * parameters**-0.0953
 
 
@@ -223,8 +225,8 @@ def diloco_gap(parameters: float, replicas: int) -> float:
     >>> [f"{diloco_gap(35e6, replicas):.1%}" for replicas in (1, 2, 4, 8)]  # measured there: -0.1, 0.7, 2.0 and 3.9 %
     ['0.0%', '0.7%', '1.9%', '3.7%']
     """
-    bounded(Positive, parameters=parameters)
-    bounded(Count, replicas=replicas)
+    check_values(Positive, parameters=parameters)
+    check_values(Count, replicas=replicas)
     fewest, most = FITTED_PARAMETERS
     least = data_parallel_fit(n := min(max(parameters, fewest), most))
     known = {1: 0.0, **{m: math.log(a * n**power / least) for m, (a, power) in DILOCO_FITS.items()}}
@@ -242,8 +244,8 @@ def inner_lr_fit(parameters: float, replicas: int = 1) -> float:
     >>> f"{inner_lr_fit(1e9, replicas=2):.1e}"
     '3.1e-04'
     """
-    bounded(Positive, parameters=parameters)
-    bounded(Count, replicas=replicas)
+    check_values(Positive, parameters=parameters)
+    check_values(Count, replicas=replicas)
     return 22256 * parameters**-0.8827 * replicas**0.2929
 
 
@@ -256,8 +258,8 @@ def batch_tokens_fit(parameters: float, replicas: int = 1) -> float:
     >>> f"{batch_tokens_fit(1e9, replicas=2):.2g}", f"{15.75 * 1e9**0.479:.2g}"
     ('3.1e+05', '3.2e+05')
     """
-    bounded(Positive, parameters=parameters)
-    bounded(Count, replicas=replicas)
+    check_values(Positive, parameters=parameters)
+    check_values(Count, replicas=replicas)
     return 2048 * 0.00709 * parameters**0.4695 * replicas**0.3399
 
 
@@ -308,15 +310,15 @@ class WallClockOptions:
     def __post_init__(self) -> None:
         if self.network not in LINKS:
             raise ConfigError(choose("network", self.network, LINKS))
-        bounded(Positive, parameters=self.parameters, node_tokens=self.node_tokens)
-        bounded(Count, replicas=self.replicas, fragments=self.fragments)
+        check_values(Positive, parameters=self.parameters, node_tokens=self.node_tokens)
+        check_values(Count, replicas=self.replicas, fragments=self.fragments)
 
     def run(self) -> MultiSiteRun:
         """The run of DiLoCo in all replicas. Raises ConfigError for a number out of bounds."""
         batch_tokens, nodes = self.batch_tokens, self.nodes
         if batch_tokens is None:
             batch_tokens = batch_tokens_fit(self.parameters, self.replicas)
-        bounded(Positive, batch_tokens=batch_tokens)
+        check_values(Positive, batch_tokens=batch_tokens)
         if nodes is None:
             nodes = max(1, round(batch_tokens / self.node_tokens / self.replicas)) * self.replicas
         return MultiSiteRun(

@@ -52,15 +52,15 @@ def of_metrics(kind: str, fields: Mapping[str, Any]) -> dict[str, float]:
     {'eval/loss': 2.0, 'eval/own_loss/worker-000': 2.0, 'eval/own_loss/worker-001': 3.0, 'eval/own_loss/mean': 2.5}
     """
     end = f"/worker{worker_suffix(fields['worker'])}" if "worker" in fields else ""
-    found = {
+    points = {
         f"{kind}/{name}{end}": value
         for name, value in fields.items()
         if name not in ("round", "worker", "step") and isinstance(value, int | float) and not isinstance(value, bool)
     }
-    if own := [x for x in fields.get("worker_losses", ()) if x is not None]:
-        found |= {f"{kind}/own_loss/worker{worker_suffix(i)}": x for i, x in enumerate(fields["worker_losses"])}
-        found[f"{kind}/own_loss/mean"] = math.fsum(own) / len(own)
-    return {name: value for name, value in found.items() if value is not None}
+    if losses := [x for x in fields.get("worker_losses", ()) if x is not None]:
+        points |= {f"{kind}/own_loss/worker{worker_suffix(i)}": x for i, x in enumerate(fields["worker_losses"])}
+        points[f"{kind}/own_loss/mean"] = math.fsum(losses) / len(losses)
+    return {name: value for name, value in points.items() if value is not None}
 
 
 def of_bytes(worker: int, sent_bytes: int) -> dict[str, float]:
@@ -99,8 +99,8 @@ class Means:
         # All at once, to keep the values of one inner step together: a dashboard may accept steps only in order.
         over = [self._end(curve) for curve, (round, _, _) in [*self._open.items()] if round != point.round]
         for name, value in point.values.items():
-            curve, found, _ = name.partition(_WORKER)
-            if not found or f"{curve}/mean" in point.values:
+            curve, separator, _ = name.partition(_WORKER)
+            if not separator or f"{curve}/mean" in point.values:
                 continue
             self._open.setdefault(curve, (point.round, point.step, []))[2].append(value)
         return over

@@ -35,13 +35,13 @@ class Exporter:
             "gossamer_exchanges", "Exchanges of all rounds by what became of them.", ["outcome"], registry=registry
         )
         self._sent = client.Counter("gossamer_sent_bytes", "Bytes of all payloads sent.", registry=registry)
-        own = port + (worker or 0)
+        worker_port = port + (worker or 0)
         try:
-            self._server, self._thread = client.start_http_server(own, addr=host, registry=registry)
+            self._server, self._thread = client.start_http_server(worker_port, addr=host, registry=registry)
         except (OSError, OverflowError) as error:
             raise ConfigError(
-                f"record.prometheus_port is {port}, and {host}:{own} cannot be opened ({error}); choose another port, or 0 to "
-                "serve nothing"
+                f"record.prometheus_port is {port}, and {host}:{worker_port} cannot be opened ({error}); choose another port, "
+                "or 0 to serve nothing"
             ) from None
 
     def metrics(self, kind: str, fields: Mapping[str, Any]) -> None:

@@ -71,22 +71,22 @@ class EventLog(Generic[T]):
     def paths(self, folder: Path) -> dict[int, Path]:
         """The files of a run folder, by worker."""
         numbers = {path: path.stem.removeprefix(f"{self.name}-") for path in Path(folder).glob(f"{self.name}-*.jsonl")}
-        found = {int(text): path for path, text in numbers.items() if text.isascii() and text.isdigit()}
-        return dict(sorted(found.items()))
+        by_worker = {int(text): path for path, text in numbers.items() if text.isascii() and text.isdigit()}
+        return dict(sorted(by_worker.items()))
 
     def line(self, event: T, **more: object) -> str:
         """The line of an event; `more` are the keys that each line has. Sets are written as sorted lists."""
         word = event.event if "event" in _fields(event) else self._words[type(event)]  # pyright: ignore
         values = {**more, "event": word}
         keys = dict.fromkeys((*self._before, "event", *self._fields[word], *self._after))
-        found = {key: values[key] if key in values else getattr(event, key) for key in keys}
-        return json_line({key: sorted(v) if isinstance(v, frozenset) else v for key, v in found.items()})
+        fields = {key: values[key] if key in values else getattr(event, key) for key in keys}
+        return json_line({key: sorted(v) if isinstance(v, frozenset) else v for key, v in fields.items()})
 
     def parse(self, line: bytes | str, where: str) -> Recorded[T]:
         """The event of a line. Raises: DataError, which names `where`, for an invalid line."""
-        found = self.lines.parse(line, where)
-        word = found["event"]
-        return Recorded(self._kinds[word](**{key: found[key] for key in self._fields[word]}), found)
+        fields = self.lines.parse(line, where)
+        word = fields["event"]
+        return Recorded(self._kinds[word](**{key: fields[key] for key in self._fields[word]}), fields)
 
     def known(self, line: bytes | str, where: str) -> dict[str, Any]:
         """A line of a possibly newer version, with lists in place of sets. Raises: as `parse`."""

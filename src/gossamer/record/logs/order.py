@@ -186,15 +186,15 @@ def read_order(run_folder: Path) -> dict[int, list[OrderLife]]:
 
     Raises: DataError for an invalid line, or one that cannot follow those before it.
     """
-    found = {slot: _lives(path) for slot, path in _LOG.paths(run_folder).items()}
+    by_slot = {slot: _lives(path) for slot, path in _LOG.paths(run_folder).items()}
     whose: dict[int, int] = {}
-    for slot, life in ((slot, one.life) for slot, lives in found.items() for one in lives):
+    for slot, life in ((slot, one.life) for slot, lives in by_slot.items() for one in lives):
         if whose.setdefault(life, slot) != slot:
             impossible(
                 f"{_LOG.path(run_folder, whose[life])} and {_LOG.path(run_folder, slot)}",
                 f"both have the life {life} of a process, so that one of them is of another worker",
             )
-    return found
+    return by_slot
 
 
 def phases_in(lives: Sequence[OrderLife]) -> int:
@@ -239,7 +239,7 @@ class _Reader:
         if isinstance(event, Published | Learned) and event.number != phases:
             impossible(where, f"phase {event.number} ends after {phases} others")
         follows = isinstance(event, Mixed) and isinstance(before, Published)
-        if isinstance(event, Mixed) and not (follows and event.number == phases - 1 and _once(event)):
+        if isinstance(event, Mixed) and not (follows and event.number == phases - 1 and _has_distinct_peers(event)):
             impossible(where, f"an update after phase {event.number} does not follow what is above it")
         if isinstance(event, Published | Finished) and isinstance(before, Published):
             impossible(where, "the update after the last phase is missing")
@@ -253,5 +253,5 @@ class _Reader:
         self.events.append(event)
 
 
-def _once(event: Mixed) -> bool:
+def _has_distinct_peers(event: Mixed) -> bool:
     return len({j for j, _, _ in event.heard}) == len(event.heard)

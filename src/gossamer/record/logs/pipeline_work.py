@@ -52,10 +52,10 @@ def read_pipeline(run_folder: Path) -> PipelineWork | None:
         return None
     work = _WORK.parse(path.read_bytes(), str(path))
     pieces = work["stages"] * work["chunks"]
-    found = [len(work["shares"]), *(len(work[key]) + 1 for key in ("forward_bytes", "backward_bytes", "again_bytes"))]
-    if found != [pieces] * 4:
+    counts = [len(work["shares"]), *(len(work[key]) + 1 for key in ("forward_bytes", "backward_bytes", "again_bytes"))]
+    if counts != [pieces] * 4:
         raise DataError(
-            f"{path} has {pieces} pieces, {found[0]} shares, and bytes between {found[1]}, {found[2]} and {found[3]} pieces, "
+            f"{path} has {pieces} pieces, {counts[0]} shares, and bytes between {counts[1]}, {counts[2]} and {counts[3]} pieces, "
             "but as many of each are needed; repair or remove the file"
         )
     if pieces * work["micro_batches"] > _MOST_PASSES:

@@ -89,8 +89,8 @@ def read_seconds(run_folder: Path) -> list[RoundSeconds]:
 
     Raises: DataError for a malformed line.
     """
-    found = [RoundSeconds(**line) for _, _, line in folder_lines(run_folder, "seconds", SECONDS_LINES)]
-    return sorted(found, key=lambda one: (one.network or "", one.round, one.worker))
+    rows = [RoundSeconds(**line) for _, _, line in folder_lines(run_folder, "seconds", SECONDS_LINES)]
+    return sorted(rows, key=lambda one: (one.network or "", one.round, one.worker))
 
 
 def recorded_s(folder: Path, worker: int, newest: int | None) -> float:

@@ -576,7 +576,7 @@ def _rows(flat: "array[int]", width: int) -> NDArray[np.int64]:
 
 def _agreed(as_sent: Messages, as_received: Messages) -> Messages:
     """The messages that either end recorded, once each and sorted."""
-    if (alike := _alike(as_sent, as_received)) is not None:
+    if (alike := _matched_messages(as_sent, as_received)) is not None:
         return alike
     sent, got = (Counter(zip(*(column.tolist() for column in ends), strict=True)) for ends in (as_sent, as_received))
     disputed = {row[:5] for row in sent - got} & {row[:5] for row in got - sent}
@@ -590,7 +590,7 @@ def _agreed(as_sent: Messages, as_received: Messages) -> Messages:
     return Messages(*(column.astype(dtype) for column, dtype in zip(rows.T, _TYPES, strict=True)))
 
 
-def _alike(as_sent: Messages, as_received: Messages) -> Messages | None:
+def _matched_messages(as_sent: Messages, as_received: Messages) -> Messages | None:
     """The sorted messages, if both ends recorded the same ones, and no two differ only in bytes or overlap."""
     sizes = [
         1 + int(max(column.max(initial=0) for column in both))

@@ -63,10 +63,10 @@ def page_contents(
 def row_of_view(view: Mapping[str, Any]) -> dict[str, Any]:
     """A row of the table for a run that is followed, with the keys of `gossamer.report.table.summary_rows`."""
     # Without validation of the mean model, `evals` are the workers' own.
-    evals, own = (view.get(key, {"x": {}, "y": {}}) for key in ("evals", "own"))
+    evals, workers = (view.get(key, {"x": {}, "y": {}}) for key in ("evals", "own"))
     trained = max(evals["x"].get("round", []), default=0)  # 0: only initial values
     last = {key: values[-1] for key, values in evals["y"].items() if values and trained}
-    of_workers = dict(zip(own["x"].get("round", []), own["y"].get("own", []), strict=True))
+    of_workers = dict(zip(workers["x"].get("round", []), workers["y"].get("own", []), strict=True))
     wall_s = {name or "its own clock": end_s for name, end_s in view.get("ends_s", {}).items()}
     return {
         "method": view["label"],
@@ -108,14 +108,14 @@ def places_of(methods: Sequence[str]) -> dict[str, int]:
     >>> places_of(["lr=0.001", "lr=0.002"])
     {'lr=0.001': 0, 'lr=0.002': 1}
     """
-    found = dict[str, int]()
+    places = dict[str, int]()
     for method in methods:
         word = re.match(r"[a-z]*", method.lower())
-        own = _OWN_COLOURS.index(word[0]) if word is not None and word[0] in _OWN_COLOURS else None
-        if own is not None and own not in found.values():
-            found.setdefault(method, own)
-    free = itertools.count(len(_OWN_COLOURS) if found else 0)
-    return {method: found[method] if method in found else next(free) for method in dict.fromkeys(methods)}
+        colour = _OWN_COLOURS.index(word[0]) if word is not None and word[0] in _OWN_COLOURS else None
+        if colour is not None and colour not in places.values():
+            places.setdefault(method, colour)
+    free = itertools.count(len(_OWN_COLOURS) if places else 0)
+    return {method: places[method] if method in places else next(free) for method in dict.fromkeys(methods)}
 
 
 def _spread(views: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -148,11 +148,11 @@ def _axes(views: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     ]
     shared = set.intersection(*having) if having else set()
     times = [axis for view in views for axis in view.get("evals", {}).get("x", {}) if axis.startswith("time:")]
-    found = [{"key": key, "label": label} for key, label in _AXES if key in shared]
+    axes = [{"key": key, "label": label} for key, label in _AXES if key in shared]
     for axis in dict.fromkeys(times):
         name = axis.removeprefix("time:")
-        found.append({"key": axis, "label": f"seconds on {name}" if name else "measured seconds"})
-    return found
+        axes.append({"key": axis, "label": f"seconds on {name}" if name else "measured seconds"})
+    return axes
 
 
 def _default_axis(axes: Sequence[Mapping[str, str]], rows: Sequence[Mapping[str, Any]]) -> str:

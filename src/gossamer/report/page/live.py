@@ -85,10 +85,10 @@ class LiveRuns:
         self._empty = []
         for root in self._roots:
             inside = sorted(path.parent for path in root.glob("*/run.toml") if not path.parent.is_symlink())
-            found = [root] if (root / "run.toml").is_file() else inside
-            if not found and not any(folder.is_relative_to(root) for folder in self._runs):
+            folders = [root] if (root / "run.toml").is_file() else inside
+            if not folders and not any(folder.is_relative_to(root) for folder in self._runs):
                 self._empty.append(f"{root} holds no run so far; a run that begins there is shown")
-            for folder in found:
+            for folder in folders:
                 if folder not in self._runs and len(self._runs) < _MOST_RUNS:
                     self._runs[folder] = FollowedRun(self._label(folder), folder)
 
@@ -121,11 +121,11 @@ class LiveRuns:
         """The end of each round of a running simulation on its networks; priced again whenever it is half as long again."""
         if run.file is None or run.file.kind != "rounds" or run.clock or not run.traced_lines or not run.file.networks:
             return {}
-        rounds, found = self._prices.get(run.folder, (0, {}))
+        rounds, ends_s = self._prices.get(run.folder, (0, {}))
         if run.done >= max(2, 1.5 * rounds):
-            found = _prices(run)
-            self._prices[run.folder] = run.done, found
-        return found
+            ends_s = _prices(run)
+            self._prices[run.folder] = run.done, ends_s
+        return ends_s
 
 
 def _pulse(run: FollowedRun, now_s: float) -> dict[str, Any]:

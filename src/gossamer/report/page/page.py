@@ -102,18 +102,18 @@ def table_of(page: Path) -> Path:
 def _moments(runs: Sequence[FollowedRun]) -> list[dict[int, Any]]:
     """By run the rounds that can be drawn: its first and its last ones, within the limit."""
     room = _MOST_NUMBERS // max(1, len(runs))
-    found: list[dict[int, Any]] = []
+    moments: list[dict[int, Any]] = []
     for run in runs:
-        own: dict[int, Any] = {}
+        drawn: dict[int, Any] = {}
         spent = 0
         last = range(max(_FIRST, run.done - _LAST), run.done)
         for round in [*range(min(_FIRST, run.done)), *last] if run.file is not None else ():
             if spent < room:
-                own[round] = moment_of(run, round)
-                spent += 3 * len(own[round]["pairs"]) + 7 * sum(map(len, own[round]["seconds"].values()))
-                own[round]["seconds"] = _short(own[round]["seconds"])
-        found.append(own)
-    return found
+                drawn[round] = moment_of(run, round)
+                spent += 3 * len(drawn[round]["pairs"]) + 7 * sum(map(len, drawn[round]["seconds"].values()))
+                drawn[round]["seconds"] = _short(drawn[round]["seconds"])
+        moments.append(drawn)
+    return moments
 
 
 def _short(seconds: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, list[list[Any]]]:

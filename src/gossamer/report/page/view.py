@@ -38,14 +38,14 @@ def run_view(run: FollowedRun, now_s: float, priced: Mapping[str, NDArray[np.flo
         priced: the end of each round by name of network, `[rounds]`, for a run without recorded seconds.
     """
     file = run.file
-    found: dict[str, Any] = {"label": run.label, "complaints": [*run.complaints], "progress": round(run.progress, 3)}
+    head: dict[str, Any] = {"label": run.label, "complaints": [*run.complaints], "progress": round(run.progress, 3)}
     if file is None:
-        return {**found, "name": run.label, "empty": True}
+        return {**head, "name": run.label, "empty": True}
     axes = _Axes(run, priced or {})
     words = standings(run, now_s)
-    losses, evals, own = run.losses.values(), _evals(run, axes), _own(run, axes)
+    losses, evals, own_losses = run.losses.values(), _evals(run, axes), _mean_of_own_losses(run, axes)
     return {
-        **found,
+        **head,
         "empty": False,
         "name": file.name,
         "folder": str(run.folder.resolve()),
@@ -62,11 +62,11 @@ def run_view(run: FollowedRun, now_s: float, priced: Mapping[str, NDArray[np.flo
         "rounds_of": run.rounds_of,
         "last_losses": [_rounded(_last(losses[:, worker])) for worker in range(file.workers)],
         "networks": {name: _placed(network, file.workers) for name, network in file.networks.items()},
-        "evals": evals if evals["y"] else own,
-        "own": own,
+        "evals": evals if evals["y"] else own_losses,
+        "own": own_losses,
         "training": _training(run, axes),
         "by_worker": _by_worker(run, losses),
-        "spent": _spent(run),
+        "spent": _spent_seconds(run),
         "sent_bytes": axes.sent_bytes,
         "ends_s": {name: float(end_s[-1]) for name, (_, end_s) in axes.clocks.items() if len(end_s)},
         "tokens_per_s": axes.tokens_per_s(),
@@ -98,23 +98,24 @@ class _Axes:
             if lines and all(isinstance(line.get(key), int | float) for line in lines):
                 known[key] = [line[key] for line in lines]
             elif len(curve[0]):
-                known[key] = [_rounded(value * many) for value in _along(rounds, *curve)]
+                known[key] = [_rounded(value * many) for value in _cumulative_at(rounds, *curve)]
         if len(self._entries):
             known["bytes"] = [
-                _rounded(x) for x in _along([(r + 1) * self._parts - 1 for r in rounds], self._entries, self._sent)
+                _rounded(x)
+                for x in _cumulative_at([(r + 1) * self._parts - 1 for r in rounds], self._entries, self._sent)
             ]
         for name, curve in self.clocks.items():
-            known[f"time:{name}"] = [_rounded(x) for x in _along(rounds, *curve)]
+            known[f"time:{name}"] = [_rounded(x) for x in _cumulative_at(rounds, *curve)]
         return known
 
     def tokens_per_s(self) -> dict[str, float]:
         """Tokens of all workers a second, on each clock."""
         (rounds, tokens) = self._tokens
-        found = {}
+        rates = {}
         for name, (_, end_s) in self.clocks.items():
             if len(end_s) and end_s[-1] > 0 and len(rounds):
-                found[name] = float(_along([int(rounds[-1])], rounds, tokens)[0] * self._workers / end_s[-1])
-        return found
+                rates[name] = float(_cumulative_at([int(rounds[-1])], rounds, tokens)[0] * self._workers / end_s[-1])
+        return rates
 
 
 def _most(rounds: NDArray[np.int64], values: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -124,13 +125,13 @@ def _most(rounds: NDArray[np.int64], values: NDArray[np.float64]) -> tuple[NDArr
     return rounds[known], most
 
 
-def _along(rounds: Sequence[int], at: NDArray[np.int64], values: NDArray[np.float64]) -> list[float]:
+def _cumulative_at(rounds: Sequence[int], at: NDArray[np.int64], values: NDArray[np.float64]) -> list[float]:
     """A cumulative figure after these rounds: zero before the first, and unknown after the last recorded one."""
     if not len(at):
         return [math.nan] * len(rounds)
-    found = np.interp(np.array(rounds, float), np.concatenate([[-1], at]), np.concatenate([[0.0], values]))
+    interpolated = np.interp(np.array(rounds, float), np.concatenate([[-1], at]), np.concatenate([[0.0], values]))
     last = at[-1]
-    return [math.nan if r > last else float(x) for r, x in zip(rounds, found, strict=True)]
+    return [math.nan if r > last else float(x) for r, x in zip(rounds, interpolated, strict=True)]
 
 
 def _evals(run: FollowedRun, axes: _Axes) -> dict[str, Any]:
@@ -144,7 +145,7 @@ def _evals(run: FollowedRun, axes: _Axes) -> dict[str, Any]:
     return _curves(figures, rounds, axes, lines)
 
 
-def _own(run: FollowedRun, axes: _Axes) -> dict[str, Any]:
+def _mean_of_own_losses(run: FollowedRun, axes: _Axes) -> dict[str, Any]:
     """The mean of the validations of a real run's workers, each on its own parameters."""
     losses = dict(run.own_losses())
     return _curves({"own": [*losses.values()]} if losses else {}, [*losses], axes)
@@ -178,31 +179,31 @@ def _by_worker(run: FollowedRun, losses: NDArray[np.float64]) -> dict[str, Any]:
     return {"round": [int(rounds[k]) + 1 for k in kept], "losses": rows}
 
 
-def _spent(run: FollowedRun) -> dict[str, Any]:
+def _spent_seconds(run: FollowedRun) -> dict[str, Any]:
     """By clock the seconds of each worker, and the longest waits of a worker for a peer."""
-    found = {}
+    spent = {}
     for name, seconds in run.spent_s.items():
         waits = heapq.nlargest(_MOST_WAITS, run.waits_s[name].items(), key=itemgetter(1))
-        found[name or MEASURED] = {
+        spent[name or MEASURED] = {
             "kinds": [[_rounded(float(x)) for x in row] for row in seconds],
             "waits": [[i, j, _rounded(s)] for (i, j), s in waits],
         }
-    return found
+    return spent
 
 
 def _happenings(run: FollowedRun) -> list[tuple[int, str]]:
     """Events, and workers that compute much longer than the others."""
-    found = list(run.happenings)
-    found += [(one["round"], f"settings changed {described(one)}") for one in run.branches]
+    happenings = list(run.happenings)
+    happenings += [(one["round"], f"settings changed {described(one)}") for one in run.branches]
     for name, seconds in run.spent_s.items():
         compute_s = [float(row[0]) for row in seconds if row[0] > 0]
         usual, where = statistics.median(compute_s) if len(compute_s) > 2 else math.inf, f" on {name}" if name else ""
-        found += [
+        happenings += [
             (max(0, run.done - 1), f"worker {worker} computes {row[0] / usual:.1f} times as long as the median{where}")
             for worker, row in enumerate(seconds)
             if row[0] > _STRAGGLES * usual
         ]
-    return sorted(found, key=lambda one: one[0])
+    return sorted(happenings, key=lambda one: one[0])
 
 
 def standings(run: FollowedRun, now_s: float) -> list[str]:
@@ -216,14 +217,14 @@ def standings(run: FollowedRun, now_s: float) -> list[str]:
     everyone, over, words = run.is_simulated, _is_scored(run), list[str]()
     for worker in range(run.file.workers):
         rounds = run.rounds_of[worker]
-        own = [tail for name, tail in run.tails.items() if everyone or name.partition("-")[2] == f"{worker:03}.jsonl"]
-        age_s = now_s - max((tail.modified_s for tail in own), default=0.0)
+        files = [tail for name, tail in run.tails.items() if everyone or name.partition("-")[2] == f"{worker:03}.jsonl"]
+        age_s = now_s - max((tail.modified_s for tail in files), default=0.0)
         alive_round, alive = run.alive
         if run.ended.get(worker) == "finished" or rounds >= run.file.rounds:
             words.append("finished")
         elif worker in run.ended:
             words.append(run.ended[worker])
-        elif not rounds and not own:
+        elif not rounds and not files:
             words.append("empty")
         elif alive is not None and worker not in alive and rounds <= alive_round:
             words.append("gone")

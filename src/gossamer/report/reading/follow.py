@@ -200,7 +200,7 @@ class FollowedRun:
                 return
             self.tails[path.name] = Tail(path)
         self.tails[path.name].offset = end
-        self._enter(path.name, begin, line)
+        self._process(path.name, begin, line)
 
     def _find(self) -> None:
         for path in sorted(self.folder.iterdir()):
@@ -227,7 +227,7 @@ class FollowedRun:
                 except DataError as error:
                     self.complain(f"{self.label}: {error}")
                 else:
-                    self._enter(name, begin, line)
+                    self._process(name, begin, line)
         except (OSError, ValueError) as error:
             self.complain(f"{self.label}: {name} is not read ({getattr(error, 'strerror', None) or error})")
             return False
@@ -237,7 +237,7 @@ class FollowedRun:
 
     # --- what lines mean ----------------------------------------------------------------------------------------------
 
-    def _enter(self, name: str, begin: int, line: dict[str, Any]) -> None:
+    def _process(self, name: str, begin: int, line: dict[str, Any]) -> None:
         """Processes a line at this offset of a file."""
         kind, workers = kind_of(name), len(self.rounds_of)
         try:
@@ -245,15 +245,15 @@ class FollowedRun:
                 raise DataError(f"{name} at byte {begin} names worker {line['worker']} of {workers}")
             match kind:
                 case "metrics":
-                    self._enter_metric(line)
+                    self._process_metric(line)
                 case "trace":
-                    self._enter_trace(line)
+                    self._process_trace(line)
                 case "seconds":
-                    self._enter_seconds(line)
+                    self._process_seconds(line)
                 case "outcomes":
-                    self._enter_outcome(int(name.removeprefix("outcomes-").removesuffix(".jsonl")), line)
+                    self._process_outcome(int(name.removeprefix("outcomes-").removesuffix(".jsonl")), line)
                 case _:
-                    self._enter_event(line)
+                    self._process_event(line)
         except DataError as error:
             self.complain(f"{self.label}: {error}")
             return
@@ -263,7 +263,7 @@ class FollowedRun:
     def _behind(self, worker: int, rounds: int) -> None:
         self.rounds_of[worker] = max(self.rounds_of[worker], rounds)
 
-    def _enter_metric(self, line: dict[str, Any]) -> None:
+    def _process_metric(self, line: dict[str, Any]) -> None:
         round, worker = line["round"], line.get("worker")
         for metric in MEANS:
             if metric.kind == line["kind"] and metric.name in line and round >= 0:
@@ -282,16 +282,16 @@ class FollowedRun:
             self.validations.put(round, worker, figure_of(line.get("loss")))
         elif line["kind"] == "eval" and worker is None and is_of_its_branch(line, self.branches):
             # Only the worst worker is shown, as a run of many workers has many numbers.
-            own, shown = line.get("worker_losses"), {k: v for k, v in line.items() if k != "worker_losses"}
-            if isinstance(own, list) and own:
-                shown["worst worker"] = max((x for x in map(figure_of, own) if not math.isnan(x)), default=None)
+            losses, shown = line.get("worker_losses"), {k: v for k, v in line.items() if k != "worker_losses"}
+            if isinstance(losses, list) and losses:
+                shown["worst worker"] = max((x for x in map(figure_of, losses) if not math.isnan(x)), default=None)
             self.evaluations.add(shown)
 
-    def _enter_trace(self, line: dict[str, Any]) -> None:
+    def _process_trace(self, line: dict[str, Any]) -> None:
         self.traced_lines += 1
         self.sent.put(line["round"], line["worker"], sum(map(sent_bytes_of, line["ops"])))
 
-    def _enter_seconds(self, line: dict[str, Any]) -> None:
+    def _process_seconds(self, line: dict[str, Any]) -> None:
         network, worker = line["network"], line["worker"]
         if network not in self.clock:
             self.clock[network] = Grid(len(self.rounds_of))
@@ -309,15 +309,15 @@ class FollowedRun:
         for peer, seconds in line["waiting_for"].items():
             waits[worker, peer] = waits.get((worker, peer), 0.0) + seconds
 
-    def _enter_outcome(self, slot: int, line: dict[str, Any]) -> None:
+    def _process_outcome(self, slot: int, line: dict[str, Any]) -> None:
         if slot >= len(self.rounds_of):
             raise DataError(f"outcomes of slot {slot} are there and the run has {len(self.rounds_of)} workers")
         round, event = line["round"], line["event"]
         if event == "begin":
             self.ended.pop(slot, None)
             if round or line["after"]:
-                own = "its own state" if line["donor"] == slot else f"the state of worker {line['donor']}"
-                self._happen(round, f"worker {slot} comes with {own} after {line['after']} rounds")
+                source = "its own state" if line["donor"] == slot else f"the state of worker {line['donor']}"
+                self._happen(round, f"worker {slot} comes with {source} after {line['after']} rounds")
         elif event == "end":
             self.ended[slot] = line["why"]
             if line["why"] != "finished":
@@ -330,7 +330,7 @@ class FollowedRun:
             if line[word]:
                 self._happen(round, f"worker {slot}: exchange with {_several(line[word])} {word}")
 
-    def _enter_event(self, line: dict[str, Any]) -> None:
+    def _process_event(self, line: dict[str, Any]) -> None:
         event = line["event"]
         self.events[event] = self.events.get(event, 0) + 1
         if event in ("leave", "return"):

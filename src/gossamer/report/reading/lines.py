@@ -57,9 +57,9 @@ def line_of_kind(kind: str, line: bytes, where: str, name: str, workers: int) ->
 
     Raises: DataError, which names `where`, for an invalid line, or one of another file's worker.
     """
-    found = _KNOWN[kind](line, where)
-    must_be_own(where, name, writer_of(found, workers) if kind == "events" else found.get("worker"))
-    return found
+    parsed = _KNOWN[kind](line, where)
+    must_be_own(where, name, writer_of(parsed, workers) if kind == "events" else parsed.get("worker"))
+    return parsed
 
 
 _Steps = Count | Annotated[list[Count], Field(min_length=1)]
@@ -199,5 +199,5 @@ def _table(document: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 def _name(document: Mapping[str, Any], key: str) -> str | None:
     value = document.get(key)
-    found = value.get("name") if isinstance(value, Mapping) else value
-    return f"{found:.80}" if isinstance(found, str) else None
+    name = value.get("name") if isinstance(value, Mapping) else value
+    return f"{name:.80}" if isinstance(name, str) else None

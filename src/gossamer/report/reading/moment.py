@@ -72,7 +72,7 @@ def _outcomes(run: FollowedRun, round: int) -> tuple[list[tuple[int, int]], list
 
 
 def _seconds(run: FollowedRun, round: int) -> dict[str, list[tuple[Any, ...]]]:
-    found: dict[str, list[tuple[Any, ...]]] = {}
+    by_network: dict[str, list[tuple[Any, ...]]] = {}
     for network in run.clock:
         rows = []
         for line in _lines(run, "seconds", round, round, network):
@@ -82,8 +82,8 @@ def _seconds(run: FollowedRun, round: int) -> dict[str, list[tuple[Any, ...]]]:
             spent_s = line["compute_s"], waiting_s, peer, line["transfer_s"], line["other_s"]
             total_s = line["compute_s"] + waiting_s + line["transfer_s"] + line["other_s"]
             rows.append((line["worker"], max(0.0, line["end_s"] - total_s), *spent_s))
-        found[network or ""] = sorted(rows, key=lambda row: row[0])
-    return found
+        by_network[network or ""] = sorted(rows, key=lambda row: row[0])
+    return by_network
 
 
 def _lines(run: FollowedRun, kind: str, first: int, last: int, network: str | None = None) -> Iterator[dict[str, Any]]:

@@ -103,18 +103,18 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network] | None) 
     metrics, branches = read_metrics(folder, seen=followed.take), read_branches(folder)
     evals = {line["round"]: line for line in metrics if line["kind"] == "eval" and "worker" not in line}
     trained = [line["round"] for line in metrics if line["kind"] == "train"]
-    first, own = max((branch["round"] for branch in branches), default=0), dict[int, tuple[float, ...]]()
+    first, own_losses = max((branch["round"] for branch in branches), default=0), dict[int, tuple[float, ...]]()
     for line in metrics:
         if line["kind"] == "validation" and line["round"] >= first:
             loss = _as_number(line.get("loss"), "loss", line["round"])
-            own[line["round"]] = (*own.get(line["round"], ()), loss)
+            own_losses[line["round"]] = (*own_losses.get(line["round"], ()), loss)
     config = _read_text(folder / "run.toml")
     if networks is None:
         networks = {} if config is None else networks_in(parse_toml(config, f"'{folder / 'run.toml'}'"))
     sent_bytes, timelines, sent_until, per_round = None, {}, (), 1
     if (events := read_events(folder, seen=followed.take)) is not None:
         sent_bytes = float(events.sent_bytes.mean())
-        timelines = {events.network: _as_it_went(events)} if len(events.end_s) else {}
+        timelines = {events.network: _recorded_timeline(events)} if len(events.end_s) else {}
     elif has_trace(folder) and (trace := read_trace(folder, seen=followed.take)).rounds:  # empty if it has just begun
         sent_bytes = float(trace.sent_bytes.mean())
         sent_until = tuple((trace.round_bytes.cumsum() / trace.workers).tolist())
@@ -136,7 +136,7 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network] | None) 
         ends_of(timelines, per_round),
         tuple(line for line in metrics if line["kind"] in {metric.kind for metric in MEANS}),
         None if config is None else _passes(folder, config, metrics),
-        own,
+        own_losses,
     )
 
 
@@ -161,7 +161,7 @@ def _passes(folder: Path, config: str, metrics: Iterable[Mapping[str, Any]]) -> 
         ) from None
 
 
-def _as_it_went(events: EventTotals) -> Timeline:
+def _recorded_timeline(events: EventTotals) -> Timeline:
     """The timeline of an asynchronous run, whose seconds are part of its result."""
     end_s = np.broadcast_to(events.end_s[:, None], events.compute_s.shape)
     spent_s = np.diff(end_s, axis=0, prepend=0.0)
@@ -203,11 +203,11 @@ def summary_row(run: RunData) -> dict[str, Any]:
             f"the metrics of round {last['round']} have worker_losses {losses!r:.60} but need a list of numbers"
         )
     worst = [_as_number(loss, "worker_losses", last["round"]) for loss in losses]
-    own = worst or run.own.get(last["round"], ())
+    worker_losses = worst or run.own.get(last["round"], ())
     return {
         "method": run.followed.label,
         "loss": _number(last, "loss"),
-        "loss_of_workers": math.fsum(own) / len(own) if own else None,
+        "loss_of_workers": math.fsum(worker_losses) / len(worker_losses) if worker_losses else None,
         "round": last["round"] + 1 if last["round"] >= 0 else None,
         "rounds": run.rounds,
         "passes": run.passes,
@@ -219,7 +219,7 @@ def summary_row(run: RunData) -> dict[str, Any]:
         "wall_s": {name: timeline.total_s for name, timeline in run.timelines.items()},
         "utilisation": {name: timeline.mean_utilisation for name, timeline in run.timelines.items()},
         "loss_at_s": {name: _losses_after(run, end_s.tolist()) for name, end_s in run.ends_s.items()},
-        "loss_at_round": _known((e["round"] + 1, _number(e, "loss")) for e in run.evals),
+        "loss_at_round": _without_gaps((e["round"] + 1, _number(e, "loss")) for e in run.evals),
         "loss_at_bytes": _losses_after(run, run.sent_until),
     }
 
@@ -227,9 +227,11 @@ def summary_row(run: RunData) -> dict[str, Any]:
 def _losses_after(run: RunData, spent: Sequence[float]) -> list[tuple[float, float]]:
     """Validation loss against the cost up to the end of each round."""
     until = [0.0, *spent]
-    return _known((until[e["round"] + 1], _number(e, "loss")) for e in run.evals if -1 <= e["round"] < len(until) - 1)
+    return _without_gaps(
+        (until[e["round"] + 1], _number(e, "loss")) for e in run.evals if -1 <= e["round"] < len(until) - 1
+    )
 
 
-def _known(points: Iterable[tuple[float, float | None]]) -> list[tuple[float, float]]:
+def _without_gaps(points: Iterable[tuple[float, float | None]]) -> list[tuple[float, float]]:
     """The points that have both coordinates; NaN leaves a gap."""
     return [(x, y) for x, y in points if y is not None]

@@ -327,12 +327,12 @@ def _records(folder: Path, run: RunFile, metrics: Sequence[dict[str, Any]]) -> _
 
 def _of_worker(slot: int, entry: SlotEntry | None, records: _Records, answers: _Answers, now_s: float) -> WorkerStatus:
     lives, trained = records.lives.get(slot, []), records.newest.get(slot, {})
-    own = records.addresses.get(slot)
-    address = entry.address if entry is not None else own.address if own is not None else ""
+    listed = records.addresses.get(slot)
+    address = entry.address if entry is not None else listed.address if listed is not None else ""
     done = _rounds_behind(lives, trained, entry if records.in_rounds else None)
     over = records.over or done >= records.rounds
     # Another process may use its port by now. A slot taken over from another machine has another address.
-    here = trains_here(records.folder, slot) if entry is None or (own and own.address == entry.address) else None
+    here = trains_here(records.folder, slot) if entry is None or (listed and listed.address == entry.address) else None
     seen = Sighting(
         entry,
         lives[-1] if lives else None,
@@ -384,11 +384,11 @@ def _asked(folder: Path, addresses: Collection[Address], limits: Limits, peers: 
         return _Answers({}, set(), f"no worker was asked: {error}")
     answers = _Answers({}, set(), None)
 
-    def ask(one: Address) -> None:
+    def ask(address: Address) -> None:
         try:
-            view = look(one.address, secret, run=one.run, limits=limits, timeout_s=PATIENCE_S, keys=keys)
+            view = look(address.address, secret, run=address.run, limits=limits, timeout_s=PATIENCE_S, keys=keys)
         except ConnectionRefusedError:
-            answers.refused.add(one.address)
+            answers.refused.add(address.address)
         except (OSError, PeerError):
             return
         else:
@@ -407,8 +407,8 @@ def _rounds_behind(lives: Sequence[Life], trained: Mapping[str, Any], entry: Slo
 
 
 def _steps(lives: Sequence[Life], trained: Mapping[str, Any]) -> int | None:
-    found = [life.rounds[-1].steps for life in lives if life.rounds] + [trained.get("step")]
-    return max((steps for steps in found if isinstance(steps, int)), default=None)
+    counts = [life.rounds[-1].steps for life in lives if life.rounds] + [trained.get("step")]
+    return max((steps for steps in counts if isinstance(steps, int)), default=None)
 
 
 def _failed(lives: Sequence[Life]) -> tuple[int, int]:
@@ -429,8 +429,10 @@ def _age_s(slot: int, folder: Path, views: Mapping[int, View], now_s: float) -> 
     if slot in views:
         return 0.0
     ages = [view.silent_s[slot] for view in views.values() if slot in view.silent_s]
-    own = [folder / f"{kind}{worker_suffix(slot)}.jsonl" for kind in ("outcomes", "order", "metrics", "seconds")]
-    files = [path for path in own if path.exists()] or [path for path in [folder / "metrics.jsonl"] if path.exists()]
+    written = [folder / f"{kind}{worker_suffix(slot)}.jsonl" for kind in ("outcomes", "order", "metrics", "seconds")]
+    files = [path for path in written if path.exists()] or [
+        path for path in [folder / "metrics.jsonl"] if path.exists()
+    ]
     ages += [max(0.0, now_s - path.stat().st_mtime) for path in files]
     return min(ages, default=None)
 

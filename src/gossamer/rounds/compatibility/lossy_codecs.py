@@ -36,7 +36,7 @@ def destroys(c: Combination) -> bool:
 def too_much(c: Combination) -> str:
     """The error of the codec, and the limit."""
     return (
-        f"codec '{_worst(c.codec).name}' is off by {_error(c.codec):.2g} of their norm in every exchange, where at most "
+        f"codec '{_worse_leg(c.codec).name}' is off by {_error(c.codec):.2g} of their norm in every exchange, where at most "
         f"{_limit(c):g} can be allowed"
     )
 
@@ -60,7 +60,7 @@ def change(c: Combination) -> float | None:
     return _error(c.codec) * (1.0 if c.kind == "pair" else max(amplification(rule) for _, rule in c.rules))
 
 
-def borne(c: Combination) -> float:
+def measured_error_limit(c: Combination) -> float:
     """The error of an exchange up to which gossip in rounds was measured without loss; 0 if not measured.
 
     Source: `docs/evidence/size-and-rounds.md`, "Local steps and codecs in longer runs", with bf16 and int8.
@@ -70,9 +70,9 @@ def borne(c: Combination) -> float:
 
 def lossy_warning(c: Combination) -> str | None:
     """A warning for a codec that the run tolerates at a cost; None otherwise."""
-    if (share := change(c)) is not None and share > borne(c):
+    if (share := change(c)) is not None and share > measured_error_limit(c):
         return (
-            f"{c.who} sends whole parameters through codec '{_worst(c.codec).name}': each exchange brings an error of up to "
+            f"{c.who} sends whole parameters through codec '{_worse_leg(c.codec).name}': each exchange brings an error of up to "
             f"{share:.2%} of their norm, also between workers that agree, or nearly do; "
             f"{instead(c)}"
         )
@@ -99,10 +99,10 @@ def _limit(c: Combination) -> float:
     return LIMIT if c.kind == "pair" or c.rule.mean_preserving else LIMIT_OF_MEANS
 
 
-def _worst(codec: Codec) -> Codec:
+def _worse_leg(codec: Codec) -> Codec:
     """Of the two legs of a mean, the one with the larger error."""
     return codec if codec.back is None else max(codec, codec.back, key=relative_error)
 
 
 def _error(codec: Codec) -> float:
-    return relative_error(_worst(codec))
+    return relative_error(_worse_leg(codec))

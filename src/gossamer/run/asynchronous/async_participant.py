@@ -32,7 +32,7 @@ from gossamer.run.bookkeeping.journal import log_phase
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.run.participant.agreement import HERE, limits_of
 from gossamer.run.participant.life import Participant
-from gossamer.run.participant.seat import Seat
+from gossamer.run.participant.rendezvous import RendezvousResult
 from gossamer.run.worker.replica import LocalPhase
 from gossamer.run.worker.task import Task
 from gossamer.stop_signals import Asked
@@ -61,9 +61,11 @@ class AsyncParticipant(Participant[CallTransport], Generic[Core]):
     log: OrderWriter
     events: EventWriter
 
-    def __init__(self, config: ResolvedRun, folder: Path, task: Task, seat: Seat, asked: Asked) -> None:
-        super().__init__(config, folder, task, seat, asked)
-        endpoint = seat.endpoint
+    def __init__(
+        self, config: ResolvedRun, folder: Path, task: Task, rendezvous: RendezvousResult, asked: Asked
+    ) -> None:
+        super().__init__(config, folder, task, rendezvous, asked)
+        endpoint = rendezvous.endpoint
         self.limit_s = min(endpoint.timeout_s, endpoint.deadline_s or endpoint.timeout_s)
         """How long it waits for an answer."""
         self._number = 0
@@ -137,33 +139,33 @@ class AsyncParticipant(Participant[CallTransport], Generic[Core]):
 
     def connect(self) -> CallTransport:
         """See `Participant`. Calls are refused until the record is open."""
-        return CallTransport(self.seat.members, self.seat.endpoint, self.calls, host=self.host)
+        return CallTransport(self.rendezvous.members, self.rendezvous.endpoint, self.calls, host=self.host)
 
     def begin(self) -> None:
         """See `Participant`. Steps that need a record are in `open_record`."""
-        seat, members, joins = self.seat, self.seat.members, self.joins
-        state = seat.content if isinstance(seat.content, AsyncState) else None
+        rendezvous, members, joins = self.rendezvous, self.rendezvous.members, self.joins
+        state = rendezvous.content if isinstance(rendezvous.content, AsyncState) else None
         if joins:
-            state, _ = newest_state(self.config, self.folder, self.slot, seat.line)
+            state, _ = newest_state(self.config, self.folder, self.slot, rendezvous.lineage)
             self.transport.first_round(self.config.run.timeout_s)
         held = min(members.own.steps, self._budget)
         number = phases_behind(0 if state is None else state.phases, held, self._local_steps)
         if joins and state is not None and self._rounds_over(number) > state.after + self.config.run.rejoin_rounds:
             state = None
-        fetches = state is None and (joins or seat.after > 0)
+        fetches = state is None and (joins or rendezvous.after > 0)
         if fetches:
-            _, state = self.fetch(self._accepted, first=seat.donor, behind=0)
+            _, state = self.fetch(self._accepted, first=rendezvous.donor, behind=0)
             number = phases_behind(0, held, self._local_steps)
         self._number, self.round, self._begun = number, 0, Entered(number, 0, None, 0.0)
         self.replica.steps_taken = number * self._local_steps
         if state is None:
             return
         donor = state.source[0]
-        own = donor == self.slot
+        is_own_state = donor == self.slot
         if not fetches:
             adopt(state, self.core, self.replica)
-        self._held = state.held | ({} if own else {donor: state.phases * self.config.local_steps_of(donor)})
-        self.round = state.after if own else max(state.after, self._rounds_over(number))
+        self._held = state.held | ({} if is_own_state else {donor: state.phases * self.config.local_steps_of(donor)})
+        self.round = state.after if is_own_state else max(state.after, self._rounds_over(number))
         self._begun = Entered(number, self.round, state.source, 0.0)
         if joins:
             say(
@@ -181,8 +183,8 @@ class AsyncParticipant(Participant[CallTransport], Generic[Core]):
 
     def open_record(self, open_: contextlib.ExitStack) -> None:
         """See `Participant`; then this worker takes part, as calls of others can be recorded."""
-        begun, seat = self._begun, self.seat
-        cut, steps = begun.round if seat.goes_on else None, begun.number * self.replica.local_steps
+        begun, rendezvous = self._begun, self.rendezvous
+        cut, steps = begun.round if rendezvous.goes_on else None, begun.number * self.replica.local_steps
         goes_on = begun != Entered(0, 0, None, 0.0)
         last = self.config.rounds - 1
 
@@ -278,7 +280,7 @@ class AsyncParticipant(Participant[CallTransport], Generic[Core]):
     def leave(self) -> None:
         """See `Participant`: stays for the others, saves and announces its end."""
         number, left = self._number, self.asked.is_set()
-        self._stay(left)
+        self._stay_until_end(left)
         why = "left" if left and self.has_more else "finished"
         finished = self.config.rounds if why == "finished" else max(self.round, self._begun.round)
         with self.transport.changed:
@@ -294,7 +296,7 @@ class AsyncParticipant(Participant[CallTransport], Generic[Core]):
         if why == "left":
             say(f"worker {self.slot} leaves after {number} local phases, as it was asked to, and has saved its state")
 
-    def _stay(self, left: bool) -> None:
+    def _stay_until_end(self, left: bool) -> None:
         """Stays until all live workers have taken the last step; on a stop request, completes pending operations."""
         with self.transport.changed:
             if not left:
@@ -313,7 +315,7 @@ class AsyncParticipant(Participant[CallTransport], Generic[Core]):
     def save(self, finished: int) -> None:
         """See `Participant`. Saves the state of its last local phase; meetings continue during the write."""
         with self.saving:
-            save_state(self.seat.line, self.folder, finished, self.slot, self._state)
+            save_state(self.rendezvous.lineage, self.folder, finished, self.slot, self._state)
             self.saved_after = finished
 
 
@@ -324,6 +326,6 @@ def due_round(config: RunSettings, before: int, reached: int) -> int:
     return max((r for r in over if config.due(run.eval_every, r) or config.due(run.checkpoint_every, r)), default=0)
 
 
-def save_state(line: Lineage, folder: Path, finished: int, slot: int, state: dict[str, Any]) -> None:
+def save_state(lineage: Lineage, folder: Path, finished: int, slot: int, state: dict[str, Any]) -> None:
     """Saves one worker after `finished` rounds of the run."""
-    checkpoint.save(folder / "checkpoints", finished, slot, state, digest=line)
+    checkpoint.save(folder / "checkpoints", finished, slot, state, digest=lineage)

@@ -20,7 +20,7 @@ from gossamer.run.bookkeeping.resume import History
 from gossamer.run.bookkeeping.which_round import ChosenRound, Held, newest_of_any, newest_of_own
 from gossamer.run.config.resolved import RunSettings
 from gossamer.run.participant.agreement import limits_of
-from gossamer.run.participant.seat import Brought, Own, Progress
+from gossamer.run.participant.rendezvous import Own, Progress, StartFacts
 from gossamer.run.worker.replica import MISFITS, Replica
 from gossamer.run.worker.stages.checkpoints import Store
 from gossamer.transport.sockets.header import Limits
@@ -83,9 +83,9 @@ def state_of(content: Any, after: int, limits: Limits) -> AsyncState:
         raise CheckpointError(
             f"a state after round {after} is of a simulation over virtual time, which gossamer simulate --resume goes on with"
         )
-    found = sorted(map(str, content)) if isinstance(content, dict) else content
+    shown = sorted(map(str, content)) if isinstance(content, dict) else content
     raise CheckpointError(
-        f"a state after round {after} holds {found!r:.80}, and a worker that waits for nobody needs its local phases, their "
+        f"a state after round {after} holds {shown!r:.80}, and a worker that waits for nobody needs its local phases, their "
         "place in the order of events and what it holds of others; start again with another --out"
     )
 
@@ -119,15 +119,15 @@ def adopt(state: AsyncState, core: GossipWorker | PairWorker, replica: Replica) 
 
 def take_over(state: AsyncState, core: GossipWorker | PairWorker, replica: Replica) -> None:
     """Loads the state of another worker. Raises CheckpointError, without changes, unless all of it fits."""
-    mine = {**state.content, "data": replica.task.data.state()}
+    taken = {**state.content, "data": replica.task.data.state()}
     try:
-        theirs = [mine["x"], *mine["outer"]]
-        must_fit(theirs, [core.x, *leaves(core.s)])
-        if not all_finite(tuple(theirs)):
+        tensors = [taken["x"], *taken["outer"]]
+        must_fit(tensors, [core.x, *leaves(core.s)])
+        if not all_finite(tuple(tensors)):
             raise ValueError("it has numbers that are not finite")
-        replica.must_be_of_another(mine)
-        core.restore(mine["x"], mine["outer"])
-        replica.load(mine)
+        replica.must_be_of_another(taken)
+        core.restore(taken["x"], taken["outer"])
+        replica.load(taken)
     except MISFITS as error:
         raise CheckpointError(
             f"the state of worker {state.source[0]} does not fit this model and rule ({first_line(error)}); look at that "
@@ -136,7 +136,7 @@ def take_over(state: AsyncState, core: GossipWorker | PairWorker, replica: Repli
 
 
 def newest_state(
-    config: RunSettings, folder: Path, slot: int, line: Lineage, before: RunSettings | None = None
+    config: RunSettings, folder: Path, slot: int, lineage: Lineage, before: RunSettings | None = None
 ) -> tuple[AsyncState | None, ChosenRound]:
     """The state of the newest sound checkpoint of a slot, with the faults of newer ones; None without one.
 
@@ -146,15 +146,15 @@ def newest_state(
 
     def read(round: int) -> Fault | None:
         try:
-            state_of(checkpoint.load(store, round, slot, line), round, limits)
+            state_of(checkpoint.load(store, round, slot, lineage), round, limits)
         except CheckpointError as error:
             return Fault.of(error)
         return None
 
-    choice = newest_of_own(Store(config, folder), slot, line, before, read)
+    choice = newest_of_own(Store(config, folder), slot, lineage, before, read)
     if not choice.round and read(0) is not None:  # else it left before the end of the first round
         return None, choice
-    return state_of(checkpoint.load(store, choice.round, slot, line), choice.round, limits), choice
+    return state_of(checkpoint.load(store, choice.round, slot, lineage), choice.round, limits), choice
 
 
 class _StateFacts(NamedTuple):
@@ -164,8 +164,8 @@ class _StateFacts(NamedTuple):
     held: Mapping[int, int]
 
 
-class OwnState(Brought[_StateFacts]):
-    """See `gossamer.run.participant.seat.Brought`: each resumes from its own newest sound checkpoint, of any round."""
+class OwnState(StartFacts[_StateFacts]):
+    """See `gossamer.run.participant.rendezvous.StartFacts`: each resumes from its own newest sound checkpoint, of any round."""
 
     word, one_round = "calls", False
 
@@ -173,7 +173,7 @@ class OwnState(Brought[_StateFacts]):
         self._config, self._folder, self._limits = config, folder, limits_of(config)
 
     def own(self, slot: int, past: History) -> Own:
-        """See `Brought`; `more` has its local phases, and the inner steps of other slots included in its parameters."""
+        """See `StartFacts`; `more` has its local phases, and the inner steps of other slots included in its parameters."""
         state, choice = newest_state(self._config, self._folder, slot, past.lineage, past.before)
         if state is None:
             return Own(choice.kept[slot])
@@ -181,7 +181,7 @@ class OwnState(Brought[_StateFacts]):
         return Own(choice.kept[slot], [state.phases, held], state)
 
     def read(self, more: object) -> _StateFacts | None:
-        """See `Brought`."""
+        """See `StartFacts`."""
         match more:
             case None:
                 return _StateFacts(0, {})
@@ -192,7 +192,7 @@ class OwnState(Brought[_StateFacts]):
         return None
 
     def pick(self, held: Mapping[int, Held]) -> int:
-        """See `Brought`."""
+        """See `StartFacts`."""
         return newest_of_any(held)
 
     def progress(self, slot: int, facts: Sequence[_StateFacts], held: Mapping[int, Held], after: int) -> Progress:

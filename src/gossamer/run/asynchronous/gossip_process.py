@@ -12,7 +12,7 @@ from gossamer.rounds.compatibility.combine import Method
 from gossamer.run.asynchronous.async_participant import PATIENCE_S, AsyncParticipant
 from gossamer.run.asynchronous.message_form import MessageForm
 from gossamer.run.config.resolved import ResolvedRun
-from gossamer.run.participant.seat import Seat
+from gossamer.run.participant.rendezvous import RendezvousResult
 from gossamer.run.worker.replica import LocalPhase
 from gossamer.run.worker.task import Task
 from gossamer.stop_signals import Asked
@@ -29,8 +29,10 @@ class GossipParticipant(AsyncParticipant[GossipWorker]):
     worker's own message.
     """
 
-    def __init__(self, config: ResolvedRun, folder: Path, task: Task, seat: Seat, asked: Asked) -> None:
-        super().__init__(config, folder, task, seat, asked)
+    def __init__(
+        self, config: ResolvedRun, folder: Path, task: Task, rendezvous: RendezvousResult, asked: Asked
+    ) -> None:
+        super().__init__(config, folder, task, rendezvous, asked)
         m = config.method
         assert isinstance(m, Method)
         self._topology, first = m.topology, m.topology.mixing(0)
@@ -43,7 +45,7 @@ class GossipParticipant(AsyncParticipant[GossipWorker]):
             worker=self.slot,
             device=self.device,
         )
-        self.calls = self._fetches = Fetches(seat.members, self._messages.wire_bytes, limit_s=self.limit_s)
+        self.calls = self._fetches = Fetches(rendezvous.members, self._messages.wire_bytes, limit_s=self.limit_s)
         self._step_s = 0.0
 
     def train(self, number: int, round: int, alive: frozenset[int]) -> tuple[LocalPhase, float]:
@@ -53,7 +55,7 @@ class GossipParticipant(AsyncParticipant[GossipWorker]):
         replica.steps_taken = number * replica.local_steps
         report = replica.train(round, 0, replica.local_steps, self._asking(mixing.receives_from(self.slot)))
         self._step_s, ended_s = report.compute_s / replica.local_steps, self.now_s()
-        own, packed = self._messages.pack(self.core.message(number, mixing), number)
+        own_message, packed = self._messages.pack(self.core.message(number, mixing), number)
         # Logged before any peer can get it: if this worker were killed in between, that peer's mix could not be
         # replayed.
         self.log.write(Published(number, round, start_s, ended_s))
@@ -69,8 +71,8 @@ class GossipParticipant(AsyncParticipant[GossipWorker]):
                 self.decline(peer, str(error))
         now_s, everyone = self.now_s(), len(alive) == self.config.workers
         # Logged before it is computed: a worker killed in between loses the mix, and its next life begins before it.
-        heard = tuple((peer, came[peer].version, came[peer].life) for peer in received)
-        self.log.write(Mixed(number, None if everyone else alive, heard, now_s))
+        mixed = tuple((peer, came[peer].version, came[peer].life) for peer in received)
+        self.log.write(Mixed(number, None if everyone else alive, mixed, now_s))
         for peer in received:
             # From now on the peer's slot continues after these steps, as they are in this worker's parameters.
             self.holds(peer, came[peer].steps)
@@ -84,7 +86,7 @@ class GossipParticipant(AsyncParticipant[GossipWorker]):
                 start_s=ended_s,
                 end_s=now_s,
             )
-        self.core.mix(number, own, received, mixing)
+        self.core.mix(number, own_message, received, mixing)
         self.mark(number + 1)
         return report, start_s
 

@@ -16,7 +16,7 @@ from gossamer.rng import numpy_rng
 from gossamer.run.asynchronous.async_participant import AsyncParticipant
 from gossamer.run.asynchronous.message_form import MessageForm
 from gossamer.run.config.resolved import InPairs, ResolvedRun
-from gossamer.run.participant.seat import Seat
+from gossamer.run.participant.rendezvous import RendezvousResult
 from gossamer.run.worker.replica import LocalPhase
 from gossamer.run.worker.task import Task
 from gossamer.stop_signals import Asked
@@ -42,8 +42,10 @@ class PairParticipant(AsyncParticipant[PairWorker]):
     starts and no time passes.
     """
 
-    def __init__(self, config: ResolvedRun, folder: Path, task: Task, seat: Seat, asked: Asked) -> None:
-        super().__init__(config, folder, task, seat, asked)
+    def __init__(
+        self, config: ResolvedRun, folder: Path, task: Task, rendezvous: RendezvousResult, asked: Asked
+    ) -> None:
+        super().__init__(config, folder, task, rendezvous, asked)
         method = config.method
         assert isinstance(method, InPairs)
         self._in_phases = method.rule.settle is not None
@@ -52,10 +54,10 @@ class PairParticipant(AsyncParticipant[PairWorker]):
             method.codec, self.replica.layout, self.core.tell(), seed=config.seed, worker=self.slot, device=self.device
         )
         self.calls = self._meetings = Meetings(
-            seat.members,
+            rendezvous.members,
             self._messages.wire_bytes,
             limit_s=self.limit_s,
-            tell=lambda one: self._guarded(lambda: self._tell(one)),
+            tell=lambda one: self._guarded(lambda: self._message_for(one)),
             meet=lambda one, payload: self._guarded(lambda: self._meet(one, payload)),
             sound=self._is_sound,
         )
@@ -159,26 +161,28 @@ class PairParticipant(AsyncParticipant[PairWorker]):
             self.decline(peer, f"what worker {peer} sent is not finite or cannot be decoded")
         return sound
 
-    def _tell(self, one: Appointment) -> Tensor:
+    def _message_for(self, appointment: Appointment) -> Tensor:
         dt = self._pass()
         self._sent_s = self.now_s()
         # Written before the message is sent, so that it is in the log of any meeting that uses it.
-        self.log.write(MeetingSent(one.peer, one.starter, one.life, one.number, dt, self._sent_s))
-        self._own_message, packed = self._messages.pack(self.core.tell(), one.number, one.starter)
+        self.log.write(
+            MeetingSent(appointment.peer, appointment.starter, appointment.life, appointment.number, dt, self._sent_s)
+        )
+        self._own_message, packed = self._messages.pack(self.core.tell(), appointment.number, appointment.starter)
         return packed
 
-    def _meet(self, one: Appointment, payload: Tensor) -> None:
-        theirs, own = self._messages.unpack(payload, one.peer), self._own_message
-        assert isinstance(theirs, Tensor) and isinstance(own, Tensor)
+    def _meet(self, appointment: Appointment, payload: Tensor) -> None:
+        received, sent = self._messages.unpack(payload, appointment.peer), self._own_message
+        assert isinstance(received, Tensor) and isinstance(sent, Tensor)
         dt, now_s = self._pass(), self.now_s()
         # Both messages are here and the other end knows it: once logged, the meeting counts at this end.
-        self.log.write(Met(one.peer, one.starter, one.life, one.number, dt, now_s))
-        self.core.meet(own, theirs)
-        self.holds(one.peer, one.steps)
+        self.log.write(Met(appointment.peer, appointment.starter, appointment.life, appointment.number, dt, now_s))
+        self.core.meet(sent, received)
+        self.holds(appointment.peer, appointment.steps)
         self.events.write(
             self._round,
             "meet",
-            source=one.peer,
+            source=appointment.peer,
             target=self.slot,
             fragment=0,
             bytes=self._messages.bytes,

@@ -25,7 +25,7 @@ from gossamer.record.whole_files import atomic_write
 from gossamer.rounds.exchange import Each
 from gossamer.rounds.mean_model import mean_of
 from gossamer.run.bookkeeping.inputs import changed_code, must_have_inputs
-from gossamer.run.bookkeeping.resume import lineage
+from gossamer.run.bookkeeping.resume import lineage_of
 from gossamer.run.bookkeeping.which_round import to_evaluate
 from gossamer.run.config.layouts import arranged
 from gossamer.run.config.resolve import settings_in
@@ -86,8 +86,8 @@ class Probe:
         self.model = task.model().to(device)
         self.x = attach(self.model, _layout(self.model, config))
         self.buffers = buffers_of(self.model)
-        own = config.model.own or config.model.loss is not None
-        self._own = own
+        is_users = config.model.own or config.model.loss is not None
+        self._own = is_users
         self.turns: Turns | None = None
         """As those of `Replica`."""
         self.batches = [on_device(batch, device) for batch in task.data.validation(config.run.eval_batches)]
@@ -114,8 +114,8 @@ class Probe:
     def _holding(self, x: Tensor, buffers: Sequence[Tensor]) -> Iterator[None]:
         """A context in which the model has these parameters and buffers, and computes as in the run, without gradients."""
         self.x.copy_(x)
-        for own, given in zip(self.buffers, buffers, strict=False):
-            own.copy_(given)
+        for buffer, given in zip(self.buffers, buffers, strict=False):
+            buffer.copy_(given)
         self.model.eval()
         bf16 = self.config.inner.autocast == "bf16"
         autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=bf16)
@@ -156,9 +156,9 @@ class Probes:
 
     def losses(self, models: Iterable[Weights]) -> list[float]:
         """The validation loss of each model."""
-        return self._borrowed(lambda probe, weights: probe.loss(*weights), models)
+        return self._map_probes(lambda probe, weights: probe.loss(*weights), models)
 
-    def _borrowed(self, compute: Callable[[Probe, Weights], Any], models: Iterable[Weights]) -> list[Any]:
+    def _map_probes(self, compute: Callable[[Probe, Weights], Any], models: Iterable[Weights]) -> list[Any]:
         def one(weights: Weights) -> Any:
             probe = self._idle.get()
             try:
@@ -180,13 +180,13 @@ def assess(vectors: Sequence[Tensor], probes: Probes, buffers: Sequence[Sequence
     """
     buffers = buffers or [()] * len(vectors)
     mean, between = union_of(probes.task, vectors), mean_buffers(buffers)
-    alike = all(torch.equal(one, other) for own in buffers for one, other in zip(own, between, strict=True))
+    alike = all(torch.equal(one, other) for losses in buffers for one, other in zip(losses, between, strict=True))
     held = probes.task.holding
     apart = disagreement(vectors if held is None else held.beside(vectors, mean), mean)
     if alike and all(torch.equal(mean, x) for x in vectors):
         (value,) = probes.losses([(mean, between)])
-        own = (value,) * len(vectors) if probes.each_worker else ()
-        return Assessment(value, own, apart)
+        losses = (value,) * len(vectors) if probes.each_worker else ()
+        return Assessment(value, losses, apart)
     workers = [*zip(vectors, buffers, strict=True)]
     value, *each = probes.losses([(mean, between), *(workers if probes.each_worker else [])])
     return Assessment(value, tuple(each), apart)
@@ -208,8 +208,8 @@ def model_with(config: RunSettings, task: Task, x: Tensor, buffers: Sequence[Ten
     with torch.no_grad():
         for parameter, value in views(model, _layout(model, config), x.cpu()).items():
             parameter.copy_(value)
-        for own, given in zip(buffers_of(model), buffers, strict=False):
-            own.copy_(given)
+        for buffer, given in zip(buffers_of(model), buffers, strict=False):
+            buffer.copy_(given)
     return model.eval()
 
 
@@ -233,7 +233,7 @@ def publish(
     model = model_with(config, task, x, buffers)
     facts = {
         "parameters": f"{x.numel():,}",
-        **config.line.of,
+        **config.lineage.of,
         "rounds": f"{finished:,} of {config.rounds:,}",
         "tokens of all rounds": f"{sum(config.worker_tokens):,}",
         "validation loss": f"{loss:.4f} nats a token" if math.isfinite(loss) else "not known",
@@ -288,7 +288,7 @@ def evaluate(
     """
     config = settings_in(folder, parts)
     is_changed = changed_code(config, folder, "evaluate", without=UNUSED, allowed=allow_code, speaks=False)
-    key, store = lineage(config, folder), Store(config, folder)
+    key, store = lineage_of(config, folder), Store(config, folder)
     finished, owners = to_evaluate(store, key, round)
     if source is None:
         task = task_of(config)

@@ -134,21 +134,21 @@ def must_have_inputs(config: RunSettings, task: Task, folder: Path, purpose: Pur
     DataError for a spoilt record.
     """
     recorded = read_inputs(folder)
-    found = {name: value for one in recorded.values() for name, value in one["found"].items()}
+    hashes = {name: value for one in recorded.values() for name, value in one["found"].items()}
     text = None if recorded else read_text_record(folder)
     if not recorded and (fingerprint := text.fingerprint if text else saved_text(folder / "checkpoints")):
-        found[TEXT] = fingerprint
+        hashes[TEXT] = fingerprint
     now = common_inputs(task, config.parts)
     repeats = purpose == "repeat"
     names = [TOKENIZER, *([TEXT, FILES] if purpose != "score" else []), *([MODEL] if repeats else [])]
     for name in names:
         # Empty for a stream, which is read during training, and compares its data then.
-        then, here = found.get(name), now.get(name)
+        then, here = hashes.get(name), now.get(name)
         if then and here and then != here:
             key = name.rpartition(" ")[2]
             raise ConfigError(
-                f"{name} {_named(config, key)} is not the one that the run in '{folder}' had: it hashes to {here} and hashed to "
-                f"{then}; {_REMEDY[name, purpose]}"
+                f"{name} {_input_source(config, key)} is not the one that the run in '{folder}' had: it hashes to {here} and "
+                f"hashed to {then}; {_REMEDY[name, purpose]}"
             )
     for name, then in {k: v for one in recorded.values() for k, v in one["own"].items()}.items() if repeats else ():
         worker = name.rpartition(" ")[2]
@@ -175,7 +175,7 @@ _REMEDY: dict[tuple[str, Purpose], str] = {
 _REMEDY |= {(FILES, purpose): remedy for (name, purpose), remedy in _REMEDY.items() if name == TEXT}
 
 
-def _named(config: RunSettings, key: str) -> str:
+def _input_source(config: RunSettings, key: str) -> str:
     value = {
         "data.source": config.data.source,
         "data.tokenizer": config.data.tokenizer,
@@ -276,13 +276,13 @@ def must_be_trusted(folder: Path, *, without: Collection[str] = ()) -> None:
     if not code:
         return
     path, key, why = state_key(make=False)
-    own = [one["code"] for one in read_inputs(folder).values() if key and _is_marked(one, key)]
-    if any(all(_was_run(one, known) for one in code) for known in own):
+    trusted = [one["code"] for one in read_inputs(folder).values() if key and _is_marked(one, key)]
+    if any(all(_was_run(one, known) for one in code) for known in trusted):
         return
     names = ", ".join(f"{KEYS[one['kind']]} = '{one['name']}'" for one in code)
     moved = [
         f"; it ran '{then['path']}', and '{one['path']}' would be imported now"
-        for known in own
+        for known in trusted
         for then in known
         for one in code
         if (then["kind"], then["name"]) == (one["kind"], one["name"]) and then["path"] != one["path"]
@@ -299,7 +299,7 @@ def _is_marked(inputs: Inputs, key: bytes) -> bool:
     return bool(inputs["mark"]) and hmac.compare_digest(inputs["mark"].encode(), mark_of(inputs["code"], key).encode())
 
 
-def _was_run(one: CodeInput, known: Collection[CodeInput]) -> bool:
+def _was_run(code: CodeInput, known: Collection[CodeInput]) -> bool:
     """Whether code was run before; changes of its files are checked by `changed_code`."""
-    place = one["kind"], one["name"], one["options"], one["path"]
+    place = code["kind"], code["name"], code["options"], code["path"]
     return any((then["kind"], then["name"], then["options"], then["path"]) == place for then in known)

@@ -116,17 +116,17 @@ class Journal:
 
     def _recovered(self, worker: int, round: int) -> dict[str, Any]:
         """Reports the stages of a worker lost before a round, and their source of recovery."""
-        config, found = self.config, dict[str, str]()
+        config, sources = self.config, dict[str, str]()
         for one in config.pipeline.lost:
             if (one.worker, one.after) == (worker, round):
                 donor = donor_of(one, config.pipeline, config.workers)
-                found[str(one.stage)] = "neighbours" if donor is None else f"worker {donor}"
+                sources[str(one.stage)] = "neighbours" if donor is None else f"worker {donor}"
                 source = "the mean of its neighbours" if donor is None else f"that of worker {donor}"
                 say(
                     f"round {round + 1}: stage {one.stage} of worker {worker} was lost after round {round}, and went on from "
                     f"{source} with a new inner optimizer"
                 )
-        return {"recovered": found} if found else {}
+        return {"recovered": sources} if sources else {}
 
     def _distrust(self, worker: Worker, round: int) -> dict[str, Any]:
         """Reports the senders of declined or shortened messages in a round, and their numbers."""
@@ -138,8 +138,8 @@ class Journal:
                 "decoded; its weight stays with the others"
             )
         shortened, far = loop.newly_distrusted()
-        found = {"shortened": shortened, "declined": declined + far}
-        return {name: {str(j): some[j] for j in sorted(some)} for name, some in found.items() if some}
+        counts = {"shortened": shortened, "declined": declined + far}
+        return {name: {str(j): some[j] for j in sorted(some)} for name, some in counts.items() if some}
 
     def end_round(self, finished: int, **behind: Any) -> None:
         """Validates and saves if due after `finished` rounds.
@@ -273,7 +273,7 @@ class EventJournal:
             self._log().write(self.round, "update", **fields)
             self.steps += sum(local_steps[i] for i in event.workers)
         else:
-            self._enter_phase(event, local_steps[event.worker])
+            self._log_phase(event, local_steps[event.worker])
         self.catch_up()
 
     def catch_up(self) -> None:
@@ -290,7 +290,7 @@ class EventJournal:
         self.round = self._journal.config.rounds
         self._end_round(self.round)
 
-    def _enter_phase(self, event: Phase, steps: int) -> None:
+    def _log_phase(self, event: Phase, steps: int) -> None:
         log_phase(self._journal.record, self._log(), self.round, event, steps)
         self.tokens += event.report.tokens
         if self._journal.config.kind != "server":

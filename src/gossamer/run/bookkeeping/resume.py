@@ -39,7 +39,7 @@ class History(NamedTuple):
     def lineage(self) -> Lineage:
         """The lineage of checkpoints from which the run may resume."""
         now = [(self.before.digest, 1 << 31)] if self.changes else []
-        return self.config.line._replace(earlier=(*_earlier(self.branches), *now))
+        return self.config.lineage._replace(earlier=(*_earlier(self.branches), *now))
 
     def go_on(self, folder: Path, round: int) -> Lineage:
         """Records that the run resumes from this round, and returns the lineage of its checkpoints from now on."""
@@ -48,12 +48,12 @@ class History(NamedTuple):
         known = kept and (kept[-1]["digest"], kept[-1]["changes"]) == (self.before.digest, changes)
         if changes and not known:  # another worker may have written it into the same folder
             kept.append({"round": round, "digest": self.before.digest, "changes": changes})
-            log.warning("settings change %s%s", described(kept[-1]), self._jump(round))
+            log.warning("settings change %s%s", described(kept[-1]), self._lr_change(round))
         if kept != self.branches:
             write_branches(folder, kept)
-        return self.config.line._replace(earlier=_earlier(kept))
+        return self.config.lineage._replace(earlier=_earlier(kept))
 
-    def _jump(self, round: int) -> str:
+    def _lr_change(self, round: int) -> str:
         """The change of the learning rate of the next inner step, in words; empty if unchanged."""
         step = self.config.timetable.begin(round)
         was, now = (one.inner.lr * lr_scale(one.inner, step, one.run.steps) for one in (self.before, self.config))
@@ -90,9 +90,9 @@ def history(config: RunSettings, folder: Path) -> History:
     return History(config, before, read_branches(folder), changes)
 
 
-def lineage(config: RunSettings, folder: Path) -> Lineage:
+def lineage_of(config: RunSettings, folder: Path) -> Lineage:
     """The lineage of the run in a folder with these settings."""
-    return config.line._replace(earlier=_earlier(read_branches(folder)))
+    return config.lineage._replace(earlier=_earlier(read_branches(folder)))
 
 
 def _earlier(branches: Sequence[Branch]) -> tuple[tuple[str, int], ...]:

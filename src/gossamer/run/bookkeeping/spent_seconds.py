@@ -178,8 +178,8 @@ class EventSeconds:
         saved = rebuilt(_SecondsState, state)
         if len(saved.spans) != len(self._tallies) or len(saved.waits_for) != len(self._tallies):
             raise ValueError(f"seconds of {len(saved.spans)} workers for {len(self._tallies)}")
-        for mine, theirs in zip(self._tallies, saved.tallies, strict=True):
-            mine.end_s, mine.compute_s, mine.transfer_s, mine.other_s, mine.waiting_for = theirs
+        for tally, saved_tally in zip(self._tallies, saved.tallies, strict=True):
+            tally.end_s, tally.compute_s, tally.transfer_s, tally.other_s, tally.waiting_for = saved_tally
         self._spans, self._away_until, self._waits_for = saved.spans, saved.away_until, saved.waits_for
         self._pushed_s = {(p, worker): when_s for p, worker, when_s in saved.pushed_s}
 
@@ -189,7 +189,7 @@ class EventSeconds:
             case Phase():
                 if event.worker in self._away_until:
                     self._idle(event.worker, self._away_until.pop(event.worker))
-                self._hold_up(event.worker, event.start_s)
+                self._add_delay(event.worker, event.start_s)
                 tally = self._tallies[event.worker]
                 tally.compute_s += event.end_s - event.start_s
                 tally.end_s = event.end_s
@@ -221,7 +221,7 @@ class EventSeconds:
         tally.other_s += max(0.0, until_s - tally.end_s)
         tally.end_s = max(tally.end_s, until_s)
 
-    def _hold_up(self, i: int, until_s: float) -> None:
+    def _add_delay(self, i: int, until_s: float) -> None:
         """Counts transfer and waiting since the last local phase, up to the start of the next."""
         tally = self._tallies[i]
         waiting_s, at_s = 0.0, tally.end_s

@@ -29,7 +29,7 @@ from gossamer.record.logs.outcomes import read_outcomes
 from gossamer.record.progress import say
 from gossamer.record.whole_files import worker_suffix
 from gossamer.run.bookkeeping.inputs import must_have_inputs, why_settings_differ
-from gossamer.run.bookkeeping.resume import History, history, lineage
+from gossamer.run.bookkeeping.resume import History, history, lineage_of
 from gossamer.run.config.document import with_settings
 from gossamer.run.config.pipeline import LostStage, misfits
 from gossamer.run.config.resolve import resolve_document, settings_in
@@ -97,7 +97,7 @@ def _in_words(faults: Sequence[Fault]) -> str:
 
 
 def kept_by(
-    store: Store, owners: Iterable[int], line: Lineage, before: RunSettings | None = None
+    store: Store, owners: Iterable[int], lineage: Lineage, before: RunSettings | None = None
 ) -> dict[int, KeptRounds]:
     """The checkpoints of each owner in a run folder. If the log of outcomes is lost, all count as participants.
 
@@ -110,14 +110,14 @@ def kept_by(
     due = _due(before or store.config, folder, owners)
     kept: dict[int, KeptRounds] = {}
     for owner in owners:
-        own = lives.get(owner, [])
+        owner_lives = lives.get(owner, [])
         # A worker that took over the state of a round knows only of itself, not that all took part.
         seen: dict[int, frozenset[int] | None] = {
-            life.begun.after: frozenset({owner}) for life in own if life.begun.sha256
+            life.begun.after: frozenset({owner}) for life in owner_lives if life.begun.sha256
         }
-        seen |= {one.round + 1: one.alive for life in own for one in life.rounds}
+        seen |= {one.round + 1: one.alive for life in owner_lives for one in life.rounds}
         # A worker that leaves before the end of the first round saves round 0, to show that its slot is free.
-        kept[owner] = KeptRounds({r: fault for r, fault in store.faults(owner, line).items() if r}, due[owner], seen)
+        kept[owner] = KeptRounds({r: fault for r, fault in store.faults(owner, lineage).items() if r}, due[owner], seen)
     return kept
 
 
@@ -146,19 +146,19 @@ def _newest_due(config: RunSettings, passed: int) -> int:
     return next((r for r in range(last, 0, -1) if config.due(every, r)), 0)
 
 
-def encode_kept(one: KeptRounds) -> list[Any]:
+def encode_kept(kept: KeptRounds) -> list[Any]:
     """A worker's checkpoints as JSON, to report to the others."""
-    newest = sorted(one.faults.items())[-_MOST_SAID:]
-    return [one.due, [[r, fault and fault.encoded, _listed(one.seen.get(r))] for r, fault in newest]]
+    newest = sorted(kept.faults.items())[-_MOST_SAID:]
+    return [kept.due, [[r, fault and fault.encoded, _sorted_or_none(kept.seen.get(r))] for r, fault in newest]]
 
 
 def decode_kept(worker: int, value: object) -> KeptRounds:
     """The checkpoints reported by another worker. Raises PeerError for anything else."""
     match value:
         case [int(due), [*rounds]] if 0 <= due < 1 << 31:
-            found = [_round_heard(one) for one in rounds]
-            known = [one for one in found if one is not None]
-            if len(known) == len(found):
+            decoded = [_decode_round(one) for one in rounds]
+            known = [one for one in decoded if one is not None]
+            if len(known) == len(decoded):
                 faults = {r: fault for r, fault, _ in known}
                 return KeptRounds(faults, due, {r: seen for r, _, seen in known})
     raise PeerError(
@@ -166,27 +166,27 @@ def decode_kept(worker: int, value: object) -> KeptRounds:
     )
 
 
-def _round_heard(value: object) -> tuple[int, Fault | None, frozenset[int] | None] | None:
+def _decode_round(value: object) -> tuple[int, Fault | None, frozenset[int] | None] | None:
     match value:
         case [int(r), fault, None | [*_] as slots] if 0 < r < 1 << 31 and all(
             isinstance(one, int) for one in slots or ()
         ):
-            found = decode_fault(fault)
-            if (found is None) == (fault is None):
-                return r, found, None if slots is None else frozenset(one for one in slots if isinstance(one, int))
+            decoded = decode_fault(fault)
+            if (decoded is None) == (fault is None):
+                return r, decoded, None if slots is None else frozenset(one for one in slots if isinstance(one, int))
     return None
 
 
 def decode_faults(received: Sequence[object]) -> list[Fault | None]:
     """The faults of one round's checkpoints as reported by each worker. Raises PeerError for anything else."""
-    found = [decode_fault(one) for one in received]
-    for worker, (one, fault) in enumerate(zip(received, found, strict=True)):
+    faults = [decode_fault(one) for one in received]
+    for worker, (one, fault) in enumerate(zip(received, faults, strict=True)):
         if one is not None and fault is None:
             raise PeerError(
                 f"worker {worker} does not say what is wrong with its checkpoint ({one!r:.60}); install the same gossamer "
                 "version everywhere"
             )
-    return found
+    return faults
 
 
 def together(processes: Sequence[KeptRounds]) -> KeptRounds:
@@ -197,13 +197,13 @@ def together(processes: Sequence[KeptRounds]) -> KeptRounds:
     """
     absent = Fault(FaultKind.ABSENT, "one of its stages has no checkpoint of it")
     rounds = sorted({r for one in processes for r in one.faults})
-    found = {r: [one.faults.get(r, absent) for one in processes] for r in rounds}
+    by_round = {r: [one.faults.get(r, absent) for one in processes] for r in rounds}
     return KeptRounds(
-        {r: next(filter(None, each), None) for r, each in found.items()}, max(one.due for one in processes)
+        {r: next(filter(None, each), None) for r, each in by_round.items()}, max(one.due for one in processes)
     )
 
 
-def _listed(slots: frozenset[int] | None) -> list[int] | None:
+def _sorted_or_none(slots: frozenset[int] | None) -> list[int] | None:
     return None if slots is None else sorted(slots)
 
 
@@ -215,17 +215,17 @@ def lost_stages(folder: Path) -> tuple[LostStage, ...]:
     if not os.path.lexists(folder / "run.toml"):
         return ()
     config, has = settings_in(folder), dict[tuple[int, int], set[int]]()
-    line, known = lineage(config, folder), config.pipeline.lost
+    lineage, known = lineage_of(config, folder), config.pipeline.lost
     for worker, parts in enumerate(config.processes if config.pipeline.stages > 2 else ()):
         for part in range(parts):
-            faults = Store(config, folder, partition_of(config, worker), part).faults(worker, line)
+            faults = Store(config, folder, partition_of(config, worker), part).faults(worker, lineage)
             has[worker, part] = {round for round, fault in faults.items() if fault is None}
     left = [rounds for rounds in has.values() if rounds]
     after = max(set.intersection(*left), default=0) if left else 0
-    found = [LostStage(worker=w, stage=k, after=after) for (w, k), rounds in has.items() if after and not rounds]
-    if not found:
+    newly_lost = [LostStage(worker=w, stage=k, after=after) for (w, k), rounds in has.items() if after and not rounds]
+    if not newly_lost:
         return known
-    pipeline = replace(config.pipeline, lost=(*known, *found))
+    pipeline = replace(config.pipeline, lost=(*known, *newly_lost))
     unfit = any(misfits(pipeline, config.model, config.data, config.workers, config.schedule))
     return known if unfit else pipeline.lost
 
@@ -264,15 +264,15 @@ def _skipped(kept: Mapping[int, KeptRounds], round: int, *, absent: bool) -> dic
     """The newer rounds, each with its damaged checkpoints; with `absent` also missing ones."""
     lacking = {one.due: owner for owner, one in kept.items() if one.due > max(one.faults, default=0)} if absent else {}
     newer = {r for one in kept.values() for r in one.faults if r > round} | {r for r in lacking if r > round}
-    found: dict[int, tuple[Fault, ...]] = {}
+    skipped: dict[int, tuple[Fault, ...]] = {}
     for r in sorted(newer, reverse=True):
         faults = tuple(fault for one in kept.values() if (fault := one.faults.get(r)) is not None)
         without = [owner for owner, one in kept.items() if r not in one.faults] if absent else []
         if without and not faults:
             faults = (Fault(FaultKind.ABSENT, f"worker {', '.join(map(str, without))} has no checkpoint of it"),)
         if faults:
-            found[r] = faults
-    return found
+            skipped[r] = faults
+    return skipped
 
 
 def newest_of_all(held: Mapping[int, Held]) -> int:
@@ -311,7 +311,7 @@ def round_to_resume(held: Mapping[int, Held], tolerance: int = 0) -> int:
     12
     """
     owners = _owners(held)
-    whole = max((r for r, having in owners.items() if _took_part(held, r) <= having), default=0)
+    whole = max((r for r, having in owners.items() if _participants_of(held, r) <= having), default=0)
     near = [r for r in {whole, *_held_by_most(held)} if whole - tolerance <= r <= whole and r]
     return max(near, key=lambda r: (len(owners[r]), r), default=0) or round_to_score(held)
 
@@ -329,14 +329,14 @@ def round_to_score(held: Mapping[int, Held]) -> int:
 
 
 def _held_by_most(held: Mapping[int, Held]) -> list[int]:
-    return [r for r, having in _owners(held).items() if 2 * len(having) > len(_took_part(held, r))]
+    return [r for r, having in _owners(held).items() if 2 * len(having) > len(_participants_of(held, r))]
 
 
 def _owners(held: Mapping[int, Held]) -> dict[int, set[int]]:
     return {r: {slot for slot in held if r in held[slot]} for rounds in held.values() for r in rounds}
 
 
-def _took_part(held: Mapping[int, Held], round: int) -> set[int]:
+def _participants_of(held: Mapping[int, Held], round: int) -> set[int]:
     """The participants of the round, in the view of any owner of its checkpoint, restricted to slots with any checkpoint."""
     views = [rounds[round] for rounds in held.values() if round in rounds]
     having = {slot for slot, rounds in held.items() if rounds}
@@ -401,7 +401,7 @@ class Start(NamedTuple):
         Raises: OSError; as `restore`.
         """
         if self.past is None:
-            return self.store.config.line
+            return self.store.config.lineage
         # In this order, as a process may be killed at any line and the next start must see one history: the state is
         # restored, and saved under this digest, before newer checkpoints are dropped. These are dropped before the
         # branch is written, or they would count as part of it.
@@ -432,7 +432,7 @@ def begin_or_resume(store: Store, task: Task, past: History | None, agreement: A
     _must_reach(past.config, choice.round)
     if agreement.speaks:
         choice.tell()
-        tell_unverified(store, choice.round, agreement.kept)
+        warn_unverified(store, choice.round, agreement.kept)
     if choice.round:
         must_have_inputs(store.config, task, store.folder, "resume")
     if agreement.speaks and choice.round == store.config.rounds:
@@ -475,7 +475,7 @@ def must_end_later(config: RunSettings, folder: Path) -> None:
     _must_reach(config, choice.round)
 
 
-def tell_unverified(store: Store, round: int, owners: Iterable[int]) -> None:
+def warn_unverified(store: Store, round: int, owners: Iterable[int]) -> None:
     """Warns once if checkpoints of a round are of a version without a description of their state."""
     if unsaid := [owner for owner in owners if round and not store.says_what_it_is_of(round, owner)]:
         log.warning(
@@ -517,9 +517,9 @@ def _may_start(config: RunSettings, kept: Mapping[int, KeptRounds]) -> bool:
     return all(_has_never_saved(one) or one.faults.get(first, "") is None for one in kept.values())
 
 
-def _has_never_saved(one: KeptRounds) -> bool:
+def _has_never_saved(kept: KeptRounds) -> bool:
     begun = (FaultKind.UNFINISHED, FaultKind.ABSENT)
-    return not one.due and all(fault is not None and fault.kind in begun for fault in one.faults.values())
+    return not kept.due and all(fault is not None and fault.kind in begun for fault in kept.faults.values())
 
 
 def _none_counts(store: Store, choice: ChosenRound) -> CheckpointError:
@@ -543,7 +543,7 @@ def _none_counts(store: Store, choice: ChosenRound) -> CheckpointError:
         here = [owner for owner in kept if owner not in absent]
         return CheckpointError(
             f"{where} has checkpoints of worker {', '.join(map(str, here))} alone and needs those of all {len(kept)}; "
-            f"{_bring(config, store.folder, absent)}"
+            f"{_how_to_collect(config, store.folder, absent)}"
         )
     whys = "; ".join(f"round {round}: {_in_words(faults)}" for round, faults in choice.skipped.items())
     kinds = {fault.kind for faults in choice.skipped.values() for fault in faults}
@@ -584,11 +584,11 @@ def how_to_score(config: RunSettings, folder: Path) -> str:
     """
     scores = f"gossamer evaluate {quote(str(folder))} scores it"
     store = Store(config, folder)
-    absent = on_other_machines(kept_by(store, config.owners, lineage(config, folder)))
-    return f"{_bring(config, folder, absent)}, then {scores}" if absent else scores
+    absent = on_other_machines(kept_by(store, config.owners, lineage_of(config, folder)))
+    return f"{_how_to_collect(config, folder, absent)}, then {scores}" if absent else scores
 
 
-def _bring(config: RunSettings, folder: Path, absent: Sequence[int]) -> str:
+def _how_to_collect(config: RunSettings, folder: Path, absent: Sequence[int]) -> str:
     """How the checkpoints of owners whose machines have folders of their own come into this one."""
     server = [owner for owner in absent if owner >= config.workers]
     whose = "the server" if server else f"worker {', '.join(map(str, absent))}"
@@ -614,7 +614,7 @@ def _may_be_elastic(config: RunSettings) -> bool:
 def newest_of_own(
     store: Store,
     owner: int,
-    line: Lineage,
+    lineage: Lineage,
     before: RunSettings | None = None,
     read: Callable[[int], Fault | None] | None = None,
 ) -> ChosenRound:
@@ -622,12 +622,12 @@ def newest_of_own(
 
     Args: `before` as in `kept_by`; `read` returns the fault in the content of its checkpoint of a round.
     """
-    kept = kept_by(store, [owner], line, before)
+    kept = kept_by(store, [owner], lineage, before)
     choice = choose_round(
-        kept, newest_of_all, lambda r: {owner: store.fault(r, owner, line) if read is None else read(r)}
+        kept, newest_of_all, lambda r: {owner: store.fault(r, owner, lineage) if read is None else read(r)}
     )
     choice.tell(f"worker {owner}: ")
-    tell_unverified(store, choice.round, [owner])
+    warn_unverified(store, choice.round, [owner])
     return choice
 
 
@@ -639,16 +639,16 @@ def ended(folder: Path, rounds: int, *, kept: bool = True) -> str:
 
 def has_ended(config: RunSettings, folder: Path) -> bool:
     """Whether all owners have sound checkpoints of the last round here. Cost: reads them, if they exist."""
-    store, line = Store(config, folder), lineage(config, folder)
-    if not all(config.rounds in store.sources(owner, line) for owner in config.owners):
+    store, lineage = Store(config, folder), lineage_of(config, folder)
+    if not all(config.rounds in store.sources(owner, lineage) for owner in config.owners):
         return False
-    return all(store.fault(config.rounds, owner, line) is None for owner in config.owners)
+    return all(store.fault(config.rounds, owner, lineage) is None for owner in config.owners)
 
 
 # --- scoring ----------------------------------------------------------------------------------------------------------
 
 
-def to_evaluate(store: Store, line: Lineage, round: int | None) -> tuple[int, list[int]]:
+def to_evaluate(store: Store, lineage: Lineage, round: int | None) -> tuple[int, list[int]]:
     """The round of a run to score, and the owners with sound checkpoints of it here.
 
     Args: `round` is the requested one; None takes the newest of all owners, or of most for an elastic run.
@@ -657,19 +657,19 @@ def to_evaluate(store: Store, line: Lineage, round: int | None) -> tuple[int, li
     """
     config = store.config
     every = config.kind == "server" or not (config.run.elastic or config.event_driven)
-    kept = kept_by(store, config.owners, line)
+    kept = kept_by(store, config.owners, lineage)
     requested = lambda held: round if round is not None and any(round in one for one in held.values()) else 0  # noqa: E731
     pick = requested if round is not None else newest_of_all if every else round_to_score
     choice = choose_round(
-        kept, pick, lambda r: {i: store.fault(r, i, line) for i, one in kept.items() if r in one.whole}
+        kept, pick, lambda r: {i: store.fault(r, i, lineage) for i, one in kept.items() if r in one.whole}
     )
     having = [owner for owner, one in choice.kept.items() if choice.round in one.whole]
     if round is not None and (not choice.round or (every and len(having) < len(kept))):
-        raise _does_not_count(round, choice.kept, every=every)
+        raise _cannot_be_scored(round, choice.kept, every=every)
     if not choice.round:
         raise _nothing_to_score(store, choice)
     choice.tell()
-    tell_unverified(store, choice.round, having)
+    warn_unverified(store, choice.round, having)
     _warn_of_missing(store, choice, having)
     return choice.round, having
 
@@ -693,7 +693,7 @@ def _warn_of_missing(store: Store, choice: ChosenRound, having: Sequence[int]) -
             "the mean model is that of worker %s alone, while others took part in round %d; %s",
             those,
             choice.round,
-            _bring(store.config, store.folder, absent),
+            _how_to_collect(store.config, store.folder, absent),
         )
     if missing := [owner for owner, one in kept.items() if one.whole and owner not in having]:
         log.warning(
@@ -704,7 +704,7 @@ def _warn_of_missing(store: Store, choice: ChosenRound, having: Sequence[int]) -
         )
 
 
-def _does_not_count(round: int, kept: Mapping[int, KeptRounds], *, every: bool) -> CheckpointError:
+def _cannot_be_scored(round: int, kept: Mapping[int, KeptRounds], *, every: bool) -> CheckpointError:
     """The reason why the requested round cannot be scored."""
     having = {r: [i for i, one in kept.items() if r in one.whole] for one in kept.values() for r in one.faults}
     complete = sorted(r for r, some in having.items() if some and (len(some) == len(kept) or not every))

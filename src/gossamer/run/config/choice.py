@@ -40,8 +40,14 @@ class NamedIn:
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         rows = [_row_schema(self.table, name, factory) for name, factory in sorted(TABLES[self.table].items())]
-        own = {"type": "object", "properties": {"name": {"type": "string", "pattern": PATTERN}}, "required": ["name"]}
-        return {"anyOf": [{"enum": sorted(TABLES[self.table])}, *rows, {"type": "string", "pattern": PATTERN}, own]}
+        users_object = {
+            "type": "object",
+            "properties": {"name": {"type": "string", "pattern": PATTERN}},
+            "required": ["name"],
+        }
+        return {
+            "anyOf": [{"enum": sorted(TABLES[self.table])}, *rows, {"type": "string", "pattern": PATTERN}, users_object]
+        }
 
 
 def _choice(value: Any, table: str) -> Choice:
@@ -75,8 +81,8 @@ def _faults(value: Any, table: str) -> Iterator[str]:
         yield from _faults({"name": back} if isinstance(back := options["back"], str) else back, "codec")
     for key in options.keys() & wrappers.keys():
         if isinstance(options[key], Mapping):
-            own = [option.name for option in options_of(wrappers[key])]
-            yield from unknown_options(f"{table}.{key}", options[key], own)
+            allowed = [option.name for option in options_of(wrappers[key])]
+            yield from unknown_options(f"{table}.{key}", options[key], allowed)
         else:
             yield f"{table}.{key} is {options[key]!r:.60}; write its options as a table, which may be empty"
 

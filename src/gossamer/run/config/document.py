@@ -62,7 +62,7 @@ def parse_overrides(words: list[str]) -> dict[str, Any]:
     >>> parse_overrides(["rule.lr=0.5", "topology.name=ring"])
     {'rule.lr': 0.5, 'topology.name': 'ring'}
     """
-    found: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not key:
@@ -72,12 +72,12 @@ def parse_overrides(words: list[str]) -> dict[str, Any]:
                 f"--set got a key of {key.count('.') + 1} parts; write it as key=value, such as rule.lr=0.5"
             )
         try:
-            found[key] = parse_toml(f"v = {value}", f"--set {key}")["v"]
+            overrides[key] = parse_toml(f"v = {value}", f"--set {key}")["v"]
         except ConfigError as error:
             if " is not TOML" not in str(error):
                 raise
-            found[key] = value
-    return found
+            overrides[key] = value
+    return overrides
 
 
 def with_settings(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,8 +98,8 @@ def with_settings(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
         given = flat({key: result.pop(key) for key in [*result] if key in base})
         result |= with_settings(base, given)
     if "method" in overrides:
-        own = {key: value for key, value in overrides.items() if key != "method"}
-        overrides = {**recipe(overrides["method"]).settings, **own}
+        explicit = {key: value for key, value in overrides.items() if key != "method"}
+        overrides = {**recipe(overrides["method"]).settings, **explicit}
     given = {key.partition(".")[0] for key in overrides}
     for kind, others in INSTEAD.items():
         if kind in overrides or f"{kind}.name" in overrides:
@@ -127,8 +127,8 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     >>> flat({"rule": {"name": "gasloc", "anchored": {}, "lr": {"0": 0.4, "2000": 0.7}}, "seed": 1})
     {'rule.name': 'gasloc', 'rule.anchored': {}, 'rule.lr': {'0': 0.4, '2000': 0.7}, 'seed': 1}
     """
-    found: dict[str, Any] = {}
+    dotted: dict[str, Any] = {}
     for key, value in table.items():
         below = isinstance(value, dict) and (value or not prefix) and not over_time.changes(value)
-        found.update(flat(value, f"{prefix}{key}.") if below else {prefix + key: value})
-    return found
+        dotted.update(flat(value, f"{prefix}{key}.") if below else {prefix + key: value})
+    return dotted

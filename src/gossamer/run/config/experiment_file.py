@@ -148,7 +148,7 @@ def points(document: Mapping[str, Any], *, seeds: Sequence[int] = (), scale: str
 
 def drafts(document: Mapping[str, Any], *, seeds: Sequence[int] = (), scale: str = "") -> list[Draft]:
     """The documents of all runs of an experiment file, as in `points`. Raises ConfigError for what is no experiment."""
-    base, rows = laid_out(document, scale=scale)
+    base, rows = base_and_variants(document, scale=scale)
     runs: list[Draft] = []
     for row in rows:
         for here in _places(row.table.get("sweep", document.get("sweep", {})), seeds):
@@ -161,7 +161,7 @@ def drafts(document: Mapping[str, Any], *, seeds: Sequence[int] = (), scale: str
     return runs
 
 
-def laid_out(document: Mapping[str, Any], *, scale: str = "") -> tuple[dict[str, Any], list[Variant]]:
+def base_and_variants(document: Mapping[str, Any], *, scale: str = "") -> tuple[dict[str, Any], list[Variant]]:
     """The base run of an experiment file, and its variants, at one of its sizes. Raises ConfigError for what is no experiment."""
     base = {key: value for key, value in document.items() if key not in EXPERIMENT}
     rows, scales = _variants(document), _scales(document, "")
@@ -177,12 +177,12 @@ def laid_out(document: Mapping[str, Any], *, scale: str = "") -> tuple[dict[str,
         for name in (others if row.get("method") == "*" else [""])
     ]
     base = with_settings(base, flat(scales.get(scale, {})))
-    found: list[Variant] = []
+    variants: list[Variant] = []
     for row in rows:
-        own = flat({key: value for key, value in row.items() if key not in _NO_SETTINGS})
-        own |= flat(_scales(row, "variant.").get(scale, {}))
-        found.append(Variant(str(row.get("label", row.get("method", base.get("name", "run")))), own, row))
-    return base, found
+        settings = flat({key: value for key, value in row.items() if key not in _NO_SETTINGS})
+        settings |= flat(_scales(row, "variant.").get(scale, {}))
+        variants.append(Variant(str(row.get("label", row.get("method", base.get("name", "run")))), settings, row))
+    return base, variants
 
 
 def figure(document: Mapping[str, Any]) -> Figure | None:

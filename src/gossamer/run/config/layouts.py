@@ -27,9 +27,9 @@ class Holding(NamedTuple):
 
     def of(self, worker: int) -> tuple[Layout, Spans]:
         """The layout of what a worker holds, and its parts there; those that it does not hold are empty."""
-        mine = self._mine(worker)
+        parts = self._mine(worker)
         return _in_parts(
-            Layout(tuple(leaf for leaf in self.layout.leaves if self.holders.part(leaf.name) in mine), 0), self.holders
+            Layout(tuple(leaf for leaf in self.layout.leaves if self.holders.part(leaf.name) in parts), 0), self.holders
         )
 
     @property
@@ -98,8 +98,8 @@ def arranged(layout: Layout, config: RunSettings) -> tuple[Layout, Spans]:
 
 def layout_for(model: ModelConfig, vocab_size: int) -> Layout:
     """The layout of the built-in model with this vocabulary, which is not built."""
-    found, start = [], 0
+    leaves, start = [], 0
     for name, shape in tensors(model, vocab_size):
-        found.append(Leaf(name, shape, start, start + math.prod(shape)))
-        start = found[-1].stop
-    return Layout(tuple(found), start)
+        leaves.append(Leaf(name, shape, start, start + math.prod(shape)))
+        start = leaves[-1].stop
+    return Layout(tuple(leaves), start)

@@ -45,13 +45,13 @@ def method(
     A method that was published with an inner optimizer has it in `inner`, and a warning names it, as the optimizer stays yours.
 
     >>> import gossamer
-    >>> found = gossamer.method("streaming_diloco", schedule={"overlap_steps": 5})
-    >>> found.rule.name, found.topology, found.codec.name, found.schedule.fragments, found.schedule.overlap_steps
+    >>> parts = gossamer.method("streaming_diloco", schedule={"overlap_steps": 5})
+    >>> parts.rule.name, parts.topology, parts.codec.name, parts.schedule.fragments, parts.schedule.overlap_steps
     ('diloco', 'complete', 'fp4', 3, 5)
-    >>> found.inner is None, gossamer.method("muloco").inner.optimizer
+    >>> parts.inner is None, gossamer.method("muloco").inner.optimizer
     (True, 'spectral_muon')
     """
-    own = recipe(name).settings
+    settings = recipe(name).settings
     given = {"rule": rule, "topology": topology, "codec": codec, "schedule": schedule}
     config = parse(with_settings({}, {"method": name, **flat({k: v for k, v in given.items() if v is not None})}))
     made = make_rule(config.rule.name, **config.rule.options)
@@ -73,14 +73,14 @@ def method(
             f"method '{name}' got a table of run.local_steps, and a method has one number; give the table to "
             "gossamer.Outer(local_steps=...)"
         )
-    if foreign := {key: value for key, value in own.items() if not key.startswith(_HONOURED)}:
+    if foreign := {key: value for key, value in settings.items() if not key.startswith(_HONOURED)}:
         words = ", ".join(f"{key} = {value!r}" for key, value in foreign.items())
         raise PairingError(
             f"method '{name}' cannot run in your own loop: it sets {words}, and your model and your loop stay as they are; "
             f"use gossamer simulate or gossamer train, or its rule alone, '{made.name}'"
         )
     words = ", ".join(
-        f"{key.removeprefix('inner.')} = {value}" for key, value in own.items() if key.startswith("inner.")
+        f"{key.removeprefix('inner.')} = {value}" for key, value in settings.items() if key.startswith("inner.")
     )
     if words:
         log.warning("method '%s' was published with an inner optimizer (%s); yours should be like it", name, words)
@@ -91,7 +91,7 @@ def method(
         config.topology.options,
         make_codec(config.codec.name, **config.codec.options),
         config.schedule,
-        config.full_steps if "run.local_steps" in own else None,
-        own.get("workers"),
+        config.full_steps if "run.local_steps" in settings else None,
+        settings.get("workers"),
         config.inner if words else None,
     )

@@ -143,17 +143,17 @@ class PipelineConfig:
         return tuple(self.stages if self.cuts_replica(worker) else 1 for worker in range(workers))
 
 
-def donor_of(one: LostStage, pipeline: PipelineConfig, workers: int) -> int | None:
+def donor_of(lost: LostStage, pipeline: PipelineConfig, workers: int) -> int | None:
     """The worker whose same stage replaces a lost one; None where the neighbours of that do.
 
     >>> lost = LostStage(worker=1, stage=1, after=6)
     >>> donor_of(lost, PipelineConfig(stages=3, lost=(lost,)), 4), donor_of(lost, PipelineConfig(stages=3, lost=(lost,)), 1)
     (2, None)
     """
-    gone = {each.worker for each in pipeline.lost if (each.stage, each.after) == (one.stage, one.after)}
-    others = ((one.worker + k) % workers for k in range(1, workers))
-    found = next((w for w in others if pipeline.cuts_replica(w) and w not in gone), None)
-    return None if one.source == "neighbours" else found
+    gone = {each.worker for each in pipeline.lost if (each.stage, each.after) == (lost.stage, lost.after)}
+    others = ((lost.worker + k) % workers for k in range(1, workers))
+    donor = next((w for w in others if pipeline.cuts_replica(w) and w not in gone), None)
+    return None if lost.source == "neighbours" else donor
 
 
 def boundary_of(choice: Choice) -> Boundary:
@@ -228,9 +228,9 @@ def misfits(
     if pipeline.stages == 1:
         return
     stages, fact = pipeline.stages, f"pipeline.stages is {pipeline.stages}"
-    own = [("model.size", model.size, model.own), ("model.loss", model.loss, model.loss is not None)]
-    own.append(("data.source", data.source, data.own))
-    for key in (f"{key} is {value!r:.60}" for key, value, is_own in own if is_own):
+    users_parts = [("model.size", model.size, model.own), ("model.loss", model.loss, model.loss is not None)]
+    users_parts.append(("data.source", data.source, data.own))
+    for key in (f"{key} is {value!r:.60}" for key, value, is_own in users_parts if is_own):
         yield (f"{fact} and {key}, but only the built-in model on text can be cut; remove [pipeline]")
         return
     if model.experts is not None:
@@ -294,15 +294,15 @@ def _without_share(pipeline: PipelineConfig, schedule: Schedule, layers: int, cu
     spans, fragments = [*pairwise([0, *cuts, layers])], schedule.fragments
     owns = [[k for a, b in spans[part :: pipeline.stages] for k in range(a, b)] for part in range(pipeline.stages)]
 
-    def held(own: Sequence[int], pattern: Pattern) -> int:
-        return len({fragment_of(k, layers, fragments, pattern) for k in own})
+    def held(stage_layers: Sequence[int], pattern: Pattern) -> int:
+        return len({fragment_of(k, layers, fragments, pattern) for k in stage_layers})
 
-    strided = schedule.pattern != "strided" and all(held(own, "strided") == fragments for own in owns)
-    for part, own in enumerate(owns if 1 < fragments <= layers else []):
-        if (some := held(own, schedule.pattern)) < fragments:
+    strided = schedule.pattern != "strided" and all(held(layers_here, "strided") == fragments for layers_here in owns)
+    for part, layers_here in enumerate(owns if 1 < fragments <= layers else []):
+        if (some := held(layers_here, schedule.pattern)) < fragments:
             yield (
                 f"schedule.fragments is {fragments} with pattern '{schedule.pattern}', and stage {part} of {pipeline.stages} has "
-                f"layers {own}, of {some} of them; take "
+                f"layers {layers_here}, of {some} of them; take "
                 f"{'the pattern strided, ' if strided else ''}fewer fragments, other pipeline.cuts or fewer stages"
             )
 

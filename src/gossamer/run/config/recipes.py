@@ -366,18 +366,18 @@ def recipes() -> Mapping[str, Recipe]:
     {'topology.name': 'complete', 'rule.name': 'omr'}
     """
     ready = {name: Recipe({}) for table in _TABLES.values() for name in table if not missing(table[name])}
-    found = {}
+    by_name = {}
     for name, row in {**ready, **METHODS}.items():
         kind, base = _origin(name, row)
         factory = _TABLES[kind][base]
-        settings = {**_fitting(kind, factory()), f"{kind}.name": base, **row.settings}
-        found[name] = Recipe(
+        settings = {**_required_settings(kind, factory()), f"{kind}.name": base, **row.settings}
+        by_name[name] = Recipe(
             settings,
             row.source or docstring_part(factory, "Source"),
             row.differs,
             row.fails or docstring_part(factory, "Fails when"),
         )
-    return found
+    return by_name
 
 
 def recipe_rows() -> list[tuple[str, str, str]]:
@@ -426,8 +426,8 @@ def docstring_part(factory: Callable[..., Any], label: str) -> str:
     >>> docstring_part(RULES["easgd"], "Differs")[:10]
     'no server.'
     """
-    found = re.search(rf"^{label}: (.+(?:\n    .+)*)", inspect.getdoc(factory) or "", re.MULTILINE)
-    return " ".join(found[1].split()) if found else ""
+    match = re.search(rf"^{label}: (.+(?:\n    .+)*)", inspect.getdoc(factory) or "", re.MULTILINE)
+    return " ".join(match[1].split()) if match else ""
 
 
 def first_sentence(text: str) -> str:
@@ -447,8 +447,10 @@ def made_of(settings: Mapping[str, Any]) -> str:
     parts = []
     for head in _NAMED:
         if f"{head}.name" in settings:
-            own = [f"{k.partition('.')[2]} = {_value(v)}" for k, v in settings.items() if k.startswith(f"{head}.")]
-            options = ", ".join(one for one in own if not one.startswith("name = "))
+            options_of_head = [
+                f"{k.partition('.')[2]} = {_value(v)}" for k, v in settings.items() if k.startswith(f"{head}.")
+            ]
+            options = ", ".join(one for one in options_of_head if not one.startswith("name = "))
             parts.append(f"{head} `{settings[f'{head}.name']}{f'({options})' if options else ''}`")
     rest = (item for item in settings.items() if item[0].partition(".")[0] not in _NAMED)
     return ", ".join([*parts, *(f"`{key} = {_value(value)}`" for key, value in rest)])
@@ -461,7 +463,7 @@ def _value(value: Any) -> str:
     return json.dumps(value)
 
 
-def _fitting(kind: str, rule: Any) -> dict[str, Any]:
+def _required_settings(kind: str, rule: Any) -> dict[str, Any]:
     """The topology that the tags of a rule require, and local steps = 1 for a rule on gradients."""
     if kind != "rule":
         return {"topology.name": "ring"} if kind == "pair" else {}

@@ -168,9 +168,9 @@ def document_faults(document: Mapping[str, Any], *, real: bool = False) -> list[
 
 def run_faults(config: RunConfig, *, real: bool = False) -> list[str]:
     """A sentence for each reason why this run cannot start; empty if it can start, as far as is known without its data."""
-    found = [*pairing_faults(config, real=real), *map(str, _misfits(config, real))]
-    if found or not all(choice.name for choice in _choices(config)):
-        return found
+    faults = [*pairing_faults(config, real=real), *map(str, _misfits(config, real))]
+    if faults or not all(choice.name for choice in _choices(config)):
+        return faults
     try:
         resolve(config, real=real)
     except ConfigError as error:
@@ -186,8 +186,8 @@ def pairing_faults(config: RunConfig, *, real: bool = False) -> list[str]:
 
 def _choices(config: RunConfig) -> list[Choice]:
     """The rows of tables that a run takes, or would take if it were of another kind."""
-    found = (*(getattr(config, kind, None) for kind in KINDS), *(getattr(config.pipeline, one) for one in DIRECTIONS))
-    return [choice for choice in found if choice is not None]
+    choices = (*(getattr(config, kind, None) for kind in KINDS), *(getattr(config.pipeline, one) for one in DIRECTIONS))
+    return [choice for choice in choices if choice is not None]
 
 
 def _misfits(config: RunConfig, real: bool) -> list[ConfigError]:
@@ -211,9 +211,9 @@ def _unsharded(config: RunConfig) -> Iterator[str]:
     if shards == 1:
         return
     setting = f"run.shards is {shards}"
-    own = [("model.size", model.size, model.own), ("model.loss", model.loss, model.loss is not None)]
-    own.append(("data.source", config.data.source, config.data.own))
-    if named := [f"{key} is {value!r:.60}" for key, value, is_own in own if is_own]:
+    users_parts = [("model.size", model.size, model.own), ("model.loss", model.loss, model.loss is not None)]
+    users_parts.append(("data.source", config.data.source, config.data.own))
+    if named := [f"{key} is {value!r:.60}" for key, value, is_own in users_parts if is_own]:
         yield (
             f"{setting} and {named[0]}, but only the built-in model on text is sharded; set it to 1, or shard your model in your "
             "own loop with gossamer.Outer"

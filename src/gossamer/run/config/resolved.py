@@ -101,7 +101,7 @@ class RunSettings(RunLength):
         return range(self.workers, self.workers + 1) if self.kind == "server" else range(self.workers)
 
     @property
-    def line(self) -> Lineage:
+    def lineage(self) -> Lineage:
         """The lineage of a run whose settings were never changed: which checkpoints belong to it."""
         kind = {"server": "server", "pair": "pair"}.get(self.kind, "rule")
         return Lineage(
@@ -122,10 +122,10 @@ class RunSettings(RunLength):
 
     def _options(self, table: str) -> dict[str, Any]:
         """The other keys of a table of the file, as far as they decide the numbers."""
-        found = {
+        options = {
             key.removeprefix(f"{table}."): value for key, value in self.decisive.items() if key.startswith(f"{table}.")
         }
-        return {key: value for key, value in found.items() if key != "name"}
+        return {key: value for key, value in options.items() if key != "name"}
 
     @property
     def fragments(self) -> tuple[int, Pattern]:

@@ -29,7 +29,7 @@ from gossamer.run.config.pipeline import PipelineConfig, misfits
 from gossamer.run.config.totals import each_batch, rounds_for, tokens_for
 from gossamer.settings import over_time
 from gossamer.settings.fields import NEUTRAL, Changeable, FolderName, Words
-from gossamer.settings.options import Count, Number, Positive, bounded
+from gossamer.settings.options import Count, Number, Positive, check_values
 from gossamer.settings.over_time import (
     LearningRate,
     Steps,
@@ -177,7 +177,7 @@ class LoopSettings:
     @property
     def shape(self) -> Mapping[str, Any] | None:
         """The shape of the local steps, where they follow the learning rate."""
-        return found if isinstance(found := self.local_steps, Mapping) and "shape" in found else None
+        return steps if isinstance(steps := self.local_steps, Mapping) and "shape" in steps else None
 
     @property
     def entries(self) -> tuple[tuple[int, Steps], ...]:
@@ -223,7 +223,7 @@ def local_steps_faults(value: object) -> Iterator[str]:
         kinds = {f"[{step}]": (one, each) for step, one in over_time.entries(value)}
     for where, (one, kind) in kinds.items():
         try:
-            bounded(kind, **{f"run.local_steps{where}": one})
+            check_values(kind, **{f"run.local_steps{where}": one})
         except ConfigError as error:
             yield str(error)
 
@@ -347,8 +347,8 @@ class RunConfig(RunLength):
 
     def _unbatched(self) -> Iterator[str]:
         """Why replicas cannot train as one computation."""
-        own = {"model.size": self.model.own, "data.source": self.data.own}
-        wrong = [key for key, given in own.items() if given]
+        users_parts = {"model.size": self.model.own, "data.source": self.data.own}
+        wrong = [key for key, given in users_parts.items() if given]
         wrong += [key for key, value in _BATCHED.items() if attrgetter(key)(self) != value]
         wrong += ["inner.optimizer"] if self.inner.optimizer not in _STACKED else []
         for key in wrong:
@@ -421,8 +421,8 @@ def has_shape(config: RunConfig) -> bool:
 def parse(document: Mapping[str, Any]) -> RunConfig:
     """The validated run in a document. Raises ConfigError for unknown keys (naming the nearest) and impossible values."""
     document = with_settings(document, {})
-    if found := [*_foreign(document), *_exclusive(document)]:
-        raise found[0]
+    if errors := [*_other_kind_errors(document), *_exclusive(document)]:
+        raise errors[0]
     return build(RunConfig, _completed(document))
 
 
@@ -453,16 +453,16 @@ def survey(document: Mapping[str, Any]) -> Survey:
         document = with_settings(document, {})
     except GossamerError as error:
         return Survey([str(error)], None)
-    if foreign := _foreign(document):
+    if foreign := _other_kind_errors(document):
         return Survey([str(error) for error in foreign], None)
     excluded, document = _exclusive(document), _completed(document)
-    found = [str(error) for error in (*excluded, *schema_faults(RunConfig, document))]
+    faults = [str(error) for error in (*excluded, *schema_faults(RunConfig, document))]
     left = soundest(RunConfig, document)
-    so_far = Survey(found, left.settings, left.unknown)
-    return so_far._replace(faults=[*found, *so_far.sure(map(str, left.noted))])
+    so_far = Survey(faults, left.settings, left.unknown)
+    return so_far._replace(faults=[*faults, *so_far.sure(map(str, left.noted))])
 
 
-def _foreign(document: Mapping[str, Any]) -> list[ConfigError]:
+def _other_kind_errors(document: Mapping[str, Any]) -> list[ConfigError]:
     """Why a document is not a run file but an experiment or a network."""
     for key in EXPERIMENT:
         if key in document:
@@ -476,12 +476,12 @@ def _foreign(document: Mapping[str, Any]) -> list[ConfigError]:
                     f"the file has '{key}' at its top, so it is a network file; give a run file such as configs/gasloc.toml"
                 )
             ]
-    found: list[ConfigError] = []
+    errors: list[ConfigError] = []
     for (table, key), (default, advice) in _GONE.items():
         value = part.get(key, default) if isinstance(part := document.get(table), Mapping) else default
         if value != default:
-            found.append(ConfigError(f"{table}.{key} is {value!r:.60}, and this version has no such key: {advice}"))
-    return found
+            errors.append(ConfigError(f"{table}.{key} is {value!r:.60}, and this version has no such key: {advice}"))
+    return errors
 
 
 def _exclusive(document: Mapping[str, Any]) -> Sequence[ConfigError]:

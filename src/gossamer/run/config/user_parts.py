@@ -93,14 +93,14 @@ def code_of(names: Mapping[str, tuple[str, str]]) -> list[CodeInput]:
 
     The versions of torch and gossamer stand for their own code.
     """
-    found: list[CodeInput] = []
+    inputs: list[CodeInput] = []
     for kind, (name, options) in names.items():
         module = name.partition(":")[0]
         has_version = module.partition(".")[0] in ("torch", "gossamer")
         sha256 = "" if has_version else hash_of_code(module)
         path = str(located(module) or "")
-        found.append({"kind": kind, "name": name, "options": options, "path": path, "sha256": sha256})
-    return found
+        inputs.append({"kind": kind, "name": name, "options": options, "path": path, "sha256": sha256})
+    return inputs
 
 
 def own_parts(config: RunConfig, without: Collection[str] = ()) -> UserParts:
@@ -110,8 +110,8 @@ def own_parts(config: RunConfig, without: Collection[str] = ()) -> UserParts:
 
     Raises: ConfigError and UserCodeError, as `gossamer.settings.user_code.imported`.
     """
-    found = {kind: _imported(kind, name) for kind, name in named(config).items() if kind not in without}
-    return UserParts({kind: code.object for kind, code in found.items()}, tuple(dict.fromkeys(found.values())))
+    imported = {kind: _imported(kind, name) for kind, name in named(config).items() if kind not in without}
+    return UserParts({kind: code.object for kind, code in imported.items()}, tuple(dict.fromkeys(imported.values())))
 
 
 def _imported(kind: str, name: str) -> Code:

@@ -32,7 +32,7 @@ from gossamer.rounds.loop import Membership
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.elastic.store_rounds import is_equal_after_rounds
 from gossamer.run.participant.life import KEPT, Participant
-from gossamer.run.participant.seat import Seat
+from gossamer.run.participant.rendezvous import RendezvousResult
 from gossamer.run.participant.state_transfer import PAUSE_S, common_hash, must_be_common
 from gossamer.run.worker.task import Task
 from gossamer.run.worker.worker import RoundReport, Worker
@@ -70,12 +70,14 @@ class ElasticRounds(Participant[ElasticTransport]):
     (`gossamer.transport.elastic.closing`). A worker that was too late takes another's state.
     """
 
-    def __init__(self, config: ResolvedRun, folder: Path, task: Task, seat: Seat, asked: Asked) -> None:
-        super().__init__(config, folder, task, seat, asked)
+    def __init__(
+        self, config: ResolvedRun, folder: Path, task: Task, rendezvous: RendezvousResult, asked: Asked
+    ) -> None:
+        super().__init__(config, folder, task, rendezvous, asked)
         self._method = m = config.in_rounds
         self._closes, self._once = m.rule.needs == "everyone", m.exchanges_once
         self._closings = sum(bool(stop.sends) for stop in m.schedule.stops(0, config.full_steps))
-        # Else workers differ after a round by what is under way, by their own errors or by their experts.
+        # Else workers differ after a round by what is in flight, by their own errors or by their experts.
         one = is_equal_after_rounds(m.rule) and m.exchanges_once and m.codec.back is None and not m.holders
         self._compares = self._closes and one
         """Whether all workers have the same parameters and outer state after a round."""
@@ -112,8 +114,8 @@ class ElasticRounds(Participant[ElasticTransport]):
         # A message has at most four tensors of the size of x; a larger one is invalid.
         limit_bytes = 16 * self.replica.layout.numel + (1 << 16) if self._closes else None
         transport = ElasticTransport(
-            self.seat.members,
-            self.seat.endpoint,
+            self.rendezvous.members,
+            self.rendezvous.endpoint,
             host=self.host,
             device=self.device,
             limit_bytes=limit_bytes,
@@ -127,8 +129,11 @@ class ElasticRounds(Participant[ElasticTransport]):
 
     def begin(self) -> None:
         """See `Participant`."""
-        seat, members, transport = self.seat, self.seat.members, self.transport
-        begun, joins = Begun(seat.after, seat.after, seat.donor, 0, members.own.incarnation), self.joins
+        rendezvous, members, transport = self.rendezvous, self.rendezvous.members, self.transport
+        begun, joins = (
+            Begun(rendezvous.after, rendezvous.after, rendezvous.donor, 0, members.own.incarnation),
+            self.joins,
+        )
         taken: Begun | None = None
         if joins:
             newest = transport.first_round(self.config.run.timeout_s) - 1
@@ -137,7 +142,7 @@ class ElasticRounds(Participant[ElasticTransport]):
                 begun = self._fetched(begun)
         if begun.after and begun.donor == self.slot:
             try:
-                saved = checkpoint.load(self.folder / "checkpoints", begun.after, self.slot, seat.line)
+                saved = checkpoint.load(self.folder / "checkpoints", begun.after, self.slot, rendezvous.lineage)
                 taken = _taken_over(saved)
                 self._worker.restore({**saved, "under_way": []})
             except (CheckpointError, DataError) as error:
@@ -159,14 +164,14 @@ class ElasticRounds(Participant[ElasticTransport]):
             # The log line with the source of its state may be truncated, as others resume from before it.
             begun = taken._replace(round=begun.round, incarnation=begun.incarnation)
         self._begun = begun._replace(steps=self.replica.steps_taken)
-        self._kept_whose = self._whose()
+        self._kept_whose = self._taken_over_entry()
         self.round, self._finished = begun.round, begun.after
 
     def open_record(self, open_: contextlib.ExitStack) -> None:
         """See `Participant`."""
         begun = self._begun
         assert begun is not None
-        cut = begun.round if self.seat.goes_on else None
+        cut = begun.round if self.rendezvous.goes_on else None
         self.open_folder(open_, cut, traced_per_round=self._method.sends_per_round)
         self._log = open_.enter_context(OutcomeWriter(self.folder, self.slot, cut))
         self._log.write(begun)
@@ -233,9 +238,9 @@ class ElasticRounds(Participant[ElasticTransport]):
             self.transport.await_later(round)
         self._plans.clear()
         self._begins = True
-        own = Begun(round, self._finished, self.slot, 0, self.transport.members.own.incarnation)
+        begin = Begun(round, self._finished, self.slot, 0, self.transport.members.own.incarnation)
         again, began_s = self._donor is not None, time.monotonic()
-        begun = self._fetched(own, source)
+        begun = self._fetched(begin, source)
         self._say_if_slow(time.monotonic() - began_s)
         self._waste = self._waste + 1 if again and begun.after <= self._finished else 0
         if self._waste:
@@ -337,8 +342,8 @@ class ElasticRounds(Participant[ElasticTransport]):
 
     def _show(self, alive: frozenset[int]) -> None:
         """Reports the outcomes of a round's exchanges, and clears them."""
-        everyone, heard = frozenset(range(self.config.workers)), self._worker.loop.receives_from
-        made = sum(len({*heard(one.of, one.fragment, one.alive or everyone)} - one.lost) for one in self._ended)
+        everyone, receives_from = frozenset(range(self.config.workers)), self._worker.loop.receives_from
+        made = sum(len({*receives_from(one.of, one.fragment, one.alive or everyone)} - one.lost) for one in self._ended)
         missed, unsure = sum(len(one.missed) for one in self._ended), sum(len(one.unsure) for one in self._ended)
         self.record.show_exchanges(alive=len(alive), made=made, missed=missed, unsure=unsure)
         self._ended.clear()
@@ -355,27 +360,32 @@ class ElasticRounds(Participant[ElasticTransport]):
 
     def save(self, finished: int) -> None:
         """See `Participant`."""
-        store, line = self.folder / "checkpoints", self.seat.line
+        store, lineage = self.folder / "checkpoints", self.rendezvous.lineage
         with self.saving:
             checkpoint.save(
-                store, finished, self.slot, {**self._worker.state(), **self._whose()}, digest=line, keep=KEPT
+                store,
+                finished,
+                self.slot,
+                {**self._worker.state(), **self._taken_over_entry()},
+                digest=lineage,
+                keep=KEPT,
             )
             self.saved_after = finished
 
-    def _whose(self) -> dict[str, str]:
+    def _taken_over_entry(self) -> dict[str, str]:
         """The checkpoint's entry on a state that was taken over and not trained yet."""
         if not self._begins or self._begun is None or self._begun.donor == self.slot:
             return {}
         return {"taken_over": OUTCOMES.line(self._begun, time_s=0.0)}
 
     def _keep(self, after: int) -> None:
-        # Exchanges in flight are private; the line identifies the closed rounds of the state for a newcomer.
+        # Exchanges in flight are private; the hash of its closed rounds goes with the state of a newcomer.
         with self.saving:
-            line = self.transport.line
-            copy = self.keep(after, {**self._worker.state(), "under_way": [], "line": line})
+            history_hash = self.transport.history_hash
+            copy = self.keep(after, {**self._worker.state(), "under_way": [], "line": history_hash})
             if self._compares:
-                self.hashes.add(after, lambda: common_hash(line, copy.tensors("x", "outer")))
-            self._kept_whose = self._whose()
+                self.hashes.add(after, lambda: common_hash(history_hash, copy.tensors("x", "outer")))
+            self._kept_whose = self._taken_over_entry()
 
     def kept_for_checkpoint(self, kept: Handover) -> dict[str, Any]:
         """See `Participant`."""
@@ -389,30 +399,32 @@ class ElasticRounds(Participant[ElasticTransport]):
         steps = max(members.own.steps, self.replica.steps_taken)
 
         def accept(offer: Offer, state: Any) -> int:
-            mine, line = self._accepted(offer, state, steps=steps), state["line"]
+            taken, history_hash = self._accepted(offer, state, steps=steps), state["line"]
             if self._compares:
-                must_be_common(common_hash(line, [mine["x"], *mine["outer"]]), offer, members, self.seat.endpoint)
-            self._worker.take_over(mine)
-            return line
+                must_be_common(
+                    common_hash(history_hash, [taken["x"], *taken["outer"]]), offer, members, self.rendezvous.endpoint
+                )
+            self._worker.take_over(taken)
+            return history_hash
 
         self.hashes.abstains = True  # until it keeps that state
-        offer, line = self.fetch(accept, first=first, behind=begun.after, before=self._donor)
+        offer, history_hash = self.fetch(accept, first=first, behind=begun.after, before=self._donor)
         self._donor, round = offer.donor, max(begun.round, offer.after)
         if self._closes:
             round = offer.after
-            self.transport.go_on_from(offer.after, line)
+            self.transport.continue_from(offer.after, history_hash)
         return begun._replace(round=round, after=offer.after, donor=offer.donor, sha256=offer.sha256)
 
     def _accepted(self, offer: Offer, state: Any, *, steps: int) -> dict[str, Any]:
         """Another worker's state with this one's position in the data. Raises: CheckpointError unless all of it fits."""
-        line = state.get("line") if isinstance(state, dict) else None
-        if type(line) is not int or not 0 <= line < 1 << 64:
+        history_hash = state.get("line") if isinstance(state, dict) else None
+        if type(history_hash) is not int or not 0 <= history_hash < 1 << 64:
             raise CheckpointError(
-                f"it has {line!r:.40} in place of the hash of its closed rounds; look at that machine"
+                f"it has {history_hash!r:.40} in place of the hash of its closed rounds; look at that machine"
             )
-        mine = {**state, "data": self._fresh, "steps_taken": steps, "under_way": []}
-        self._worker.must_be_of_another(mine)
-        return mine
+        taken = {**state, "data": self._fresh, "steps_taken": steps, "under_way": []}
+        self._worker.must_be_of_another(taken)
+        return taken
 
     def part(self, *, failed: bool) -> None:
         """See `Participant`."""
@@ -442,5 +454,5 @@ def _taken_over(state: Mapping[str, Any]) -> Begun | None:
     Raises: DataError for an invalid line of the log.
     """
     line = state.get("taken_over")
-    found = None if line is None else OUTCOMES.parse(str(line), "a checkpoint").event
-    return found if isinstance(found, Begun) else None
+    event = None if line is None else OUTCOMES.parse(str(line), "a checkpoint").event
+    return event if isinstance(event, Begun) else None

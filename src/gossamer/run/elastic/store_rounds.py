@@ -33,7 +33,7 @@ from gossamer.rules import Rule
 from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.inputs import note_inputs
 from gossamer.run.bookkeeping.journal import Journal
-from gossamer.run.bookkeeping.resume import lineage
+from gossamer.run.bookkeeping.resume import lineage_of
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.agreement import use_recorded_threads
 from gossamer.run.participant.in_store import bind_folder, open_store, renewing
@@ -69,14 +69,14 @@ def mixes_by_pull(rule: Rule) -> bool:
 def must_fit_a_store(config: ResolvedRun) -> None:
     """Raises ConfigError for a run that cannot use a store."""
     m = None if config.kind != "rounds" else config.in_rounds
-    why = {
+    obstacles = {
         f"it is of the kind '{config.kind}'": m is None,
         "run.elastic is false": not config.run.elastic,
         "data.constant_batch is true": config.data.constant_batch,
         "its workers are cut into stages or shards": max(config.processes) > 1,
     }
     if m is not None:
-        why |= {
+        obstacles |= {
             f"after a round of rule '{m.rule.name}' its workers are not equal in all, and it is no plain gossip": not (
                 is_equal_after_rounds(m.rule) or mixes_by_pull(m.rule)
             ),
@@ -85,9 +85,9 @@ def must_fit_a_store(config: ResolvedRun) -> None:
             "its local steps adapt": m.rule.adapted is not None or config.run.adapt,
             "its experts lie on some workers each": bool(m.holders),
         }
-    if found := next((reason for reason, holds in why.items() if holds), None):
+    if obstacle := next((reason for reason, holds in obstacles.items() if holds), None):
         raise ConfigError(
-            f"--store was given for a run that it does not carry: {found}; it carries runs with run.elastic = true of rules "
+            f"--store was given for a run that it does not carry: {obstacle}; it carries runs with run.elastic = true of rules "
             "such as gasloc, gossip, diloco, slowmo, fedopt and local_sgd with one exchange a round"
         )
 
@@ -122,7 +122,7 @@ class StoreWork:
         self, config: ResolvedRun, folder: Path, task: Task, asked: Asked, open_: contextlib.ExitStack
     ) -> None:
         self._config, self._folder, self._task, self._asked, self._open = config, folder, task, asked, open_
-        self._method, self._line = config.in_rounds, lineage(config, folder)
+        self._method, self._line = config.in_rounds, lineage_of(config, folder)
         self._device, self._fresh = device_of(config.run.device), task.data.state()
         self._means, self._gossip = GivenMeans(config.workers), self._method.rule.needs != "everyone"
         self._present = frozenset[int]()
@@ -200,9 +200,9 @@ class StoreWork:
             raise CheckpointError(
                 f"the state after {after} rounds in the store is none; start again with an empty store"
             )
-        mine = {**state, "data": self._fresh, "under_way": []}
-        self._worker.must_be_of_another(mine)
-        self._worker.take_over(mine)
+        taken = {**state, "data": self._fresh, "under_way": []}
+        self._worker.must_be_of_another(taken)
+        self._worker.take_over(taken)
         return hashlib.sha256(raw).hexdigest()
 
     def add(self, commit: Commit, mean: memoryview) -> None:
@@ -282,9 +282,9 @@ class StoreWork:
         (stop,) = self._worker.loop.stops(round)
         loop = self._worker.loop
         forms = (loop.mean_forms if of == "means" else loop.payload_forms)(round, stop)
-        found = unpacked(bytes(body))
+        content = unpacked(bytes(body))
         try:
-            read = iter(found["leaves"])
+            read = iter(content["leaves"])
             some = [[next(read) for _ in leaves(form)] for form in forms]
             for tensors, form in zip(some, forms, strict=True):
                 must_fit(tensors, leaves(form))
@@ -293,7 +293,10 @@ class StoreWork:
                 f"what lies in the store for round {round + 1} does not fit this model ({error}); start all with the same run "
                 "file and gossamer"
             ) from None
-        return [refill(form, [one.to(self._device) for one in own]) for own, form in zip(some, forms, strict=True)]
+        return [
+            refill(form, [one.to(self._device) for one in tensors_here])
+            for tensors_here, form in zip(some, forms, strict=True)
+        ]
 
     def finish(self, commit: Commit, mean: memoryview) -> None:
         """See `StoreWorker`."""
@@ -371,17 +374,17 @@ def _packed_trees(trees: Sequence[Tree]) -> bytes:
     return packed({"leaves": tensors})
 
 
-def _all_commits(one: Attendance, bucket: Bucket, terms: StoreTerms) -> list[Commit]:
+def _all_commits(attendance: Attendance, bucket: Bucket, terms: StoreTerms) -> list[Commit]:
     """The outcomes of all rounds, those from the store that this worker has not read."""
-    found: list[Commit] = []
-    for round in range(one.seen.newest + 1 if one.slot >= 0 else terms.rounds):
-        commit = perform(one.read_commit(round), bucket, wait=time.sleep)
+    commits: list[Commit] = []
+    for round in range(attendance.seen.newest + 1 if attendance.slot >= 0 else terms.rounds):
+        commit = perform(attendance.read_commit(round), bucket, wait=time.sleep)
         if commit is None:
             raise CheckpointError(
                 f"the store has no outcome of round {round + 1}, though later ones are there; somebody has removed it"
             )
-        found.append(commit)
-    return found
+        commits.append(commit)
+    return commits
 
 
 def write_outcomes(folder: Path, config: ResolvedRun, commits: Sequence[Commit]) -> None:

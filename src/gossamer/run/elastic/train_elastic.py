@@ -11,12 +11,12 @@ from gossamer.run.bookkeeping.which_round import Held, kept_by, round_to_resume
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.run.elastic.elastic_rounds import ElasticRounds
 from gossamer.run.participant.life import take_part
-from gossamer.run.participant.seat import Brought, Own, Progress
+from gossamer.run.participant.rendezvous import Own, Progress, StartFacts
 from gossamer.run.worker.stages.checkpoints import Store
 
 
-class HeldRounds(Brought[bool]):
-    """See `gossamer.run.participant.seat.Brought`. All workers resume from one round, that of `round_to_resume`."""
+class HeldRounds(StartFacts[bool]):
+    """See `gossamer.run.participant.rendezvous.StartFacts`. All workers resume from one round, that of `round_to_resume`."""
 
     word, one_round = "elastic", True
 
@@ -24,15 +24,15 @@ class HeldRounds(Brought[bool]):
         self._config, self._folder = config, folder
 
     def own(self, slot: int, past: History) -> Own:
-        """See `Brought`."""
+        """See `StartFacts`."""
         return Own(kept_by(Store(self._config, self._folder), [slot], past.lineage, past.before)[slot])
 
     def read(self, more: object) -> bool | None:
-        """See `Brought`: there are no facts besides its rounds."""
+        """See `StartFacts`: there are no facts besides its rounds."""
         return True if more is None else None
 
     def pick(self, held: Mapping[int, Held]) -> int:
-        """See `Brought`."""
+        """See `StartFacts`."""
         return round_to_resume(held, self._config.run.rejoin_rounds)
 
     def progress(self, slot: int, facts: Sequence[bool], held: Mapping[int, Held], after: int) -> Progress:

@@ -31,12 +31,12 @@ from gossamer.settings.schema import Records
 
 def doubts_about(runs: Iterable[ResolvedRun]) -> list[str]:
     """What to know before runs are compared, in sentences: methods whose outer momentum needs more rounds than they have."""
-    found = [
+    warnings = [
         few_rounds_warning(one.method.rule, one.rounds)
         for one in runs
         if one.kind == "rounds" and isinstance(one.method, Method)
     ]
-    return list(dict.fromkeys(sentence for sentence in found if sentence is not None))
+    return list(dict.fromkeys(sentence for sentence in warnings if sentence is not None))
 
 
 @with_config(ConfigDict(extra="ignore"))
@@ -102,9 +102,9 @@ def train_all(
             )
     if reuse:
         missing = [run for run in runs if run.label not in origins]
-        for run, found in _copied(missing, folders, reuse, some=not resume):
-            origins[run.label] = found
-            kept.append(_result(run, folders, found))
+        for run, run_origin in _copied(missing, folders, reuse, some=not resume):
+            origins[run.label] = run_origin
+            kept.append(_result(run, folders, run_origin))
     waiting = {run.label: run for run in _in_turn(runs) if run.label not in origins}
     jobs = min(jobs, max(1, len(waiting)))  # so that no cores are reserved for runs that do not exist
     origin("", None)  # caches the commit before the first run
@@ -117,18 +117,18 @@ def train_all(
         while apart.busy:
             for label, ended in apart.ended():
                 run = waiting[label]
-                origins[label] = found = origin(digest(run.config), ended.seconds, ended.text)
-                written.write(_result(run, folders, found))
+                origins[label] = run_origin = origin(digest(run.config), ended.seconds, ended.text)
+                written.write(_result(run, folders, run_origin))
                 on_end(run, ended)
             if enough():
                 apart.drop()
     return origins
 
 
-def _result(run: Point, folders: Mapping[str, Path], found: Origin | None) -> PointResult:
+def _result(run: Point, folders: Mapping[str, Path], run_origin: Origin | None) -> PointResult:
     """The line of a run that has ended in its folder, priced on its own networks."""
     (row,) = summary_rows({run.label: folders[run.label]}, None)
-    return PointResult(run.method, run.at, run.seed, row, found)
+    return PointResult(run.method, run.at, run.seed, row, run_origin)
 
 
 def _line_of(run: Point, line: PointResult | None) -> PointResult | None:
@@ -142,14 +142,14 @@ def _as_recorded(run: Point, folders: Mapping[str, Path], line: PointResult) -> 
     """The recomputed line of a finished run. Raises: DataError where its trace is missing, or lacks messages counted in
     the line.
     """
-    found = _result(run, folders, line.origin)
-    had, has = line.row["sent_bytes"], found.row["sent_bytes"]
+    recomputed = _result(run, folders, line.origin)
+    had, has = line.row["sent_bytes"], recomputed.row["sent_bytes"]
     if had is not None and (has is None or has < had):
         raise DataError(
             f"'{folders[run.label]}' has sent {had:,.0f} bytes per worker, as its line in outcomes.jsonl says, and its trace has "
             f"{has or 0:,.0f}; bring the trace back, or remove that folder to train the run again"
         )
-    return found
+    return recomputed
 
 
 def _copied(
@@ -170,13 +170,13 @@ def _copied(
         there.setdefault(config.digest, []).append((file.parent, config))
     taken = list[tuple[Point, Origin]]()
     for run in missing:
-        own = settings_of(run.config)
-        alike = (place for place, config in there.get(own.digest, []) if measures_alike(own, config))
-        place = next((place for place in alike if is_evaluated(own, place)), None)
-        if place is not None and own.digest in computed:
+        settings = settings_of(run.config)
+        alike = (place for place, config in there.get(settings.digest, []) if measures_alike(settings, config))
+        place = next((place for place in alike if is_evaluated(settings, place)), None)
+        if place is not None and settings.digest in computed:
             _copy(place, folders[run.label])
             _adopt(run, folders)
-            taken.append((run, computed[own.digest]))
+            taken.append((run, computed[settings.digest]))
     if some and not taken:
         raise ConfigError(
             f"none of the {len(missing)} runs is finished in '{reuse}' with the same settings, seed and validations; gossamer "
@@ -217,7 +217,7 @@ def _in_turn(runs: Sequence[Point]) -> list[Point]:
     points, seeds = dict[str, list[str]](), [*dict.fromkeys(run.seed for run in runs)]
     places = []
     for run in runs:
-        mine, here = points.setdefault(run.method, []), place_in_experiment(run)[1]
-        mine += [] if here in mine else [here]
-        places.append((mine.index(here), seeds.index(run.seed)))
+        point_order, here = points.setdefault(run.method, []), place_in_experiment(run)[1]
+        point_order += [] if here in point_order else [here]
+        places.append((point_order.index(here), seeds.index(run.seed)))
     return [run for _, run in sorted(zip(places, runs, strict=True), key=lambda pair: pair[0])]

@@ -53,27 +53,29 @@ class RunEnd(NamedTuple):
     """CPU seconds of its process, which other work on the machine does not lengthen."""
 
 
-class _Lane:
+class _PoolProcess:
     """A process that trains runs sequentially, sharing imports and compiled code, which take seconds."""
 
-    def __init__(self, number: int, lanes: int) -> None:
+    def __init__(self, number: int, count: int) -> None:
         context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
-        self.link, theirs = context.Pipe()
-        self.process: BaseProcess = context.Process(target=_work, args=(theirs, number, lanes, is_quiet()), daemon=True)
+        self.link, child_end = context.Pipe()
+        self.process: BaseProcess = context.Process(
+            target=_work, args=(child_end, number, count, is_quiet()), daemon=True
+        )
         self.process.start()
-        theirs.close()
+        child_end.close()
         self.key: Hashable = None
         """The key of its current run; None while idle."""
 
     def train(self, key: Hashable, config: RunConfig, folder: Path) -> None:
         """Begins a run. Raises: TrainingError for a process that is gone."""
         self.key = key
-        with self._there():
+        with self._translate_lost_process():
             self.link.send((config, folder))
 
     def ask_to_stop(self) -> None:
         """Requests its run to save after its round and stop. Raises: TrainingError for a lost process."""
-        with self._there():
+        with self._translate_lost_process():
             self.link.send(None)
 
     def result(self) -> RunEnd | None:
@@ -81,14 +83,14 @@ class _Lane:
 
         Raises: GossamerError as `simulate` does; TrainingError for a process that is gone.
         """
-        with self._there():
+        with self._translate_lost_process():
             result = self.link.recv()
         if isinstance(result, GossamerError):
             raise result
         return result
 
     @contextlib.contextmanager
-    def _there(self) -> Iterator[None]:
+    def _translate_lost_process(self) -> Iterator[None]:
         try:
             yield
         except (EOFError, OSError):
@@ -114,7 +116,7 @@ class RunPool:
         self._jobs, self._began, self._warned = jobs, began, set[str]()
         self._asked, self._is_stopping = asked, False
         self._waiting: list[tuple[Hashable, RunConfig, Path, Path | None]] = []
-        self._lanes: list[_Lane] = []
+        self._members: list[_PoolProcess] = []
 
     def __enter__(self) -> "RunPool":
         if self._jobs > 1 and sys.platform == "linux":  # imports once instead of in each process
@@ -124,20 +126,20 @@ class RunPool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for lane in self._lanes:
-            if lane.key is None:
-                lane.link.close()  # the process sees the end of its pipe, and cleans up torch's compiler on exit
+        for member in self._members:
+            if member.key is None:
+                member.link.close()  # the process sees the end of its pipe, and cleans up torch's compiler on exit
             else:
-                lane.process.terminate()
-        for lane in self._lanes:
-            lane.process.join(_ENDING_S)
-            lane.process.kill()
-            lane.process.join()
-            lane.link.close()
+                member.process.terminate()
+        for member in self._members:
+            member.process.join(_ENDING_S)
+            member.process.kill()
+            member.process.join()
+            member.link.close()
 
     @property
-    def _running(self) -> list[_Lane]:
-        return [lane for lane in self._lanes if lane.key is not None]
+    def _running(self) -> list[_PoolProcess]:
+        return [member for member in self._members if member.key is not None]
 
     @property
     def busy(self) -> bool:
@@ -174,18 +176,18 @@ class RunPool:
         while not ends:
             if self._asked() and not self._is_stopping:
                 self._is_stopping = True
-                for lane in self._running:
-                    lane.ask_to_stop()
+                for member in self._running:
+                    member.ask_to_stop()
             while not self._is_stopping and self._waiting and len(self._running) < self._jobs:
                 key, config, folder, _ = self._waiting.pop(0)
                 self._start(key, config, folder)
             if not self._running:  # all have saved
                 raise KeyboardInterrupt
-            done = {*wait([lane.link for lane in self._running], _LOOK_S)}
-            ended = [lane for lane in self._running if lane.link in done]
-            results = [(lane.key, lane.result()) for lane in ended]
-            for lane in ended:
-                lane.key = None
+            done = {*wait([member.link for member in self._running], _LOOK_S)}
+            ended = [member for member in self._running if member.link in done]
+            results = [(member.key, member.result()) for member in ended]
+            for member in ended:
+                member.key = None
             ends = [(key, end) for key, end in results if end is not None]
         for key, end in ends if self._began is not None else ():
             for sentence in end.warnings:
@@ -195,16 +197,16 @@ class RunPool:
         return ends
 
     def _start(self, key: Hashable, config: RunConfig, folder: Path) -> None:
-        lane = next((lane for lane in self._lanes if lane.key is None), None)
-        if lane is None:
-            lane = _Lane(len(self._lanes), self._jobs)
-            self._lanes.append(lane)
-        lane.train(key, config, folder)
+        member = next((member for member in self._members if member.key is None), None)
+        if member is None:
+            member = _PoolProcess(len(self._members), self._jobs)
+            self._members.append(member)
+        member.train(key, config, folder)
         if self._began is not None:
             self._began(key)
 
 
-def _work(link: Connection, lane: int, lanes: int, quiet: bool) -> None:
+def _work(link: Connection, number: int, count: int, quiet: bool) -> None:
     """The loop of a process that trains received runs, until its pipe is closed."""
     end_with_parent()  # even during a run
     gc.freeze()  # imports are shared with the others, and not collected
@@ -213,7 +215,7 @@ def _work(link: Connection, lane: int, lanes: int, quiet: bool) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # a Python handler, so that torch's compiler cleans up
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, _share(sorted(os.sched_getaffinity(0)), lane, lanes))
+        os.sched_setaffinity(0, _share(sorted(os.sched_getaffinity(0)), number, count))
     kept = _Kept()
     log.addHandler(kept)
     log.propagate = False
@@ -246,9 +248,9 @@ class _Kept(logging.Handler):
         self.sentences.append(record.getMessage())
 
 
-def _share(cores: Sequence[int], lane: int, lanes: int) -> Sequence[int]:
-    """The cores of one lane: each core has one lane, unless there are more lanes than cores."""
-    return cores[lane::lanes] or [cores[lane % len(cores)]]
+def _share(cores: Sequence[int], number: int, count: int) -> Sequence[int]:
+    """The cores of one process of the pool: no two share a core, unless there are more processes than cores."""
+    return cores[number::count] or [cores[number % len(cores)]]
 
 
 def _trained(

@@ -85,10 +85,10 @@ class Entrant(NamedTuple):
     @property
     def local_steps(self) -> int | list[int] | dict[str, list[int]]:
         """Those of each round, as a run file has them."""
-        own = self.candidate.local_steps
-        if self.last != own:
-            return {"0": list(own), str((self.rounds - 1) * max(own)): list(self.last)}
-        return own[0] if len({*own}) == 1 else list(own)
+        steps = self.candidate.local_steps
+        if self.last != steps:
+            return {"0": list(steps), str((self.rounds - 1) * max(steps)): list(self.last)}
+        return steps[0] if len({*steps}) == 1 else list(steps)
 
     @property
     def taken(self) -> int:
@@ -115,31 +115,31 @@ class Course(NamedTuple):
         """Of one run of each candidate."""
         return sum(one.taken for one in self.entrants) * self.seq_len * self.batch_size
 
-    def tokens_of(self, one: Entrant) -> int:
+    def tokens_of(self, entrant: Entrant) -> int:
         """Of one run of a candidate."""
-        return one.taken * self.seq_len * self.batch_size
+        return entrant.taken * self.seq_len * self.batch_size
 
 
-def label_of(one: Candidate) -> str:
+def label_of(candidate: Candidate) -> str:
     """The name of a candidate among others of its plan.
 
     >>> label_of(Candidate("DiLoCo", "fp4", "bf16", (15, 9), 1.0, 1.0, 0.9, 1.0))
     'DiLoCo uneven 9-15 fp4'
     """
-    most, fewest = one.full_steps, min(one.local_steps)
-    return f"{one.name} {most if most == fewest else f'{fewest}-{most}'} {one.codec}"
+    most, fewest = candidate.full_steps, min(candidate.local_steps)
+    return f"{candidate.name} {most if most == fewest else f'{fewest}-{most}'} {candidate.codec}"
 
 
 def alone(made: RunPlan) -> list[Candidate]:
     """The quickest machine alone and, where there are sites, the quickest of these alone, as the plan prices them."""
-    found = list[Candidate]()
+    quickest = list[Candidate]()
     for method in (ALONE, SITE_ALONE):
-        own = [one for one in made.candidates if one.method == method]
-        found += [min(own, key=lambda one: one.seconds_per_token)] if own else []
-    return found
+        priced = [one for one in made.candidates if one.method == method]
+        quickest += [min(priced, key=lambda one: one.seconds_per_token)] if priced else []
+    return quickest
 
 
-def with_alone(made: RunPlan, some: Sequence[Candidate]) -> list[Candidate]:
+def with_single_machine(made: RunPlan, some: Sequence[Candidate]) -> list[Candidate]:
     """A shortlist, extended by the single machine or site unless included."""
     return [*some, *(one for one in alone(made) if one not in some)]
 
@@ -184,35 +184,39 @@ def course_of(
     for one in some:
         if any(label_of(one) == entrant.label for entrant in entrants):
             continue  # it differs only in its return codec, and the better-ranked one is raced
-        own = math.floor(horizon_s / one.round_s * (1 + 1e-9))
+        rounds = math.floor(horizon_s / one.round_s * (1 + 1e-9))
         if _fragments(one) > 1 and model.shape.layers == 1:
             left[label_of(one)] = "it needs a layer for each of its fragments, and the small model has one in all"
-        elif own < _FEWEST:
-            left[label_of(one)] = f"{own} round{'s' * (own != 1)} in that time, of which at least {_FEWEST} are needed"
+        elif rounds < _FEWEST:
+            left[label_of(one)] = (
+                f"{rounds} round{'s' * (rounds != 1)} in that time, of which at least {_FEWEST} are needed"
+            )
         else:
-            entrants.append(_filling(course, made, one, own))
+            entrants.append(_entrant(course, made, one, rounds))
     return course._replace(entrants=tuple(entrants), left=left)
 
 
-def _filling(course: Course, made: RunPlan, one: Candidate, rounds: int) -> Entrant:
+def _entrant(course: Course, made: RunPlan, candidate: Candidate, rounds: int) -> Entrant:
     """A candidate with its whole rounds within the time of a race, and a shorter last one in the remaining time.
 
     The seconds of a round with fewer steps are convex in these, so what is interpolated between two that are known is no less.
     """
-    left_s = course.horizon_s - rounds * one.round_s
-    whole = Entrant(label_of(one), one, rounds, one.local_steps, rounds * one.round_s)
-    fewest, most = min(_fragments(one), course.model.shape.layers), one.full_steps
+    left_s = course.horizon_s - rounds * candidate.round_s
+    whole = Entrant(label_of(candidate), candidate, rounds, candidate.local_steps, rounds * candidate.round_s)
+    fewest, most = min(_fragments(candidate), course.model.shape.layers), candidate.full_steps
     if most <= fewest:
         return whole
 
     def of_each(steps: int) -> tuple[int, ...]:
-        return tuple(max(fewest, own * steps // most) for own in one.local_steps)
+        return tuple(max(fewest, own * steps // most) for own in candidate.local_steps)
 
     def seconds(steps: int) -> float:
-        return _round_s(course, made, one, of_each(steps))
+        return _round_s(course, made, candidate, of_each(steps))
 
-    beyond_s = one.round_s - seconds(most)  # of a plan, whose rounds are others; the difference of two rounds is taken
-    low, low_s, high, high_s = fewest, seconds(fewest) + beyond_s, most, one.round_s
+    beyond_s = candidate.round_s - seconds(
+        most
+    )  # of a plan, whose rounds are others; the difference of two rounds is taken
+    low, low_s, high, high_s = fewest, seconds(fewest) + beyond_s, most, candidate.round_s
     if low_s > left_s:
         return whole
     for _ in range(_LOOKS):
@@ -224,9 +228,9 @@ def _filling(course: Course, made: RunPlan, one: Candidate, rounds: int) -> Entr
     return whole._replace(rounds=rounds + 1, last=of_each(low), seconds=whole.seconds + low_s)
 
 
-def _round_s(course: Course, made: RunPlan, one: Candidate, local_steps: tuple[int, ...]) -> float:
+def _round_s(course: Course, made: RunPlan, candidate: Candidate, local_steps: tuple[int, ...]) -> float:
     """The price of a round of a candidate with other local steps of each worker, as its run would be priced."""
-    short = Entrant("", one, 1, local_steps, 0.0)
+    short = Entrant("", candidate, 1, local_steps, 0.0)
     text = _row(course, made, short) | {"run": {"steps": _PLAYED * max(local_steps), "local_steps": list(local_steps)}}
     base = {"model": toml_value(course.model), "data": {"source": "stdlib", "seq_len": 8, "batch_size": 1}}
     drafted = {key: value for key, value in text.items() if key != "label"}
@@ -265,11 +269,11 @@ def document(
     batches = max(8, min(_VALIDATED, trained // 30) // step)
     rows = []
     for one in course.entrants:
-        own = one.candidate.local_steps
+        local_steps = one.candidate.local_steps
         run = {
             "steps": one.steps,
             "local_steps": one.local_steps,
-            "batched": min(8, len(own)),
+            "batched": min(8, len(local_steps)),
             "eval_every": math.ceil(one.steps / _VALIDATIONS),
             "eval_batches": batches,
         }
@@ -277,33 +281,37 @@ def document(
     return {**base, "variant": rows}
 
 
-def _row(course: Course, made: RunPlan, one: Entrant) -> dict[str, Any]:
+def _row(course: Course, made: RunPlan, entrant: Entrant) -> dict[str, Any]:
     """A variant of the experiment file, but for its table `[run]`."""
-    team, site = network_of(made, one.candidate), one.candidate.site
+    team, site = network_of(made, entrant.candidate), entrant.candidate.site
     return {
-        "label": one.label,
-        **_method(one.candidate, course.model),
-        "workers": len(one.candidate.local_steps),
-        **{f"inner.{key}": value for key, value in measured_schedule(one.steps).items()},
+        "label": entrant.label,
+        **_method(entrant.candidate, course.model),
+        "workers": len(entrant.candidate.local_steps),
+        **{f"inner.{key}": value for key, value in measured_schedule(entrant.steps).items()},
         **({"data.batch_size": site * course.batch_size} if site > 1 else {}),
         "network": {"planned": to_options(times_as_fast(team, course.parameters / made.parameters))},
     }
 
 
-def _fragments(one: Candidate) -> int:
+def _fragments(candidate: Candidate) -> int:
     """The fragments in which a candidate's method sends a model of many layers."""
-    return 1 if one.trained_as in PLANNED.values() else recipe(one.method).settings.get("schedule.fragments", 1)
+    return (
+        1
+        if candidate.trained_as in PLANNED.values()
+        else recipe(candidate.method).settings.get("schedule.fragments", 1)
+    )
 
 
-def _method(one: Candidate, model: ModelConfig) -> dict[str, Any]:
+def _method(candidate: Candidate, model: ModelConfig) -> dict[str, Any]:
     """The settings of a candidate as a variant has them; with fewer fragments where the model has fewer layers."""
-    _, tuned = nearest_measured(one.trained_as, one.full_steps)
+    _, tuned = nearest_measured(candidate.trained_as, candidate.full_steps)
     rates = {"inner.lr": tuned.inner_lr}
-    if one.trained_as in PLANNED.values():
-        return {**method_tables(one), **rates}
+    if candidate.trained_as in PLANNED.values():
+        return {**method_tables(candidate), **rates}
     outer = {f"rule.{key}": value for key in ("lr", "momentum") if (value := getattr(tuned, key)) is not None}
-    fewer = {"schedule.fragments": model.shape.layers} if _fragments(one) > model.shape.layers else {}
-    return {"method": one.method, **rates, **outer, **fewer}
+    fewer = {"schedule.fragments": model.shape.layers} if _fragments(candidate) > model.shape.layers else {}
+    return {"method": candidate.method, **rates, **outer, **fewer}
 
 
 def written_race(folder: Path, course: Course, made: RunPlan, text: Mapping[str, Any]) -> None:

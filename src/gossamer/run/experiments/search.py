@@ -66,7 +66,7 @@ class Space(NamedTuple):
         return self.tokens[trial.rung] if trial.rung < len(self.tokens) else self.final
 
 
-class Found(NamedTuple):
+class SearchResult(NamedTuple):
     """The result of a search."""
 
     best: GridPoint | None
@@ -78,7 +78,7 @@ class Found(NamedTuple):
     spent: int
 
 
-Search = Generator[tuple[Trial, ...], Mapping[Trial, float], Found]
+Search = Generator[tuple[Trial, ...], Mapping[Trial, float], SearchResult]
 """A generator that yields trials, receives their losses, and returns the result."""
 
 
@@ -126,7 +126,7 @@ def search(space: Space) -> Search:
     while final := state.final():
         losses = yield final
         state.losses |= {trial: _rank(losses[trial]) for trial in final}
-    return state.found()
+    return state.result()
 
 
 def _rank(loss: float) -> float:
@@ -149,30 +149,34 @@ class _State:
         """The settings that may be better than the leading ones, which are the best, or those of the final: what is missing of a
         cross through them, or their neighbours, and on the first rung of a product those of the best of each pair."""
         ranked = self._ranked(rung)
-        leading = self._sound(ranked[: self._leaders(rung)], rung)
+        leading = self._without_diverged(ranked[: self._leaders(rung)], rung)
         if self._space.cross:
             return self._beyond_a_cross(rung, leading or ranked[:1])
-        pairs = self._sound(self._best_of_each(rung), rung) if rung == 0 else []
-        found = [
+        pairs = self._without_diverged(self._best_of_each(rung), rung) if rung == 0 else []
+        settings = [
             near for one in dict.fromkeys([*leading, *pairs] or ranked[:1]) for near in self._neighbours(one, rung)
         ]
         # A larger γ moves further, so the learning rate may be halved with it, and doubled with a smaller one.
         for one in leading:
-            found += [GridPoint(one.doublings + k, pair) for pair, way in self._ends(one, _GAMMA) for k in (0, -way)]
-        return found
+            settings += [
+                GridPoint(one.doublings + k, pair) for pair, way in self._beyond_edges(one, _GAMMA) for k in (0, -way)
+            ]
+        return settings
 
     def _beyond_a_cross(self, rung: int, leading: list[GridPoint]) -> list[GridPoint]:
         """What is missing around the best, and then around the second; before that the pairs of the first grid, each once."""
         tried = {trial.setting.outer for trial in self.losses}
         if new := [pair for pair in self._space.outers if pair not in tried]:
-            return [GridPoint(one.doublings, pair) for one in self._sound(leading[:1], rung) for pair in new] or (
-                self._neighbours(leading[0], rung)
-            )
+            return [
+                GridPoint(one.doublings, pair) for one in self._without_diverged(leading[:1], rung) for pair in new
+            ] or (self._neighbours(leading[0], rung))
         for one in leading:
-            outer = rung == 0 and self._sound([one], rung)  # a later rung has the pairs that this one leaves it
-            around = [*self._around(one, _ETA), *self._around(one, _GAMMA)] if outer else []
-            if found := [*self._neighbours(one, rung), *around]:
-                return found
+            outer = rung == 0 and self._without_diverged(
+                [one], rung
+            )  # a later rung has the pairs that this one leaves it
+            around = [*self._untried_next_to(one, _ETA), *self._untried_next_to(one, _GAMMA)] if outer else []
+            if missing := [*self._neighbours(one, rung), *around]:
+                return missing
         return []
 
     def survivors(self, rung: int) -> list[GridPoint]:
@@ -187,32 +191,32 @@ class _State:
         around = [
             near for k in (-1, 1) if Trial(near := GridPoint(best.doublings + k, best.outer), rung) in self.losses
         ]
-        return [*dict.fromkeys([best, *around, *self._sound(ranked[1:], rung)])][:many]
+        return [*dict.fromkeys([best, *around, *self._without_diverged(ranked[1:], rung)])][:many]
 
     def final(self) -> tuple[Trial, ...]:
         """The next trials of the final: of the two best settings of the last rung, and while all diverged of the next two."""
         rungs = len(self._space.tokens)
-        if not self._space.final or self._sound(self._ranked(rungs), rungs):
+        if not self._space.final or self._without_diverged(self._ranked(rungs), rungs):
             return ()
-        trials = [Trial(one, rungs) for one in self._sound(self._ranked(rungs - 1), rungs - 1)]
-        left = (self._space.budget - self._spent(rungs + 1)) // self._space.final
+        trials = [Trial(one, rungs) for one in self._without_diverged(self._ranked(rungs - 1), rungs - 1)]
+        left = (self._space.budget - self._spent_tokens(rungs + 1)) // self._space.final
         return tuple([trial for trial in trials if trial not in self.losses][: min(_FINALISTS, left)])
 
-    def found(self) -> Found:
+    def result(self) -> SearchResult:
         """The best of the final, and without one of the last rung."""
         last = len(self._space.tokens) - 1
         deciding = max(trial.rung for trial in self.losses)
         best = self._ranked(deciding)[0]
-        spent = self._spent(deciding + 1)
+        spent = self._spent_tokens(deciding + 1)
         if not math.isfinite(self.losses[Trial(best, deciding)]):
-            return Found(None, (), spent)
+            return SearchResult(None, (), spent)
         edges = ["lr"] if self._neighbours(best, last) else []
         for name, which in (("outer_lr", _ETA), ("momentum", _GAMMA)):
-            if self._around(best, which) if self._space.cross else self._ends(best, which):
+            if self._untried_next_to(best, which) if self._space.cross else self._beyond_edges(best, which):
                 edges.append(name)
-        return Found(best, tuple(edges), spent)
+        return SearchResult(best, tuple(edges), spent)
 
-    def _spent(self, rungs: int) -> int:
+    def _spent_tokens(self, rungs: int) -> int:
         """The tokens of all trials on the first so many rungs."""
         return sum(self._space.cost(trial) for trial in self.losses if trial.rung < rungs)
 
@@ -220,16 +224,16 @@ class _State:
         """The tokens that a rung may still spend: up to its share of the budget, and what it needs at least."""
         space = self._space
         budget = space.budget - _FINALISTS * space.final
-        before, fair = self._spent(rung), budget * (rung + 1) // len(space.tokens)
+        before, fair = self._spent_tokens(rung), budget * (rung + 1) // len(space.tokens)
         grid = space.first if rung == 0 else _NEIGHBOURHOOD
         kept = _NEIGHBOURHOOD * sum(space.tokens[rung + 1 :])
-        return min(budget - kept, max(fair, before + grid * space.tokens[rung])) - self._spent(rung + 1)
+        return min(budget - kept, max(fair, before + grid * space.tokens[rung])) - self._spent_tokens(rung + 1)
 
     def _leaders(self, rung: int) -> int:
         """How many settings lead a rung: those that go to a final, or the best alone."""
         return _FINALISTS if self._space.final and rung == len(self._space.tokens) - 1 else 1
 
-    def _sound(self, settings: Iterable[GridPoint], rung: int) -> list[GridPoint]:
+    def _without_diverged(self, settings: Iterable[GridPoint], rung: int) -> list[GridPoint]:
         """Those that have not diverged."""
         return [one for one in settings if math.isfinite(self.losses[Trial(one, rung)])]
 
@@ -258,26 +262,26 @@ class _State:
         pairs = [*self._space.outers, *(trial.setting.outer for trial in self.losses)]
         return [pair[which] for pair in pairs if pair is not None]
 
-    def _ends(self, setting: GridPoint, which: int) -> list[tuple[OuterPair, int]]:
+    def _beyond_edges(self, setting: GridPoint, which: int) -> list[tuple[OuterPair, int]]:
         """The pair with the next η or γ where that of a setting is the largest tried (1), and the smallest (-1)."""
         plain = not any(pair[_GAMMA] for pair in self._space.outers if pair)
         if setting.outer is None or (plain and which == _GAMMA):  # a grid without momentum stays without
             return []
-        own, tried = setting.outer[which], self._tried(which)
-        found = []
-        for way in [way for way, end in ((1, max(tried)), (-1, min(tried))) if own == end]:
-            if (value := _next(own, which, way)) is not None:
-                found.append((_with(setting.outer, which, value), way))
-        return found
+        value_here, tried = setting.outer[which], self._tried(which)
+        ends = []
+        for way in [way for way, end in ((1, max(tried)), (-1, min(tried))) if value_here == end]:
+            if (value := _next(value_here, which, way)) is not None:
+                ends.append((_with(setting.outer, which, value), way))
+        return ends
 
-    def _around(self, setting: GridPoint, which: int) -> list[GridPoint]:
+    def _untried_next_to(self, setting: GridPoint, which: int) -> list[GridPoint]:
         """The pairs with the next η or γ on both sides of a setting's that have not run with its learning rate."""
         if setting.outer is None:
             return []
         values = sorted({*self._tried(which)})
         at = values.index(setting.outer[which])
         neighbours = [_with(setting.outer, which, values[k]) for k in (at - 1, at + 1) if 0 <= k < len(values)]
-        pairs = [*neighbours, *(pair for pair, _ in self._ends(setting, which))]
+        pairs = [*neighbours, *(pair for pair, _ in self._beyond_edges(setting, which))]
         known = {trial.setting for trial in self.losses}
         return [near for pair in pairs if (near := GridPoint(setting.doublings, pair)) not in known]
 

@@ -24,7 +24,7 @@ def shared_trunks(runs: Sequence[RunConfig]) -> list[str]:
     A run with `inner.schedule = "wsd"` has a constant learning rate from its warm-up to the decay at its end. So what is before
     the decay is the same in a longer run. Asynchronous runs have no rounds, and are excluded.
     """
-    names = [digest(_trunk(run)) if _plateau(run) else "" for run in runs]
+    names = [digest(_shared_run(run)) if _plateau(run) else "" for run in runs]
     many = Counter(names)
     return [name if many[name] > 1 else "" for name in names]
 
@@ -47,7 +47,7 @@ def anneal(config: RunConfig, folder: Path, trunk: Path, *, asked: Callable[[], 
     if at < wanted:
         if not at:
             shutil.rmtree(trunk, ignore_errors=True)
-        simulate_until_asked(_trunk(config), parts, trunk, resume=at > 0, until=wanted, asked=asked)
+        simulate_until_asked(_shared_run(config), parts, trunk, resume=at > 0, until=wanted, asked=asked)
     scratch = trunk.with_name("branch")
     shutil.rmtree(scratch, ignore_errors=True)
     shutil.copytree(trunk, scratch)
@@ -57,7 +57,7 @@ def anneal(config: RunConfig, folder: Path, trunk: Path, *, asked: Callable[[], 
 
 def stands_at_its_trunk(config: RunConfig, folder: Path) -> bool:
     """Whether a run that was stopped at its very beginning left only the copy of its trunk here."""
-    return (folder / "run.toml").exists() and digest(parse(load_run(folder))) == digest(_trunk(config))
+    return (folder / "run.toml").exists() and digest(parse(load_run(folder))) == digest(_shared_run(config))
 
 
 def _plateau(config: RunConfig) -> int:
@@ -67,7 +67,7 @@ def _plateau(config: RunConfig) -> int:
     return config.timetable.rounds_within(math.floor((1 - config.inner.decay_fraction) * config.run.steps + 1e-9))
 
 
-def _trunk(config: RunConfig) -> RunConfig:
+def _shared_run(config: RunConfig) -> RunConfig:
     """The run without its end, with a checkpoint where this branch leaves it."""
     steps, leaves = config.timetable.begin(_ROUNDS), config.timetable.begin(max(1, _plateau(config)))
     batches = config.run.eval_batches if config.run.eval_every else 1  # no need to validate where it stops

@@ -108,8 +108,8 @@ def sweep(
     >>> import gossamer, torch
     >>> task = {"model": lambda: torch.nn.Linear(2, 1), "data": lambda worker, step: torch.full((4, 2), float(worker)),
     ...         "loss": lambda model, x: (model(x) - 1).square().mean()}
-    >>> found = gossamer.sweep({"inner.lr": [1e-3, 1e-1]}, workers=2, local_steps=5, rounds=2, **task)
-    >>> found.best().at
+    >>> result = gossamer.sweep({"inner.lr": [1e-3, 1e-1]}, workers=2, local_steps=5, rounds=2, **task)
+    >>> result.best().at
     {'inner.lr': 0.1}
     """
     lists = [isinstance(values, Sequence) and not isinstance(values, str) and values for values in grid.values()]
@@ -129,9 +129,14 @@ def sweep(
     for at, words in zip(all_at, words_of(all_at), strict=True):
         for seed in seeds:
             label = label_of(words, seed)
-            own = {name: value for name, value in at.items() if name in Keywords.__annotations__}
-            dotted = {name: value for name, value in at.items() if name not in own}
-            here = {**given, **own, "seed": seed, "settings": {"name": label, **given.get("settings", {}), **dotted}}
+            keywords = {name: value for name, value in at.items() if name in Keywords.__annotations__}
+            dotted = {name: value for name, value in at.items() if name not in keywords}
+            here = {
+                **given,
+                **keywords,
+                "seed": seed,
+                "settings": {"name": label, **given.get("settings", {}), **dotted},
+            }
             place = folder / f"{len(runs):03d}"
             try:
                 done = simulate(run, place, progress=progress, **cast(Keywords, here))

@@ -20,11 +20,11 @@ from gossamer.record.origin import Origin, origin
 from gossamer.record.progress import say
 from gossamer.record.whole_files import LineWriter, atomic_write, make_folder
 from gossamer.run.config.document import with_settings
-from gossamer.run.config.experiment_file import OuterValues, TuneConfig, Variant, folder_name, laid_out
+from gossamer.run.config.experiment_file import OuterValues, TuneConfig, Variant, base_and_variants, folder_name
 from gossamer.run.config.recipes import TABLES
 from gossamer.run.config.run_file import RunConfig, digest, parse, shortened
 from gossamer.run.experiments.processes import RunEnd, RunPool
-from gossamer.run.experiments.search import Found, GridPoint, OuterPair, Search, Space, Trial, search
+from gossamer.run.experiments.search import GridPoint, OuterPair, Search, SearchResult, Space, Trial, search
 from gossamer.settings.options import Number, Positive, options_of
 from gossamer.settings.schema import RECORD, Records, build
 
@@ -121,7 +121,7 @@ class Tuned(NamedTuple):
     """The result of tuning a method."""
 
     contender: Contender
-    found: Found | None
+    result: SearchResult | None
     """None while its search has not ended."""
     losses: Mapping[Trial, Sequence[float]]
     """Losses by trial and seed; NaN where a run diverged. In the order of the trials."""
@@ -142,22 +142,22 @@ def contenders(document: Mapping[str, Any], *, scale: str = "") -> list[Contende
         raise ConfigError(
             f"the file has sweep = {document['sweep']!r:.60}, but gossamer tune has its own grid; remove [sweep]"
         )
-    base, rows = laid_out(document, scale=scale)
-    found = [_contender(document["tune"], base, row) for row in rows]
-    places = [folder_name(one.row.label) for one in found]
-    if alike := [one.row.label for one, place in zip(found, places, strict=True) if places.count(place) > 1]:
+    base, rows = base_and_variants(document, scale=scale)
+    methods = [_contender(document["tune"], base, row) for row in rows]
+    places = [folder_name(one.row.label) for one in methods]
+    if alike := [one.row.label for one, place in zip(methods, places, strict=True) if places.count(place) > 1]:
         raise ConfigError(f"the labels {alike} would share a folder; set labels that differ in a letter or digit")
-    return found
+    return methods
 
 
 def _contender(table: Any, base: Mapping[str, Any], row: Variant) -> Contender:
-    own = row.table.get("tune", {})
-    if "sweep" in row.table or not isinstance(own, Mapping) or not own.keys() <= {"lr", "outer"}:
+    overrides = row.table.get("tune", {})
+    if "sweep" in row.table or not isinstance(overrides, Mapping) or not overrides.keys() <= {"lr", "outer"}:
         raise ConfigError(
-            f"the variant '{row.label}' has {'a sweep' if 'sweep' in row.table else f'tune = {own!r:.60}'}, but gossamer tune "
-            "takes tune = { lr = [...], outer = [...] } there; all else is the same for every method"
+            f"the variant '{row.label}' has {'a sweep' if 'sweep' in row.table else f'tune = {overrides!r:.60}'}, but gossamer "
+            "tune takes tune = { lr = [...], outer = [...] } there; all else is the same for every method"
         )
-    asked = build(TuneConfig, {**table, **own} if isinstance(table, Mapping) else table, "tune")
+    asked = build(TuneConfig, {**table, **overrides} if isinstance(table, Mapping) else table, "tune")
     document = with_settings(base, {**row.settings, "name": row.label})
     config = parse(document)
     kind = next((kind for kind in ("server", "pair") if getattr(config, kind) is not None), "rule")
@@ -180,13 +180,13 @@ class _Method:
         self.losses: dict[Trial, list[float]] = {}
         self._batch: tuple[Trial, ...] = next(self.search)
         self._left: set[tuple[Trial, int]] = set()
-        self.found: Found | None = None
+        self.result: SearchResult | None = None
 
     def ready(self) -> list[tuple[Trial, int]]:
         """The runs, each a trial and a seed, of the next batch; empty while the last is in progress, and when the
         search is complete.
         """
-        while self.found is None and not self._left:
+        while self.result is None and not self._left:
             missing = []
             for trial in self._batch:
                 seeds = self.contender.seeds(trial.rung)
@@ -196,7 +196,7 @@ class _Method:
                     if outcome is None:
                         missing.append((trial, seed))
                     else:
-                        self._enter(trial, seed, outcome["loss"])
+                        self._record_loss(trial, seed, outcome["loss"])
             self._left = {*missing}
             if missing:
                 return missing
@@ -206,19 +206,19 @@ class _Method:
     def end(self, trial: Trial, seed: int, outcome: RunOutcome) -> None:
         """Takes the outcome of a run."""
         self._known[outcome["run"]] = outcome
-        self._enter(trial, seed, outcome["loss"])
+        self._record_loss(trial, seed, outcome["loss"])
         self._left.remove((trial, seed))
         if not self._left:
             self._advance()
 
-    def _enter(self, trial: Trial, seed: int, loss: float | None) -> None:
+    def _record_loss(self, trial: Trial, seed: int, loss: float | None) -> None:
         self.losses[trial][self.contender.seeds(trial.rung).index(seed)] = math.nan if loss is None else loss
 
     def _advance(self) -> None:
         try:
             self._batch = self.search.send({trial: statistics.fmean(self.losses[trial]) for trial in self._batch})
         except StopIteration as end:
-            self.found = end.value
+            self.result = end.value
 
 
 def tune(
@@ -264,7 +264,9 @@ def tune(
                 kept.write(outcome)
                 method.end(trial, seed, outcome)
     return [
-        Tuned(method.contender, method.found, method.losses) for method in searches.values() if method.found is not None
+        Tuned(method.contender, method.result, method.losses)
+        for method in searches.values()
+        if method.result is not None
     ]
 
 
@@ -275,18 +277,18 @@ def searched(methods: Sequence[Contender], outcomes: Path) -> list[Tuned]:
     Raises: DataError for an invalid line.
     """
     lines = [one for _, one in records(outcomes, _OUTCOMES)]
-    found = []
+    tuned = []
     for contender in methods:
         known = dict[str, RunOutcome]()
         for line in lines:
-            rung, mine = line["rung"], line["method"] == contender.row.label
-            if mine and rung <= contender.deciding and line["tokens"] == contender.tokens(rung):
+            rung, is_of_method = line["rung"], line["method"] == contender.row.label
+            if is_of_method and rung <= contender.deciding and line["tokens"] == contender.tokens(rung):
                 setting = GridPoint(round(math.log2(line["lr"] / contender.asked.lr[0])), line["outer"])
                 known[_key(contender.run(Trial(setting, rung), line["seed"]))] = line
         method = _Method(contender, known)
         method.ready()
-        found.append(Tuned(contender, method.found, method.losses))
-    return found
+        tuned.append(Tuned(contender, method.result, method.losses))
+    return tuned
 
 
 class _Outcomes(LineWriter):
@@ -328,11 +330,11 @@ def _key(config: RunConfig) -> str:
 
 def tuned_file(document: Mapping[str, Any], tuned: Sequence[Tuned], source: str, *, scale: str = "") -> str:
     """An experiment file with every method at the settings that were chosen for it; without those of which every run diverged."""
-    base, _ = laid_out(document, scale=scale)
+    base, _ = base_and_variants(document, scale=scale)
     rows = [
-        {"label": one.contender.row.label, **one.contender.row.settings, **one.contender.chosen(one.found.best)}
+        {"label": one.contender.row.label, **one.contender.row.settings, **one.contender.chosen(one.result.best)}
         for one in tuned
-        if one.found is not None and one.found.best is not None
+        if one.result is not None and one.result.best is not None
     ]
     extra = {"figure": document["figure"]} if "figure" in document else {}
     head = f"# The methods of {source} at the settings that `gossamer tune` chose for each, with the same budget for all.\n"

@@ -85,10 +85,10 @@ def first_batch(task: Task, worker: int) -> int:
 
 def compare_first_batches(member: Member, task: Task, timeout_s: float) -> None:
     """Warns once where the user's function gives all workers that start together the same batches."""
-    own = first_batch(task, member.worker)
-    if not own:
+    batch_hash = first_batch(task, member.worker)
+    if not batch_hash:
         return
-    begin = agree(member, "the first batch of each", own, timeout_s=timeout_s)
+    begin = agree(member, "the first batch of each", batch_hash, timeout_s=timeout_s)
     if member.rank == 0:
         warn_of_equal_batches({member.owner(rank): one for rank, one in enumerate(begin)}.values())
 

@@ -33,17 +33,17 @@ class HowFar(NamedTuple):
 def far_in_rounds(lives: Mapping[int, Sequence[Life]], rounds: int) -> HowFar:
     """Progress from the log of outcomes of an elastic run of `rounds` rounds."""
     behind = {
-        i: max((r for life in own for r in (life.begun.after, *(one.round + 1 for one in life.rounds))), default=0)
-        for i, own in lives.items()
+        i: max((r for life in of_slot for r in (life.begun.after, *(one.round + 1 for one in life.rounds))), default=0)
+        for i, of_slot in lives.items()
     }
-    ends = {i: own[-1].ended for i, own in lives.items() if own}
+    ends = {i: of_slot[-1].ended for i, of_slot in lives.items() if of_slot}
     return HowFar(behind, {i: None if end is None else end.why for i, end in ends.items()}, rounds)
 
 
 def far_in_phases(order: Mapping[int, Sequence[OrderLife]]) -> HowFar:
     """Progress from the order of events of an asynchronous run."""
-    ends = {i: own[-1].ended for i, own in order.items() if own}
-    behind = {i: phases_in(own) for i, own in order.items()}
+    ends = {i: of_slot[-1].ended for i, of_slot in order.items() if of_slot}
+    behind = {i: phases_in(of_slot) for i, of_slot in order.items()}
     return HowFar(behind, {i: None if end is None else end.why for i, end in ends.items()}, None)
 
 

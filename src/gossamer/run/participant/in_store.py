@@ -83,10 +83,12 @@ def bind_folder(folder: Path, identity: str) -> None:
 
 
 @contextmanager
-def renewing(one: SlotHolder[Any], bucket: Bucket, wait: Callable[[float], object]) -> Iterator[None]:
+def renewing(holder: SlotHolder[Any], bucket: Bucket, wait: Callable[[float], object]) -> Iterator[None]:
     """A context in which a thread renews the lease of a process; `wait` waits for so many seconds at most."""
-    threading.Thread(target=lambda: perform(one.beats(), bucket, wait=wait), daemon=True, name="gossamer lease").start()
+    threading.Thread(
+        target=lambda: perform(holder.beats(), bucket, wait=wait), daemon=True, name="gossamer lease"
+    ).start()
     try:
         yield
     finally:
-        one.over = True
+        holder.over = True

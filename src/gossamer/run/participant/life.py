@@ -31,7 +31,7 @@ from gossamer.run.bookkeeping.journal import Journal, saved_when_unreadable
 from gossamer.run.bookkeeping.resume import Resume
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.agreement import prepare, use_recorded_threads
-from gossamer.run.participant.seat import Brought, Seat, addresses_in, join_run, started
+from gossamer.run.participant.rendezvous import RendezvousResult, StartFacts, addresses_in, join_run, started
 from gossamer.run.participant.state_transfer import CommonHashes, fetch_state
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.task import Task
@@ -112,7 +112,7 @@ T = TypeVar("T")
 class Participant(ABC, Generic[Connections]):
     """One process in its slot, with this life cycle (`live`):
 
-    1. It starts with its **seat** (`gossamer.run.participant.seat`): a slot, the addresses of the others, and the
+    1. It starts with its **rendezvous** (`gossamer.run.participant.rendezvous`): a slot, the addresses of the others, and the
        checkpoint to resume from. It builds its replica.
     2. It **connects**. From now on peers reach it, and threads of connections call it.
     3. It **begins**: takes its state from its own checkpoint or from a worker that has one, keeps a copy for newcomers,
@@ -126,7 +126,7 @@ class Participant(ABC, Generic[Connections]):
        the phase is over.
 
     Args:
-        seat: its slot. Its listening socket is closed in the end.
+        rendezvous: its slot. Its listening socket is closed in the end.
         asked: set to request a stop.
     Cost: besides the model, its gradients and states, a copy of all of these except the gradients.
     """
@@ -136,9 +136,11 @@ class Participant(ABC, Generic[Connections]):
     journal: Journal
     stopwatch: Stopwatch
 
-    def __init__(self, config: ResolvedRun, folder: Path, task: Task, seat: Seat, asked: Asked) -> None:
-        self.config, self.folder, self.slot = config, folder, seat.members.me
-        self.seat, self.asked = seat, asked
+    def __init__(
+        self, config: ResolvedRun, folder: Path, task: Task, rendezvous: RendezvousResult, asked: Asked
+    ) -> None:
+        self.config, self.folder, self.slot = config, folder, rendezvous.members.me
+        self.rendezvous, self.asked = rendezvous, asked
         self.device = device_of(config.run.device)
         self.replica = Replica(self.slot, config, task, self.device)
         self.round = 0
@@ -146,7 +148,7 @@ class Participant(ABC, Generic[Connections]):
         self._phases = self._alone = 0
         """Local phases begun by this process, and those begun alone."""
         self._probe = Probe(config, task, self.device)
-        self._known = dict(seat.members.entries)
+        self._known = dict(rendezvous.members.entries)
         self.kept, self._ready = Handover(0, bytes), threading.Event()
         self.hashes = CommonHashes()
         """Hashes of its states, where all workers have the same; else empty."""
@@ -165,7 +167,9 @@ class Participant(ABC, Generic[Connections]):
         try:
             self.transport = self.connect()
             self.transport.stop = self.asked.is_set
-            self.transport.redial.addresses = lambda: addresses_in(self.folder, self.config, self.seat.endpoint.run)
+            self.transport.redial.addresses = lambda: addresses_in(
+                self.folder, self.config, self.rendezvous.endpoint.run
+            )
             try:
                 self.begin()
                 with contextlib.ExitStack() as open_:
@@ -195,7 +199,7 @@ class Participant(ABC, Generic[Connections]):
                 self.asked.saves = None  # the slot may belong to another process now
                 self.part(failed=failed)
         finally:
-            self.seat.endpoint.listener.close()  # also if no transport owns it
+            self.rendezvous.endpoint.listener.close()  # also if no transport owns it
 
     @abstractmethod
     def connect(self) -> Connections:
@@ -249,7 +253,7 @@ class Participant(ABC, Generic[Connections]):
                 return
             try:
                 state, folder = self.kept_for_checkpoint(kept), self.folder / "checkpoints"
-                checkpoint.save(folder, kept.after, self.slot, state, digest=self.seat.line, keep=KEPT)
+                checkpoint.save(folder, kept.after, self.slot, state, digest=self.rendezvous.lineage, keep=KEPT)
             except (GossamerError, OSError) as error:
                 log.warning("worker %d could not save the state of its last exchange: %s", self.slot, error)
             else:
@@ -269,7 +273,7 @@ class Participant(ABC, Generic[Connections]):
     @property
     def joins(self) -> bool:
         """Whether it is joining a running run, and the others do not wait for it yet."""
-        return self.seat.members.own.status == MemberStatus.JOINING
+        return self.rendezvous.members.own.status == MemberStatus.JOINING
 
     def fetch(
         self,
@@ -282,7 +286,7 @@ class Participant(ABC, Generic[Connections]):
         """The result of `accept` on another worker's state, see `fetch_state`. Raises: PeerError."""
         return fetch_state(
             self.transport.members,
-            self.seat.endpoint,
+            self.rendezvous.endpoint,
             first=first,
             behind=behind,
             accept=accept,
@@ -300,7 +304,7 @@ class Participant(ABC, Generic[Connections]):
     def host(self, channel: Channel) -> None:
         """Gives a newcomer a slot and the kept state. Called by the serving thread, from `connect` on."""
         # Before `begin` there is no state to give: newcomers may ask another worker.
-        if self._ready.wait(self.seat.endpoint.timeout_s):
+        if self._ready.wait(self.rendezvous.endpoint.timeout_s):
             self.transport.serve(channel, lambda _: self.kept, self.hashes.after)
 
     def open_folder(
@@ -376,15 +380,15 @@ def take_part(
     config: ResolvedRun,
     folder: Path,
     kind: type[Participant[Any]],
-    brought: Brought[Any],
+    start_facts: StartFacts[Any],
     *,
     join: str | None,
     resume: Resume,
 ) -> None:
-    """Runs this process's part in a run: takes a seat and trains, until the end or a stop signal.
+    """Runs this process's part in a run: takes a slot and trains, until the end or a stop signal.
 
     Args:
-        kind: the class that trains and exchanges, with its `brought`.
+        kind: the class that trains and exchanges, with its `start_facts`.
         join: the address of any worker of a running run, "auto" for the addresses in `folder`; None to start with all
             others.
         resume: whether a run that starts goes on from its checkpoints; "auto" starts it where there are none.
@@ -393,14 +397,14 @@ def take_part(
         another slot.
     """
     with contextlib.ExitStack() as open_:
-        _take_part(config, folder, kind, brought, open_, join=join, resume=resume)
+        _take_part(config, folder, kind, start_facts, open_, join=join, resume=resume)
 
 
 def _take_part(
     config: ResolvedRun,
     folder: Path,
     kind: type[Participant[Any]],
-    brought: Brought[Any],
+    start_facts: StartFacts[Any],
     open_: contextlib.ExitStack,
     *,
     join: str | None,
@@ -408,26 +412,26 @@ def _take_part(
 ) -> None:
     task, key = prepare(config)
     if join is None:
-        seat = started(config, folder, task, key, brought, open_, resume=resume)
+        rendezvous = started(config, folder, task, key, start_facts, open_, resume=resume)
         if resume:
-            use_recorded_threads(config, folder, seat.members.me)
+            use_recorded_threads(config, folder, rendezvous.members.me)
         # In asynchronous runs, processes without a final checkpoint take one from the others, and end too.
-        if config.run.elastic and seat.after == config.rounds:
-            return seat.endpoint.listener.close()
+        if config.run.elastic and rendezvous.after == config.rounds:
+            return rendezvous.endpoint.listener.close()
     else:
         must_have_inputs(config, task, folder, "resume")  # if it took part in the run before
-        seat = join_run(config, folder, key, join)
+        rendezvous = join_run(config, folder, key, join)
     with leaving() as asked:
         while True:
             if join is not None:
                 # A hanging process may hold the lock: the others have reassigned its slot, and it requests another.
-                open_.enter_context(holding(folder, seat.members.me, strict=False))
+                open_.enter_context(holding(folder, rendezvous.members.me, strict=False))
             try:
-                return kind(config, folder, task, seat, asked).live()
+                return kind(config, folder, task, rendezvous, asked).live()
             except SlotTakenError:
                 if join is None or asked.is_set():
                     raise
             open_.close()  # releases the lock for the slot's new owner
-            lost, others = seat.members.me, seat.members.with_status(MemberStatus.ALIVE)
+            lost, others = rendezvous.members.me, rendezvous.members.with_status(MemberStatus.ALIVE)
             say(f"worker {lost} lost its slot to another process, and asks for a free one")
-            seat = join_run(config, folder, key, join, [entry.address for entry in others])
+            rendezvous = join_run(config, folder, key, join, [entry.address for entry in others])

@@ -104,10 +104,10 @@ class Calculator:
                 try:
                     part = "published" if kind == "published" else "plan"
                     asked = {one.key: _chosen(one, query) for one in self.inputs[part]}
-                    found = {"plan": self.sweep, "others": self.priced, "published": _published}[kind](asked)
+                    answer = {"plan": self.sweep, "others": self.priced, "published": _published}[kind](asked)
                 except GossamerError as error:
-                    found = {"error": str(error)}
-                self._kept[key] = _json(found)
+                    answer = {"error": str(error)}
+                self._kept[key] = _json(answer)
             return self._kept[key]
 
     def sweep(self, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class Calculator:
             "parameters": plans[0].parameters,
             "rows": [plan_rows(one.choice, one.candidates) for one in plans],
             "best": [one.candidates.index(one.best) for one in plans],
-            "told": [_told(one) for one in plans],
+            "told": [_description(one) for one in plans],
             "curves": {
                 method: [float(f"{_of_method(one, method).utilisation:.5g}") for one in plans] for method in methods
             },
@@ -172,7 +172,7 @@ def _of_method(made: RunPlan, name: str) -> Candidate:
     return (named or [one for one in made.candidates if one.method == name.removesuffix(" uneven")])[0]
 
 
-def _told(made: RunPlan) -> str:
+def _description(made: RunPlan) -> str:
     """What a table is for."""
     choice = made.choice
     far = f" {' and '.join(choice.scale.outside)} are outside of what was measured." if choice.scale.outside else ""
@@ -194,8 +194,8 @@ def _published(asked: Mapping[str, Any]) -> dict[str, Any]:
     else:
         model = asked["published"]
         settings = {
-            method: setting_of(model, method, **({} if own.get("local_steps") == 1 else {"local_steps": steps}))
-            for method, own in PUBLISHED_METHODS.items()
+            method: setting_of(model, method, **({} if defaults.get("local_steps") == 1 else {"local_steps": steps}))
+            for method, defaults in PUBLISHED_METHODS.items()
         }
         curves = {method: utilisation_curve(setting) for method, setting in settings.items()}
         rows = [
@@ -283,13 +283,13 @@ def _inputs(network: Network | None) -> dict[str, tuple[_Input, ...]]:
     return {"plan": (*links, *model, *train), "published": figures}
 
 
-def _chosen(one: _Input, query: Mapping[str, str]) -> Any:
+def _chosen(field: _Input, query: Mapping[str, str]) -> Any:
     """The value of an input in a query. Raises ConfigError for one that is not offered."""
-    word = query.get(one.key, str(one.start))
-    for value in one.values:
+    word = query.get(field.key, str(field.start))
+    for value in field.values:
         if word == str(value) or (not isinstance(value, str) and _number(word) == value):
             return value
-    raise ConfigError(f"{one.key} is {word:.40} but must be one of {', '.join(map(str, one.values))}")
+    raise ConfigError(f"{field.key} is {word:.40} but must be one of {', '.join(map(str, field.values))}")
 
 
 def _number(word: str) -> float:
@@ -319,5 +319,5 @@ def _axes(points: Sequence[tuple[float, float]]) -> list[list[float]]:
     return [[float(f"{x:.4g}") for x, _ in points], [float(f"{y:.4g}") for _, y in points]]
 
 
-def _json(found: Mapping[str, Any]) -> bytes:
-    return json.dumps(finite(found), allow_nan=False).encode()
+def _json(answer: Mapping[str, Any]) -> bytes:
+    return json.dumps(finite(answer), allow_nan=False).encode()

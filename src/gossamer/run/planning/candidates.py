@@ -128,12 +128,12 @@ def choose_among(made: RunPlan, priced: Priced, method: str | None = None) -> Pi
     if method in priced.unpriced:
         raise ConfigError(f"method '{method}' has no price here: {priced.unpriced[method]}; choose another --method")
     label = PLANNED.get(method, method)
-    own = [one for one in [*made.candidates, *priced.candidates] if one.method == label]
-    if not own:
+    labelled = [one for one in [*made.candidates, *priced.candidates] if one.method == label]
+    if not labelled:
         raise ConfigError(
             f"{label} is not planned for {made.workers} worker{'s' * (made.workers > 1)}; choose another --method"
         )
-    return pick(own, scale, hours)
+    return pick(labelled, scale, hours)
 
 
 def recipe_toml(made: RunPlan, chosen: Candidate, *, name: str, run: Mapping[str, Any]) -> str:
@@ -248,16 +248,16 @@ def _candidate(
     spread_s = _T_OF_THREE * stdev(round_s) / math.sqrt(len(round_s)) if len(round_s) > 1 else 0.0
     shorter = priced.round_s / fmean(round_s)
     codec = run.method.codec
-    own = tuple(config.local_steps_of(i) for i in range(config.workers))
+    each_steps = tuple(config.local_steps_of(i) for i in range(config.workers))
     return Candidate(
         method=method,
         codec=codec.name,
         back=codec.back.name if codec.back else None,
-        local_steps=own,
+        local_steps=each_steps,
         round_s=fmean(round_s),
         round_bytes=sent_bytes,
         utilisation=priced.utilisation * shorter,
-        seconds_per_token=fmean(round_s) / (made.options.step_tokens * sum(own)),
+        seconds_per_token=fmean(round_s) / (made.options.step_tokens * sum(each_steps)),
         between_stages=priced.between_stages * shorter,
         spread_s=spread_s,
         left_out=left_out,

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from gossamer.clock import SERVER
 from gossamer.clock.durations import Durations
-from gossamer.data.documents import SourceFiles, found_at, holds_tokens, is_as_long_as_its_text, must_have_text
+from gossamer.data.documents import SourceFiles, holds_tokens, is_as_long_as_its_text, must_have_text, source_files
 from gossamer.data.settings import MANY_PASSES, passes_over, passes_warning
 from gossamer.data.token_files import opened_binaries
 from gossamer.data.tokenizer import Tokenizer, local_tokenizer, vocabulary
@@ -180,8 +180,8 @@ def examine_run(config: RunConfig, refused: Mapping[Verb, Sequence[str]] | None 
     run = resolve(config, real=bool(refused.get("simulate")))
     words, m = local_tokenizer(run.data.tokenizer), run.method
     vocab_size = None if words is None else words.vocab_size
-    documents = None if words is None or run.data.own else _around(words)
-    layout, (text, most_tokens, missing) = _layout(run, vocab_size), _text(run, vocab_size)
+    documents = None if words is None or run.data.own else _document_separators(words)
+    layout, (text, most_tokens, missing) = _layout(run, vocab_size), _text_files(run, vocab_size)
     passes = None if most_tokens is None else passes_over(run.data.shards, most_tokens, run.worker_tokens)
     topology = None if isinstance(m, WithServer) else m.topology
     predicted = None
@@ -229,11 +229,11 @@ def examine_run(config: RunConfig, refused: Mapping[Verb, Sequence[str]] | None 
 def passes_of(config: RunConfig) -> float | None:
     """The least number of passes of a run over its text; None where it cannot be known without reading that, or here."""
     run = settings_of(config)
-    _, most, _ = _text(run, vocabulary(run.data.tokenizer))
+    _, most, _ = _text_files(run, vocabulary(run.data.tokenizer))
     return None if most is None else passes_over(run.data.shards, most, run.worker_tokens)
 
 
-def _around(words: Tokenizer) -> AroundDocuments:
+def _document_separators(words: Tokenizer) -> AroundDocuments:
     before, after = (tuple(map(words.token, ids)) for ids in (words.before, words.after))
     return AroundDocuments(before, after, None if words.pad is None else words.token(words.pad))
 
@@ -248,44 +248,44 @@ def _endless(documents: AroundDocuments | None, tokenizer: str) -> list[str]:
     ]
 
 
-def _text(run: RunSettings, vocab_size: int | None) -> tuple[tuple[TextFiles, ...], list[int] | None, list[str]]:
+def _text_files(run: RunSettings, vocab_size: int | None) -> tuple[tuple[TextFiles, ...], list[int] | None, list[str]]:
     """The files of each source, the most tokens that each can have, and why there are none on this machine, for which the run
     may not be meant.
     """
     if run.data.own or run.data.streamed:
         return (), None, []
     try:
-        found = found_at(run.data.sources)
-        if not holds_tokens(found):
-            for path in _read_of(found, run.data.max_bytes):
+        sources = source_files(run.data.sources)
+        if not holds_tokens(sources):
+            for path in _read_of(sources, run.data.max_bytes):
                 must_have_text(path, run.data.text_field)
-            most = _most_tokens(run, found)
+            most = _most_tokens(run, sources)
         elif vocab_size is not None:
-            opened = opened_binaries(run.data, vocab_size, found)
+            opened = opened_binaries(run.data, vocab_size, sources)
             most = [sum(len(one.tokens) for one in files.values()) for files in opened]
         else:
             most = None
     except DataError as error:
         return (), None, [str(error)]
-    sizes = [sum(path.stat().st_size for path in one.files) for one in found]
-    text = [TextFiles(one.source, len(one.files), size, one.left_out) for one, size in zip(found, sizes, strict=True)]
+    sizes = [sum(path.stat().st_size for path in one.files) for one in sources]
+    text = [TextFiles(one.source, len(one.files), size, one.left_out) for one, size in zip(sources, sizes, strict=True)]
     return tuple(text), most, []
 
 
-def _read_of(found: Sequence[SourceFiles], max_bytes: int | None) -> Iterator[Path]:
+def _read_of(sources: Sequence[SourceFiles], max_bytes: int | None) -> Iterator[Path]:
     """The files that will be read as far as their sizes tell: those after `max_bytes` may hold anything."""
     left = math.inf if max_bytes is None else max_bytes
-    for path in (path for one in found for path in one.files):
+    for path in (path for one in sources for path in one.files):
         if left <= 0:
             return
         yield path
         left -= path.stat().st_size
 
 
-def _most_tokens(run: RunSettings, found: Sequence[SourceFiles]) -> list[int] | None:
+def _most_tokens(run: RunSettings, sources: Sequence[SourceFiles]) -> list[int] | None:
     """The most tokens that each source can have, as one is a byte at least; None where a file is compressed."""
     most, left = list[int](), math.inf if run.data.max_bytes is None else run.data.max_bytes
-    for one in found:
+    for one in sources:
         if not all(map(is_as_long_as_its_text, one.files)):
             return None
         size = min(sum(path.stat().st_size for path in one.files), left)
@@ -335,7 +335,7 @@ def _known_of(config: RunConfig) -> Examined:
         tokens=sum(run.worker_tokens),
         warnings=(),
         processes=sum(run.processes),
-        here=(*_text(run, vocab_size)[2], *_lacking(run)),
+        here=(*_text_files(run, vocab_size)[2], *_lacking(run)),
         peers=dealt(run.peers),
         code=tuple(names.values()),
     )
@@ -351,9 +351,9 @@ def examine_document(document: Mapping[str, Any]) -> tuple[list[Examined], list[
         return ([examined], []) if isinstance(examined, Examined) else ([], examined)
     runs = drafts(document)
     examined = {run.label: _checked(run.document) for run in runs}
-    found = [one for one in examined.values() if isinstance(one, Examined)]
+    sound = [one for one in examined.values() if isinstance(one, Examined)]
     wrong = {label: one for label, one in examined.items() if not isinstance(one, Examined)}
-    said = [*table_faults(document), *_by_label(wrong, len(runs))]
+    faults = [*table_faults(document), *_by_label(wrong, len(runs))]
     for scale in document.get("scale", {}):
         news = {
             draft.label: [
@@ -361,8 +361,8 @@ def examine_document(document: Mapping[str, Any]) -> tuple[list[Examined], list[
             ]
             for draft in drafts(document, scale=scale)
         }
-        said += [f"scale.{scale}: {sentence}" for sentence in _by_label(news, len(runs))]
-    return found, said
+        faults += [f"scale.{scale}: {sentence}" for sentence in _by_label(news, len(runs))]
+    return sound, faults
 
 
 def _by_label(wrong: Mapping[str, Sequence[str]], runs: int) -> Iterator[str]:
@@ -455,16 +455,16 @@ def _stages(run: ResolvedRun, layout: Layout, kept: Sequence[Copies]) -> tuple[S
         return ()
     cuts, stage_of = cuts_of(run.pipeline, run.model, run.data), stage_in(run.pipeline, run.model, run.data)
     layers = [[*range(a, b)] for a, b in pairwise((0, *cuts, run.model.shape.layers))]
-    found: list[StageSize] = []
+    stages: list[StageSize] = []
     for stage in range(run.pipeline.stages):
         leaves = tuple(leaf for leaf in layout.leaves if stage_of(leaf.name) == stage)
         parameters = sum(leaf.stop - leaf.start for leaf in leaves)
         copies = sum(one.copies for one in kept if not one.what.startswith(("server", "inner optimizer")))
         if not is_code(run.inner.optimizer):
             copies += inner_copies(run.inner, Layout(leaves, parameters))
-        mine = tuple(k for piece in layers[stage :: run.pipeline.stages] for k in piece)
-        found.append(StageSize(mine, parameters, round(copies * parameters * _BYTES)))
-    return tuple(found)
+        stage_layers = tuple(k for piece in layers[stage :: run.pipeline.stages] for k in piece)
+        stages.append(StageSize(stage_layers, parameters, round(copies * parameters * _BYTES)))
+    return tuple(stages)
 
 
 _MOST_PARTS = 12
@@ -490,7 +490,7 @@ def counted(config: ResolvedRun, layout: Layout, rounds: int = _ROUNDS) -> Count
     if parts == [config]:
         return _counted(config, layout, rounds)
     whole = sum(part.rounds for part in parts)
-    weighed = [(part, part.rounds) for part in parts] if len(parts) <= _MOST_PARTS else _typical(parts)
+    weighed = [(part, part.rounds) for part in parts] if len(parts) <= _MOST_PARTS else _representative(parts)
     some, shares = [part for part, _ in weighed], [count / whole for _, count in weighed]
     each = [_counted(part, layout, rounds) for part in some]
 
@@ -516,21 +516,21 @@ def counted(config: ResolvedRun, layout: Layout, rounds: int = _ROUNDS) -> Count
     )
 
 
-def _typical(parts: Sequence[ResolvedRun]) -> list[tuple[ResolvedRun, float]]:
+def _representative(parts: Sequence[ResolvedRun]) -> list[tuple[ResolvedRun, float]]:
     """A few parts and the number of rounds that each counts for.
 
     They are the first, which may be a synchronous start, and of each group of consecutive ones those with the fewest and the
     most local steps. A price is nearly linear in these, so the two are weighed to have the mean local steps of their group.
     """
     edges = [1 + k * (len(parts) - 1) // (_MOST_PARTS // 2) for k in range(_MOST_PARTS // 2 + 1)]
-    found = [(parts[0], float(parts[0].rounds))]
+    weighed = [(parts[0], float(parts[0].rounds))]
     for group in (parts[a:b] for a, b in pairwise(edges)):
         few, many = (how(group, key=lambda part: part.full_steps) for how in (min, max))
         count = sum(part.rounds for part in group)
         beyond = sum(part.rounds * (part.full_steps - few.full_steps) for part in group)
         high = beyond / max(1, many.full_steps - few.full_steps)
-        found += [(few, count - high), (many, high)]
-    return found
+        weighed += [(few, count - high), (many, high)]
+    return weighed
 
 
 def _counted(config: ResolvedRun, layout: Layout, rounds: int) -> Counted:
@@ -540,11 +540,11 @@ def _counted(config: ResolvedRun, layout: Layout, rounds: int) -> Counted:
         return Copies(what, copies, round(copies * size))
 
     held = holding_of(config, layout)
-    own = layout if held is None else held.of(0)[0]  # all workers hold as much
-    part = own.numel / layout.numel
+    held_layout = layout if held is None else held.of(0)[0]  # all workers hold as much
+    part = held_layout.numel / layout.numel
     rows = [kept("weights", part), kept("gradients", part)]
     if not is_code(config.inner.optimizer):
-        rows.append(kept("inner optimizer", part * inner_copies(config.inner, own)))
+        rows.append(kept("inner optimizer", part * inner_copies(config.inner, held_layout)))
     m = config.method
     if config.kind != "rounds" or not isinstance(m, Method):
         sent = traffic(config, layout)

@@ -101,12 +101,14 @@ class Candidate(NamedTuple):
         """The workers that take fewer local steps, in words; empty where there are none."""
         n = len(self.local_steps) + len(self.left_out)
         numbers = [i for i in range(n) if i not in self.left_out]
-        own = [(i, steps) for i, steps in zip(numbers, self.local_steps, strict=True) if steps < self.full_steps]
-        if not own:
+        slower = [(i, steps) for i, steps in zip(numbers, self.local_steps, strict=True) if steps < self.full_steps]
+        if not slower:
             return ""
-        if len(own) > 3:
-            return f"{len(own)} workers take {min(steps for _, steps in own)} to {max(steps for _, steps in own)}"
-        return ", ".join(f"worker {i} takes {steps}" for i, steps in own)
+        if len(slower) > 3:
+            return (
+                f"{len(slower)} workers take {min(steps for _, steps in slower)} to {max(steps for _, steps in slower)}"
+            )
+        return ", ".join(f"worker {i} takes {steps}" for i, steps in slower)
 
     @property
     def dropped(self) -> str:
@@ -151,52 +153,60 @@ class Pick(NamedTuple):
         ]
         return ", ".join(words) or f"{self.best.name} with other settings"
 
-    def hours_of(self, one: Candidate) -> float:
+    def hours_of(self, candidate: Candidate) -> float:
         """The hours that a candidate needs for the tokens."""
-        return self.tokens * one.seconds_per_token / 3600
+        return self.tokens * candidate.seconds_per_token / 3600
 
-    def tokens_of(self, one: Candidate) -> float:
+    def tokens_of(self, candidate: Candidate) -> float:
         """The tokens that a candidate reads in the time."""
-        return 3600 * self.hours / one.seconds_per_token
+        return 3600 * self.hours / candidate.seconds_per_token
 
-    def hours_to_loss(self, one: Candidate) -> float:
+    def hours_to_loss(self, candidate: Candidate) -> float:
         """Hours until a candidate has the loss of data parallelism after the tokens; infinite where its own loss is not known."""
-        own = one.penalty(self.scale)
-        return math.inf if own is None else self.hours_of(one) * math.exp(own.nats / self.scale.per_e_fold)
+        penalty = candidate.penalty(self.scale)
+        return (
+            math.inf if penalty is None else self.hours_of(candidate) * math.exp(penalty.nats / self.scale.per_e_fold)
+        )
 
-    def loss(self, one: Candidate) -> Range | None:
+    def loss(self, candidate: Candidate) -> Range | None:
         """The loss in the time, above data parallelism after the tokens; None where it is not known."""
-        own = one.penalty(self.scale)
-        if own is None:
+        expected = candidate.penalty(self.scale)
+        if expected is None:
             return None
         none = penalty(self.scale, "data parallel", 1, "exact")
         assert none is not None
-        return expected_difference(self.scale, own, none, self.tokens_of(one) / self.tokens)
+        return expected_difference(self.scale, expected, none, self.tokens_of(candidate) / self.tokens)
 
-    def outside(self, one: Candidate) -> bool:
+    def outside(self, candidate: Candidate) -> bool:
         """Whether its loss is extrapolated."""
-        own = one.penalty(self.scale)
-        return bool(self.scale.outside or (own is not None and own.beyond))
+        penalty = candidate.penalty(self.scale)
+        return bool(self.scale.outside or (penalty is not None and penalty.beyond))
 
-    def whole_round(self, one: Candidate) -> bool:
+    def whole_round(self, candidate: Candidate) -> bool:
         """Whether a round of a candidate ends in the time, and needs no more tokens than there are."""
-        return _fits(one, self.scale, self.hours)
+        return _fits(candidate, self.scale, self.hours)
 
-    def above_best(self, one: Candidate) -> Range | None:
+    def above_best(self, candidate: Candidate) -> Range | None:
         """The loss in the time above that of the best; None where one of them is not known."""
-        own, best = one.penalty(self.scale), self.best.penalty(self.scale)
-        return None if own is None or best is None else _apart(self.scale, (one, own), (self.best, best))
+        penalty, best = candidate.penalty(self.scale), self.best.penalty(self.scale)
+        return (
+            None
+            if penalty is None or best is None
+            else _difference(self.scale, (candidate, penalty), (self.best, best))
+        )
 
 
-def more_steps_would_help(choice: Pick, one: Candidate) -> bool:
+def more_steps_would_help(choice: Pick, candidate: Candidate) -> bool:
     """Whether twice as many local steps are expected to end lower in the time, by more than 0.005 nats."""
-    twice = one._replace(local_steps=tuple(2 * steps for steps in one.local_steps), round_s=2 * one.round_s)
-    own, more = one.penalty(choice.scale), twice.penalty(choice.scale)
-    if own is None or more is None or one.full_steps == 1:
+    twice = candidate._replace(
+        local_steps=tuple(2 * steps for steps in candidate.local_steps), round_s=2 * candidate.round_s
+    )
+    penalty, more = candidate.penalty(choice.scale), twice.penalty(choice.scale)
+    if penalty is None or more is None or candidate.full_steps == 1:
         return False
-    busy = one.utilisation + one.between_stages
+    busy = candidate.utilisation + candidate.between_stages
     saved = -math.log(busy + (1 - busy) / 2)  # a round sends as much, in twice the steps
-    return choice.scale.per_e_fold * saved - (more.nats - own.nats) > _AS_LOW
+    return choice.scale.per_e_fold * saved - (more.nats - penalty.nats) > _AS_LOW
 
 
 _Known = tuple[Candidate, Penalty]
@@ -214,7 +224,7 @@ def pick(candidates: Iterable[Candidate], scale: LossScale, hours: float | None 
     """
     candidates = list(candidates)
     candidates = [one for one in candidates if _fits(one, scale, hours)] or candidates
-    known = [(one, own) for one in candidates if (own := one.penalty(scale)) is not None]
+    known = [(one, penalty) for one in candidates if (penalty := one.penalty(scale)) is not None]
     alike = undecided = candidates
 
     def in_time(pair: _Known) -> float:
@@ -224,7 +234,7 @@ def pick(candidates: Iterable[Candidate], scale: LossScale, hours: float | None 
     if known:
         lowest = min(known, key=in_time)
         alone = [pair[0] for pair in known if pair[0].method == ALONE and in_time(pair) <= in_time(lowest) + _AS_LOW]
-        apart = [(pair[0], _apart(scale, pair, lowest)) for pair in known if pair is not lowest]
+        apart = [(pair[0], _difference(scale, pair, lowest)) for pair in known if pair is not lowest]
         open_ = [(one, above.nats) for one, above in apart if above.open and above.nats <= _MARGIN]
         undecided = [lowest[0], *(one for one, _ in open_)]
         alike = [lowest[0], *(one for one, nats in open_ if nats <= _AS_LOW)]
@@ -237,13 +247,13 @@ def pick(candidates: Iterable[Candidate], scale: LossScale, hours: float | None 
     return Pick(best, tuple(one for one in undecided if one is not best), scale, tokens, time)
 
 
-def _fits(one: Candidate, scale: LossScale, hours: float | None) -> bool:
+def _fits(candidate: Candidate, scale: LossScale, hours: float | None) -> bool:
     """Whether a round ends within the tokens, and within the hours where these are given."""
-    in_time = hours is None or one.round_s <= _EXACTLY * 3600 * hours
-    return in_time and one.round_s <= _EXACTLY * scale.tokens * one.seconds_per_token
+    in_time = hours is None or candidate.round_s <= _EXACTLY * 3600 * hours
+    return in_time and candidate.round_s <= _EXACTLY * scale.tokens * candidate.seconds_per_token
 
 
-def _apart(scale: LossScale, one: _Known, other: _Known) -> Range:
+def _difference(scale: LossScale, one: _Known, other: _Known) -> Range:
     return expected_difference(scale, one[1], other[1], other[0].seconds_per_token / one[0].seconds_per_token)
 
 
@@ -252,8 +262,8 @@ def best_of_each(choice: Pick, candidates: Sequence[Candidate]) -> Iterator[Cand
     families: dict[tuple[str, bool], list[Candidate]] = {}
     for one in candidates:
         families.setdefault(one.family, []).append(one)
-    for family, own in families.items():
-        yield choice.best if family == choice.best.family else pick(own, choice.scale).best
+    for family, members in families.items():
+        yield choice.best if family == choice.best.family else pick(members, choice.scale).best
 
 
 def shortlist(choice: Pick, candidates: Iterable[Candidate], most: int = 6) -> list[Candidate]:
@@ -263,23 +273,23 @@ def shortlist(choice: Pick, candidates: Iterable[Candidate], most: int = 6) -> l
     end more than a tenth of a nat above the choice even at the lower end of their interval.
     """
     known = [one for one in candidates if one.penalty(choice.scale) is not None]
-    best, found = choice.best, [choice.best]
-    own = [one for one in known if (one.family, one.left_out) == (best.family, best.left_out)]
+    best, tried = choice.best, [choice.best]
+    same_family = [one for one in known if (one.family, one.left_out) == (best.family, best.left_out)]
     for side in (
-        max((one.full_steps for one in own if one.full_steps < best.full_steps), default=None),
-        min((one.full_steps for one in own if one.full_steps > best.full_steps), default=None),
+        max((one.full_steps for one in same_family if one.full_steps < best.full_steps), default=None),
+        min((one.full_steps for one in same_family if one.full_steps > best.full_steps), default=None),
     ):
         if side is not None:
-            found.append(pick([one for one in own if one.full_steps == side], choice.scale).best)
+            tried.append(pick([one for one in same_family if one.full_steps == side], choice.scale).best)
 
-    def above(one: Candidate) -> Range:
-        stands = choice.above_best(one)
+    def above(candidate: Candidate) -> Range:
+        stands = choice.above_best(candidate)
         assert stands is not None
         return stands
 
     others = [one for one in best_of_each(choice, known) if one.family != best.family]
-    found += sorted(others, key=lambda one: above(one).nats)
-    return [one for one in found if one is best or above(one).nats - above(one).half <= _HOPELESS][:most]
+    tried += sorted(others, key=lambda one: above(one).nats)
+    return [one for one in tried if one is best or above(one).nats - above(one).half <= _HOPELESS][:most]
 
 
 PLAN_HEADINGS = (
@@ -295,21 +305,21 @@ PLAN_HEADINGS = (
 """Headings of the columns of `plan_rows`."""
 
 
-def codec_words(one: Candidate) -> str:
+def format_codecs(candidate: Candidate) -> str:
     """The codec of each direction: of what goes to the owners of a mean, and of their sums; one where each message is whole.
 
-    >>> codec_words(Candidate("DiLoCo", "fp4", "bf16", (30,) * 8, 1.0, 1.0, 0.9, 1.0))
+    >>> format_codecs(Candidate("DiLoCo", "fp4", "bf16", (30,) * 8, 1.0, 1.0, 0.9, 1.0))
     'fp4, bf16'
     """
-    if one.method == ALONE:
+    if candidate.method == ALONE:
         return "none"
-    whole = one.back is None and (one.codec not in EXACT_CODECS or one.method.startswith("GASLoC"))
-    return one.codec if whole else f"{one.codec}, {one.back or one.codec}"
+    whole = candidate.back is None and (candidate.codec not in EXACT_CODECS or candidate.method.startswith("GASLoC"))
+    return candidate.codec if whole else f"{candidate.codec}, {candidate.back or candidate.codec}"
 
 
-def hours_text(choice: Pick, one: Candidate) -> str:
+def hours_text(choice: Pick, candidate: Candidate) -> str:
     """The hours that a candidate needs for the tokens, with their spread by chance where that is a thousandth or more."""
-    hours, share = choice.hours_of(one), one.spread_s / one.round_s if one.round_s else 0.0
+    hours, share = choice.hours_of(candidate), candidate.spread_s / candidate.round_s if candidate.round_s else 0.0
     return digits_text(hours) + (f" ± {hours * share:.2g}" if share >= 0.001 else "")
 
 
@@ -327,7 +337,7 @@ def plan_rows(choice: Pick, candidates: Iterable[Candidate]) -> list[tuple[str, 
         rows.append(
             (
                 one.name,
-                codec_words(one),
+                format_codecs(one),
                 str(most) if fewest == most else f"{fewest}-{most}",
                 f"{one.utilisation:.1%}",
                 hours_text(choice, one),
@@ -344,16 +354,16 @@ def leading(choice: Pick, candidates: Sequence[Candidate], most: int = 8) -> lis
 
     Of more than `most` the highest are left out, but none of data parallelism with all workers, of one machine and of one site.
     """
-    found = list(best_of_each(choice, candidates))
+    rows = list(best_of_each(choice, candidates))
 
-    def stands(one: Candidate) -> tuple[bool, float]:
-        above = choice.above_best(one)
-        return one != choice.best, math.inf if above is None else above.nats
+    def stands(candidate: Candidate) -> tuple[bool, float]:
+        above = choice.above_best(candidate)
+        return candidate != choice.best, math.inf if above is None else above.nats
 
-    found.sort(key=stands)
-    kept = [one for one in found if one == choice.best or one.family in _ALWAYS or one.method in (ALONE, SITE_ALONE)]
-    kept += [one for one in found if one not in kept][: most - len(kept)]
-    return [one for one in found if one in kept]
+    rows.sort(key=stands)
+    kept = [one for one in rows if one == choice.best or one.family in _ALWAYS or one.method in (ALONE, SITE_ALONE)]
+    kept += [one for one in rows if one not in kept][: most - len(kept)]
+    return [one for one in rows if one in kept]
 
 
 _ALWAYS = (("data parallel", False),)

@@ -187,9 +187,9 @@ class LossScale(NamedTuple):
     @property
     def _place(self) -> float:
         """From 0 for the parameters that were measured to 1 for those from which it is published."""
-        return self.on_the_way_to(_PUBLISHED[0])
+        return self.log_fraction_to(_PUBLISHED[0])
 
-    def on_the_way_to(self, parameters: float) -> float:
+    def log_fraction_to(self, parameters: float) -> float:
         """From 0 for the parameters that were measured to 1 for so many, in their logarithm."""
         way = math.log(self.parameters / MEASURED_PARAMETERS) / math.log(parameters / MEASURED_PARAMETERS)
         return min(1.0, max(0.0, way))
@@ -333,8 +333,8 @@ def penalty(scale: LossScale, method: str, local_steps: int, codec: str, missing
     >>> round(penalty(at, "DiLoCo", 30, "bf16").nats, 4), penalty(at, "DiLoCo", 30, "topk")
     (0.1906, None)
     """
-    own = "DiLoCo" if scale.workers == 2 and method in _PAIRS else method
-    if (known := _exact(scale, own, local_steps)) is None:
+    measured_as = "DiLoCo" if scale.workers == 2 and method in _PAIRS else method
+    if (known := _exact(scale, measured_as, local_steps)) is None:
         return None
     lossy: Sequence[float] = ()
     if codec not in EXACT_CODECS and method not in _WITH_A_CODEC:
@@ -344,12 +344,12 @@ def penalty(scale: LossScale, method: str, local_steps: int, codec: str, missing
         lossy = codecs[codec]
     (by_seed, doubt), few = known, 0.0
     if method != "data parallel" and (price := scale.few_rounds(local_steps)) > 0:
-        at_unit = _exact(scale, own, 30)
+        at_unit = _exact(scale, measured_as, 30)
         assert at_unit is not None
         lead = min(0.0, sum(map(fmean, at_unit[0])) - scale.gap)  # of Muon, which has it in few rounds too
         few = max(0.0, price + lead - sum(map(fmean, by_seed)))
     return Penalty(
-        own,
+        measured_as,
         tuple(by_seed),
         scale.gap if method != "data parallel" else 0.0,
         doubt + few,
@@ -372,8 +372,8 @@ def _exact(scale: LossScale, method: str, local_steps: int) -> tuple[list[tuple[
     by_seed = [tuple(share * scale.gap * part for part in one.by_seed) for share, one in weighed]
     if method not in PUBLISHED:
         return by_seed, scale.gap * beyond
-    found, more = _towards(scale, method, local_steps, by_seed, weighed)
-    return found, scale.gap * beyond + more
+    nats, more = _interpolated_loss(scale, method, local_steps, by_seed, weighed)
+    return nats, scale.gap * beyond + more
 
 
 _Weighed = Sequence[tuple[float, RelativeLoss]]
@@ -385,7 +385,7 @@ def _both_lengths(scale: LossScale, method: str, local_steps: int) -> tuple[Rela
     if both is None or method == "data parallel" or local_steps >= _FEWEST_STEPS:
         return both
     # One local step is the worst setting of published runs; in the small ones here it was the best.
-    at_most, place = relative_losses(method, _WORST_AS), scale.on_the_way_to(_PUBLISHED[0])
+    at_most, place = relative_losses(method, _WORST_AS), scale.log_fraction_to(_PUBLISHED[0])
     assert at_most is not None
     few = place * (1 - math.log(local_steps) / math.log(_FEWEST_STEPS))
     shorter, longer = (_raised(one, other, few) for one, other in zip(both, at_most, strict=True))
@@ -398,18 +398,18 @@ def _raised(one: RelativeLoss, other: RelativeLoss, share: float) -> RelativeLos
     return RelativeLoss(tuple(nats + more for nats in one.by_seed), one.beyond + more)
 
 
-def _towards(
+def _interpolated_loss(
     scale: LossScale, method: str, local_steps: int, by_seed: Sequence[tuple[float, ...]], weighed: _Weighed
 ) -> tuple[list[tuple[float, ...]], float]:
     """The loss of a method between the measured size and that from which a paper has its difference to DiLoCo."""
     known = PUBLISHED[method]
-    there, diloco = scale.on_the_way_to(known.parameters), _both_lengths(scale, "DiLoCo", local_steps)
+    there, diloco = scale.log_fraction_to(known.parameters), _both_lengths(scale, "DiLoCo", local_steps)
     assert diloco is not None
-    found = list[tuple[float, ...]]()
-    for (share, _), own, beside in zip(weighed, by_seed, diloco, strict=True):
+    nats = list[tuple[float, ...]]()
+    for (share, _), by_run, beside in zip(weighed, by_seed, diloco, strict=True):
         published = [share * (scale.gap * part + known.share * scale.level) for part in beside.by_seed]
-        found.append(tuple((1 - there) * a + there * b for a, b in zip(own, published, strict=True)))
-    return found, there * known.half * scale.level
+        nats.append(tuple((1 - there) * a + there * b for a, b in zip(by_run, published, strict=True)))
+    return nats, there * known.half * scale.level
 
 
 _PAIRS = ("GASLoC 1-Peer", "noloco", "gossip", "gasloc_drift", "fgd_pairs")
@@ -441,16 +441,16 @@ def expected_difference(scale: LossScale, one: Penalty, other: Penalty, more_tok
                 lossy = effect([(nats, 0.0) for nats in side.codec])
                 mean += sign * lossy.mean
                 chance = math.hypot(chance, (lossy.half or 0.0) * side.codec_far)
-    own = [side.exact - side.gap for side in (one, other)]
+    texts = [side.exact - side.gap for side in (one, other)]
     tokens = scale.per_e_fold * math.log(more_tokens)
     mean += one.few_rounds - other.few_rounds
     text = TEXT * max(one.gap, other.gap)
-    text = text if one.method != other.method else min(text, abs(own[0] - own[1]))
+    text = text if one.method != other.method else min(text, abs(texts[0] - texts[1]))
     off_the_law = (one.gap > 0) != (other.gap > 0)
-    residual = _RESIDUAL * scale.level * scale.on_the_way_to(_PUBLISHED[0]) if off_the_law else 0.0
+    residual = _RESIDUAL * scale.level * scale.log_fraction_to(_PUBLISHED[0]) if off_the_law else 0.0
     half = (
         math.hypot(chance, text, residual)
-        + scale.method_doubt * abs(own[0] - own[1])
+        + scale.method_doubt * abs(texts[0] - texts[1])
         + scale.gap_doubt * abs(one.gap - other.gap)
     )
     half += abs(one.beyond - other.beyond) + abs(one.missing - other.missing) + _TOKENS_DOUBT * abs(tokens)

@@ -56,52 +56,52 @@ _BySeed = Mapping[str, Mapping[int, tuple[float, ...]]]
 """Losses by method and local steps, seed by seed."""
 
 
-def _above(one: TunedLoss) -> tuple[float, ...]:
+def _above(tuned: TunedLoss) -> tuple[float, ...]:
     """Nats above data parallelism, by seed."""
     least = MEASURED["data parallel"][1].losses
-    return tuple(loss - other for loss, other in zip(one.losses, least, strict=True))
+    return tuple(loss - other for loss, other in zip(tuned.losses, least, strict=True))
 
 
 def _in_units(above: _BySeed) -> _BySeed:
     """In units of the loss of DiLoCo with `_UNIT` local steps."""
     unit = fmean(above["DiLoCo"][_UNIT])
     return {
-        method: {steps: tuple(nats / unit for nats in some) for steps, some in own.items()}
-        for method, own in above.items()
+        method: {steps: tuple(nats / unit for nats in some) for steps, some in by_steps.items()}
+        for method, by_steps in above.items()
     }
 
 
-def _rising(above: _BySeed) -> _BySeed:
+def _monotone(above: _BySeed) -> _BySeed:
     """The same with means that do not fall with more local steps, from `_RISES_FROM` on.
 
     Where they do, which is the chance of few seeds, neighbours have their common mean; differences between seeds stay.
     """
-    found = dict[str, dict[int, tuple[float, ...]]]()
-    for method, own in above.items():
+    rising = dict[str, dict[int, tuple[float, ...]]]()
+    for method, by_steps in above.items():
         pools = list[list[int]]()
-        for steps in sorted(one for one in own if one >= _RISES_FROM):
+        for steps in sorted(one for one in by_steps if one >= _RISES_FROM):
             pools.append([steps])
-            while len(pools) > 1 and _mean_of(own, pools[-2]) > _mean_of(own, pools[-1]):
+            while len(pools) > 1 and _mean_of(by_steps, pools[-2]) > _mean_of(by_steps, pools[-1]):
                 last = pools.pop()
                 pools[-1] += last
-        common = {steps: _mean_of(own, pool) for pool in pools for steps in pool}
-        found[method] = {
+        common = {steps: _mean_of(by_steps, pool) for pool in pools for steps in pool}
+        rising[method] = {
             steps: tuple(nats + common[steps] - fmean(some) for nats in some) if steps in common else some
-            for steps, some in own.items()
+            for steps, some in by_steps.items()
         }
-    return found
+    return rising
 
 
-def _mean_of(own: Mapping[int, tuple[float, ...]], pool: Sequence[int]) -> float:
-    return fmean(fmean(own[steps]) for steps in pool)
+def _mean_of(by_steps: Mapping[int, tuple[float, ...]], pool: Sequence[int]) -> float:
+    return fmean(fmean(by_steps[steps]) for steps in pool)
 
 
 _LONG: _BySeed = {
     method: {int(steps): tuple(some) for steps, some in own.items()} for method, own in _DOCUMENT["longer"].items()
 }
-_LONGER = _in_units(_rising(_LONG))
+_LONGER = _in_units(_monotone(_LONG))
 _SHORTER = _in_units(
-    _rising(
+    _monotone(
         {
             method: {steps: _above(one) for steps, one in own.items()}
             for method, own in MEASURED.items()
@@ -144,7 +144,7 @@ def relative_losses(method: str, local_steps: int) -> tuple[RelativeLoss, Relati
     (None, (0.0, 0.0, 0.0))
     """
     if method in _LONGER:
-        return _along(_SHORTER[method], local_steps), _longer(method, local_steps)
+        return _at_local_steps(_SHORTER[method], local_steps), _longer(method, local_steps)
     if method not in MEASURED:
         return None
     at, only = nearest_measured(method, local_steps)
@@ -155,11 +155,13 @@ def relative_losses(method: str, local_steps: int) -> tuple[RelativeLoss, Relati
         unit, more = fmean(diloco[:n]) / fmean(there.by_seed), fmean(here.by_seed) - fmean(there.by_seed)
         return RelativeLoss(tuple(nats / unit + max(0.0, more) for nats in own[:n]), abs(more))
 
-    there, here = ((_along(_SHORTER["DiLoCo"], steps), _longer("DiLoCo", steps)) for steps in (at, local_steps))
+    there, here = (
+        (_at_local_steps(_SHORTER["DiLoCo"], steps), _longer("DiLoCo", steps)) for steps in (at, local_steps)
+    )
     return beside(there[0], here[0]), beside(there[1], here[1])
 
 
-def _along(known: Mapping[int, tuple[float, ...]], local_steps: int) -> RelativeLoss:
+def _at_local_steps(known: Mapping[int, tuple[float, ...]], local_steps: int) -> RelativeLoss:
     """The losses of runs of one length, from those with several numbers of local steps."""
     steps = sorted(known)
     if local_steps <= steps[0]:
@@ -177,8 +179,8 @@ def _longer(method: str, local_steps: int) -> RelativeLoss:
     """The loss in the longer runs, which have no fewest local steps."""
     known, fewest = _LONGER[method], min(_LONGER[method])
     if local_steps >= fewest:
-        return _along(known, local_steps)
-    fewer, there = (fmean(_along(_SHORTER[method], steps).by_seed) for steps in (local_steps, fewest))
+        return _at_local_steps(known, local_steps)
+    fewer, there = (fmean(_at_local_steps(_SHORTER[method], steps).by_seed) for steps in (local_steps, fewest))
     some = tuple(one * fewer / there for one in known[fewest])
     return RelativeLoss(some, abs(fmean(known[fewest]) - fmean(some)))
 

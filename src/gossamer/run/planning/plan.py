@@ -39,7 +39,7 @@ from gossamer.run.planning.teams import (
     sites_as_workers,
     slow_teams,
 )
-from gossamer.settings.options import Positive, Share, bounded
+from gossamer.settings.options import Positive, Share, check_values
 from gossamer.topologies.sequences import random_matchings
 
 EXACT: Mapping[str, float] = {"exact": 32.0}
@@ -141,9 +141,9 @@ class PlanSettings:
         ensure("local_steps", steps, held, f"a list of whole numbers from 1 to {_LARGEST}, such as [15, 30]")
         for name in ("seq_len", "batch_size", "vocab_size"):
             value = getattr(self, name)
-            what = "the text has" if name == "vocab_size" else "a worker's inner step has"
-            ensure(name, value, 1 <= value <= _LARGEST, f"a whole number from 1 to {_LARGEST}; give what {what}")
-        bounded(
+            source = "the text has" if name == "vocab_size" else "a worker's inner step has"
+            ensure(name, value, 1 <= value <= _LARGEST, f"a whole number from 1 to {_LARGEST}; give what {source}")
+        check_values(
             Positive,
             **{
                 name: v
@@ -151,7 +151,7 @@ class PlanSettings:
                 if (v := getattr(self, name)) is not None
             },
         )
-        bounded(Share, mfu=self.mfu)
+        check_values(Share, mfu=self.mfu)
         for name, bits in self.codecs.items():
             ensure(f"the size of codec '{name}'", bits, 0 < bits <= 64, "above 0 and at most 64 bits per parameter")
 
@@ -184,18 +184,16 @@ class RunPlan(NamedTuple):
         """The number of all workers, including those that the choice leaves out."""
         return self.choice.scale.workers
 
-    def rounds_of(self, one: Candidate) -> int:
+    def rounds_of(self, candidate: Candidate) -> int:
         """Whole rounds of a run of a candidate, as many as the tokens or the hours pay for; at least one."""
-        tokens = self.choice.scale.tokens if self.options.hours is None else self.choice.tokens_of(one)
-        return max(1, math.floor(tokens / (self.options.step_tokens * one.taken) * (1 + 1e-9)))
+        tokens = self.choice.scale.tokens if self.options.hours is None else self.choice.tokens_of(candidate)
+        return max(1, math.floor(tokens / (self.options.step_tokens * candidate.taken) * (1 + 1e-9)))
 
-    def length_of(self, one: Candidate, rounds: int) -> str:
+    def length_of(self, candidate: Candidate, rounds: int) -> str:
         """Comments of a run file with so many rounds: how long they take, and whose vocabulary the text needs."""
-        tokens = rounds * self.options.step_tokens * one.taken
+        tokens = rounds * self.options.step_tokens * candidate.taken
         some = f"{rounds:,} round{'s' if rounds > 1 else ''}"
-        length = (
-            f"# {some}, {digits_text(rounds * one.round_s / 3600)} h: {tokens:.4g} tokens of all workers together.\n"
-        )
+        length = f"# {some}, {digits_text(rounds * candidate.round_s / 3600)} h: {tokens:.4g} tokens of all workers together.\n"
         if self.options.vocab_size == BYTES or self.options.tokenizer:
             return length
         return (
@@ -272,7 +270,7 @@ def _alone(
             raise ConfigError(
                 f"step_s of worker {worker} is {step_s} but must be above 0 to plan by it; give seconds of a step"
             )
-        own = float(share[worker])
+        share_here = float(share[worker])
         yield Candidate(
             method=ALONE,
             codec="exact",
@@ -280,9 +278,9 @@ def _alone(
             local_steps=(1,),
             round_s=step_s,
             round_bytes=0.0,
-            utilisation=own,
+            utilisation=share_here,
             seconds_per_token=step_s / options.step_tokens,
-            between_stages=1 - own,
+            between_stages=1 - share_here,
             left_out=tuple(i for i in range(n) if i != worker),
         )
     for left_out in site_teams(network, n):
@@ -327,10 +325,10 @@ def _with_sites_as_workers(network: Network, candidates: Iterable[Candidate]) ->
     return sites_as_workers(network, step_s) if step_s.keys() == places.keys() else None
 
 
-def network_of(plan: RunPlan, one: Candidate) -> Network:
+def network_of(plan: RunPlan, candidate: Candidate) -> Network:
     """The network of the participants of a candidate, as its run file has it."""
-    if one.site == 1:
-        return network_without(plan.network, plan.workers, one.left_out)
+    if candidate.site == 1:
+        return network_without(plan.network, plan.workers, candidate.left_out)
     coarse = _with_sites_as_workers(plan.network, plan.candidates)
     assert coarse is not None, "it was priced there"
     return coarse
@@ -385,30 +383,32 @@ def _all_priced(
     traces, candidates = dict[_Sketch, Trace](), dict[_Sketch, Candidate | None]()
     for sketch in sketches:
         payload_bytes = math.ceil(parameters * sketch.bits / 8)
-        if (own := _own_steps(sketch, network, payload_bytes)) is None:
+        if (local_steps := _own_steps(sketch, network, payload_bytes)) is None:
             continue
         if sketch.peers is None:
-            candidates[sketch] = _priced_mean(sketch, own, payload_bytes, network, parameters, options, computing)
+            candidates[sketch] = _priced_mean(
+                sketch, local_steps, payload_bytes, network, parameters, options, computing
+            )
             continue
         candidates[sketch] = None  # in its place
         rounds = options.rounds if network.jitter or network.changes else max(16, 8 * options.rounds // sketch.n)
         rounds = min(rounds, options.rounds) * (_MORE_DRAWS if _draws_freely(network, sketch.n) else 1)
         trace = _gossip(sketch.n, sketch.peers, _at_most(rounds, sketch.n), options.seed)
         sizes = np.broadcast_to(np.int64(payload_bytes), len(trace.messages.bytes))
-        steps = np.broadcast_to(np.array(own), trace.steps.shape)
+        steps = np.broadcast_to(np.array(local_steps), trace.steps.shape)
         traces[sketch] = trace._replace(steps=steps, messages=trace.messages._replace(bytes=sizes))
     timelines = price_together([*traces.values()], network, computing)
     for (sketch, trace), timeline in zip(traces.items(), timelines, strict=True):
-        own = tuple(trace.steps[0].tolist())
+        local_steps = tuple(trace.steps[0].tolist())
         candidates[sketch] = _candidate(
-            sketch, own, None, float(trace.sent_bytes.mean()) / trace.rounds, timeline, options
+            sketch, local_steps, None, float(trace.sent_bytes.mean()) / trace.rounds, timeline, options
         )
     return [one for one in candidates.values() if one is not None]
 
 
 def _priced_mean(
     sketch: _Sketch,
-    own: tuple[int, ...],
+    local_steps: tuple[int, ...],
     payload_bytes: int,
     network: Network,
     parameters: int,
@@ -428,11 +428,13 @@ def _priced_mean(
     def carried_by(how: MeanKind) -> Candidate:
         carrying = replace(network, mean=how)
         if network.shares or network.loses or n <= _LIMIT_LISTED:
-            timeline = price(from_targets(_everyone(n, rounds), message_bytes, own, kind=kind), carrying, computing)
+            timeline = price(
+                from_targets(_everyone(n, rounds), message_bytes, local_steps, kind=kind), carrying, computing
+            )
         else:
-            steps = np.broadcast_to(np.array(own), (rounds, n))
+            steps = np.broadcast_to(np.array(local_steps), (rounds, n))
             timeline = price_everyone(steps, message_bytes, carrying, kind=kind, computing=computing)
-        one = _candidate(sketch, own, back, sent_bytes, timeline, options)
+        one = _candidate(sketch, local_steps, back, sent_bytes, timeline, options)
         return _behind_backward(one, timeline, how) if sketch.method == "data parallel" else one
 
     if sketch.method != "data parallel":
@@ -448,29 +450,29 @@ def back_of(bits: float, codec: str, n: int) -> str | None:
     return "bf16" if codec not in EXACT and (bits + _BACK_BITS) / n < bits else None
 
 
-def _behind_backward(one: Candidate, timeline: Timeline, collective: MeanKind) -> Candidate:
+def _behind_backward(candidate: Candidate, timeline: Timeline, collective: MeanKind) -> Candidate:
     """Data parallelism as DDP runs it: only the part of its all-reduce that outlasts backward takes time.
 
     Buckets leave as soon as their gradients are there, so all but the last are in flight during backward, which is
     `BACKWARD` of an inner step; here that of the slowest worker, whose gradients come last.
     """
     step_s = float(timeline.compute_s.max(axis=1).mean())
-    hidden_s = min(max(0.0, one.round_s - step_s), BACKWARD * step_s)
-    share = 1 - hidden_s / one.round_s
-    return one._replace(
-        round_s=one.round_s * share,
-        spread_s=one.spread_s * share,
-        seconds_per_token=one.seconds_per_token * share,
-        utilisation=one.utilisation / share,
-        between_stages=one.between_stages / share,
+    hidden_s = min(max(0.0, candidate.round_s - step_s), BACKWARD * step_s)
+    share = 1 - hidden_s / candidate.round_s
+    return candidate._replace(
+        round_s=candidate.round_s * share,
+        spread_s=candidate.spread_s * share,
+        seconds_per_token=candidate.seconds_per_token * share,
+        utilisation=candidate.utilisation / share,
+        between_stages=candidate.between_stages / share,
         collective=collective,
-        unhidden_round_s=one.round_s,
+        unhidden_round_s=candidate.round_s,
     )
 
 
 def _candidate(
     sketch: _Sketch,
-    own: tuple[int, ...],
+    local_steps: tuple[int, ...],
     back: str | None,
     sent_bytes: float,
     timeline: Timeline,
@@ -482,11 +484,11 @@ def _candidate(
         method=sketch.method,
         codec=sketch.codec,
         back=back,
-        local_steps=own,
+        local_steps=local_steps,
         round_s=timeline.total_s / rounds,
         round_bytes=sent_bytes,
         utilisation=timeline.mean_utilisation,
-        seconds_per_token=timeline.total_s / (options.step_tokens * rounds * sum(own)),
+        seconds_per_token=timeline.total_s / (options.step_tokens * rounds * sum(local_steps)),
         between_stages=timeline.mean_between_stages,
         spread_s=spread_s(timeline),
     )
@@ -507,8 +509,10 @@ def _own_steps(sketch: _Sketch, network: Network, payload_bytes: int) -> tuple[i
     if not sketch.matched:
         return (steps,) * n
     ahead = (n - 1) / n if network.mean == "owners" else 0.0
-    own = matched_steps(links_of(network, n), steps, payload_bytes * (ahead if sketch.peers is None else sketch.peers))
-    return own if sketch.peers is not None or min(own) < steps else None
+    matched = matched_steps(
+        links_of(network, n), steps, payload_bytes * (ahead if sketch.peers is None else sketch.peers)
+    )
+    return matched if sketch.peers is not None or min(matched) < steps else None
 
 
 def matched_steps(links: Links, full_steps: int, sent_bytes: float) -> tuple[int, ...]:
@@ -556,12 +560,15 @@ def run_toml(
             parallelism, which has no local steps.
     """
     chosen = plan.best if candidate is None else candidate
-    own, rounds = chosen.local_steps, plan.rounds_of(chosen) if steps is None else -(-steps // chosen.full_steps)
+    local_steps, rounds = (
+        chosen.local_steps,
+        plan.rounds_of(chosen) if steps is None else -(-steps // chosen.full_steps),
+    )
     best, parts = optima_of(plan, chosen, rounds), method_tables(chosen)
     parts["rule"] |= best.rule
     document: dict[str, Any] = {
         "name": name,
-        "workers": len(own),
+        "workers": len(local_steps),
         "seed": plan.options.seed,
         **parts,
         "model": {
@@ -577,7 +584,7 @@ def run_toml(
         "inner": dict(best.inner),
         "run": {
             "steps": rounds * chosen.full_steps,
-            "local_steps": own[0] if len(set(own)) == 1 else list(own),
+            "local_steps": local_steps[0] if len(set(local_steps)) == 1 else list(local_steps),
             **({"adapt": True} if adapt and chosen.full_steps > 1 else {}),
             **({"weigh_steps": True} if weigh_steps and chosen.method != "data parallel" else {}),
         },
@@ -588,7 +595,7 @@ def run_toml(
         f"# {chosen.method} with {chosen.full_steps} local steps, planned for {plan.parameters:,} parameters: "
         f"{chosen.round_bytes / 1e6:.4g} MB sent and {chosen.round_s:.4g} s a round, "
         f"{format_utilisation(chosen.utilisation, chosen.between_stages)}.\n"
-        f"{without_text(chosen)}{_uneven(chosen)}{_sites_text(chosen)}"
+        f"{without_text(chosen)}{_uneven_steps_comment(chosen)}{_sites_text(chosen)}"
         f"{best.source}"
         f"{plan.length_of(chosen, rounds)}"
     )
@@ -627,7 +634,7 @@ def method_tables(chosen: Candidate) -> dict[str, dict[str, Any]]:
     }
 
 
-def _uneven(chosen: Candidate) -> str:
+def _uneven_steps_comment(chosen: Candidate) -> str:
     """A comment of the run file that names the workers with fewer local steps; empty where there are none."""
     if not chosen.fewer:
         return ""

@@ -26,7 +26,7 @@ from gossamer.run.planning.candidates import PLANNED, drafted
 from gossamer.run.planning.check import counted
 from gossamer.run.planning.plan import PlanSettings, RunPlan, plan, stepped, workers_of
 from gossamer.run.worker.stages.timing import in_stages, work_in
-from gossamer.settings.options import Positive, bounded
+from gossamer.settings.options import Positive, check_values
 
 BOUNDARY_PAIRS: Mapping[str, str] = {"dense": "dense", "cast": "cast", "intk": "intk", "tahquant": "intk"}
 """Boundary codecs of activations that a plan can try, from the mildest on, each with the codec of gradients."""
@@ -100,7 +100,7 @@ def plan_in_stages(
     Raises: ConfigError where no number of stages fits, a batch cannot be split among them, or no boundary codec fits; as `plan`.
     """
     n = workers_of(network, options)
-    bounded(Positive, memory_bytes=memory_bytes)
+    check_values(Positive, memory_bytes=memory_bytes)
     layout = layout_for(model, options.vocab_size)
     network = stepped(network, layout.numel, options)
     sketch = _Sketch(network, model, options, n, layout)
@@ -159,10 +159,10 @@ class _Sketch(NamedTuple):
         for method in PLANNED:
             config = parse(self.document(method, {}))
             try:
-                found = counted(resolve(config), self.layout, 1)
+                counts = counted(resolve(config), self.layout, 1)
             except ConfigError:  # two peers of two workers
                 continue
-            needed = max(needed, sum(kept.bytes for kept in found.kept))
+            needed = max(needed, sum(kept.bytes for kept in counts.kept))
         return needed / self.layout.numel
 
     def cut(self, cuts: tuple[int, ...], forward: str, micro_batches: int, stage_bytes: int) -> StagedReplica:
@@ -199,8 +199,8 @@ def _fewest(sketch: _Sketch, per_number: float, memory_bytes: float) -> tuple[tu
             held = [each * (stop - start) for start, stop in pairwise((0, *cuts, layers))]
             return cuts, round(per_number * max(held[0] + outside[0], held[-1] + outside[1], *held))
     parts = ", ".join(
-        f"{what} {size * per_number:.4g}"
-        for what, size in (("a layer takes", each), ("the embeddings", outside[0]), ("the head", outside[1]))
+        f"{part} {size * per_number:.4g}"
+        for part, size in (("a layer takes", each), ("the embeddings", outside[0]), ("the head", outside[1]))
     )
     raise ConfigError(
         f"a process has {memory_bytes:.4g} bytes, and the model does not fit {max(numbers, default=1)} of them: {parts}, without "

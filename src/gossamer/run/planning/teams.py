@@ -36,7 +36,7 @@ def slow_teams(network: Network, n: int, parameters: int) -> list[tuple[int, ...
     """
     if network.stages or n < 3:
         return []
-    links, found = links_of(network, n), set[tuple[int, ...]]()
+    links, teams = links_of(network, n), set[tuple[int, ...]]()
     assert links.step_s is not None
     rates_bps = np.minimum(uplinks_bps(links), links.downlink_bps)
     sent_s = links.latency_s + 8 * 4 * parameters / rates_bps
@@ -47,10 +47,10 @@ def slow_teams(network: Network, n: int, parameters: int) -> list[tuple[int, ...
         most = int(np.argmax(staying / np.maximum(seconds[order[: len(staying)]], _INSTANT_S)))
         several = n <= (_FEW_SHARING if network.shares else MOST_COUNTED)
         counts = {1, (most + 1) // 2, most} if most > 0 and several else {most}
-        found |= {tuple(sorted(map(int, order[:count]))) for count in counts}
+        teams |= {tuple(sorted(map(int, order[:count]))) for count in counts}
     if n <= MOST_COUNTED:
-        found |= set(_without_sites(network, n, links))
-    return sorted(found - {()})
+        teams |= set(_without_sites(network, n, links))
+    return sorted(teams - {()})
 
 
 def _without_sites(network: Network, n: int, links: Links) -> Iterable[tuple[int, ...]]:
@@ -192,9 +192,9 @@ def network_without(network: Network, n: int, left_out: Sequence[int]) -> Networ
         if isinstance(value := getattr(network, name), tuple)
     }
     sites = {
-        name: replace(site, workers=own)
+        name: replace(site, workers=workers)
         for name, site in network.sites.items()
-        if (own := tuple(number[i] for i in site.workers if i in number))
+        if (workers := tuple(number[i] for i in site.workers if i in number))
     }
     if len(sites) < 2:
         sites = {}

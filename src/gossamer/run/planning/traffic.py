@@ -48,7 +48,7 @@ def traffic(config: ResolvedRun, layout: Layout, rounds: int = 0) -> Traffic:
     """
     m = config.method
     if isinstance(m, WithServer | InPairs):
-        return _of_phases(config, m, layout)
+        return _phase_traffic(config, m, layout)
     # Without waiting, what is published after a phase is what would be sent in a round.
     return play_rounds(config, m, layout, *extent(config, m, rounds or period_of(config, m)))[0]
 
@@ -122,8 +122,8 @@ def _played(
                 loop.pop_due(t, stop)  # and never finished: what is received changes no byte
             in_flight = [sum(nbytes(tuple(one["sent"])) for one in loop.state_in_flight()) for loop in loops]
             flight = max(flight, *in_flight)
-    totals = [sum(operation.sent_bytes for operation in mine) / rounds for mine in sent]
-    every = [operation for mine in sent for operation in mine]
+    totals = [sum(operation.sent_bytes for operation in of_worker) / rounds for of_worker in sent]
+    every = [operation for of_worker in sent for operation in of_worker]
     counted = Traffic(
         sum(totals) / n,
         max(totals),
@@ -139,7 +139,7 @@ def _played(
 
 def _loops(config: RunSettings, m: Method, layout: Layout, workers: Sequence[int], x: Tensor) -> list[OuterLoop]:
     """The outer loops of these workers, whose parameters are all `x`, a tensor without data."""
-    network, m = MemoryNetwork(config.workers), m._replace(codec=each_shape_once(m.codec), rule=_once(m.rule))
+    network, m = MemoryNetwork(config.workers), m._replace(codec=each_shape_once(m.codec), rule=_meta_rule(m.rule))
     averages = config.inner.averaging is not None and m.rule.site == "parameters"
     averaged, moments = torch.cat([x, x]) if averages else None, [x] * len(config.schedule.inner_every)
     held, of_all = holding_of(config, layout), arranged(layout, config)
@@ -156,7 +156,7 @@ def _loops(config: RunSettings, m: Method, layout: Layout, workers: Sequence[int
     ]
 
 
-def _once(rule: Rule) -> Rule:
+def _meta_rule(rule: Rule) -> Rule:
     """A rule for tensors without data, whose first states and messages of a round look alike for all workers, made once.
 
     It counts no distrusted messages: without data there are no counts to read.
@@ -178,7 +178,7 @@ def _once(rule: Rule) -> Rule:
     return rule._replace(init=kept(rule.init), send=kept(rule.send), distrusts=None, norms=None, at=None)
 
 
-def _of_phases(config: RunSettings, method: WithServer | InPairs, layout: Layout) -> Traffic:
+def _phase_traffic(config: RunSettings, method: WithServer | InPairs, layout: Layout) -> Traffic:
     """The messages of a worker after one local phase: what it pushes, or sends at a meeting."""
     # A worker of a server keeps one: where the server let it start.
     copies = 1.0 if isinstance(method, WithServer) else float(method.rule.state_copies)

@@ -1,5 +1,4 @@
-"""The actions of a visitor between two rounds, and the resulting conditions: `acted(conditions, action) -> conditions`,
-without torch.
+"""The actions of a visitor between two rounds, and the resulting conditions (`conditions_after`), without torch.
 
 ["kill", 3]   ["revive", 3]   ["slow", 7]   ["mend", 7]   ["cut"]   ["heal"]
 ["method", "gasloc"]   ["local_steps", 20]   ["momentum", 0.5]
@@ -96,10 +95,10 @@ def action_of(raw: object) -> Action:
     raise ConfigError(f'{short(raw)} is no action; write one such as ["kill", 3], ["cut"] or ["local_steps", 20]')
 
 
-def acted(conditions: Conditions, action: Action) -> Conditions:
+def conditions_after(conditions: Conditions, action: Action) -> Conditions:
     """The conditions after an action; unchanged if it has no effect, such as killing a dead worker.
 
-    >>> acted(Conditions(), Action("kill", 3)).alive == frozenset(range(8)) - {3}
+    >>> conditions_after(Conditions(), Action("kill", 3)).alive == frozenset(range(8)) - {3}
     True
     """
     alive, slow, value = conditions.alive, conditions.slow, action.value
@@ -119,7 +118,7 @@ def acted(conditions: Conditions, action: Action) -> Conditions:
         case Action("local_steps", int(steps)):
             return conditions._replace(local_steps=steps)
     assert action.do == "momentum", action
-    momenta = tuple((name, value if name == conditions.method else own) for name, own in conditions.momenta)
+    momenta = tuple((name, value if name == conditions.method else current) for name, current in conditions.momenta)
     return conditions._replace(momenta=momenta)
 
 
@@ -136,7 +135,7 @@ def describe(action: Action, before: Conditions) -> str:
         case Action("mend"):
             return f"The uplink of worker {value} is as fast as the others' again."
         case Action("cut"):
-            return f"The network is cut: workers {_named(SIDES[0])} and {_named(SIDES[1])} cannot reach each other."
+            return f"The network is cut: workers {_name_workers(SIDES[0])} and {_name_workers(SIDES[1])} cannot reach each other."
         case Action("heal"):
             return "The network is whole again."
         case Action("method", str(method)):
@@ -151,6 +150,6 @@ def describe(action: Action, before: Conditions) -> str:
     return f"The outer momentum is {value}, after {before.momentum:g}; all states are kept."
 
 
-def _named(workers: Collection[int]) -> str:
+def _name_workers(workers: Collection[int]) -> str:
     low, high = min(workers), max(workers)
     return f"{low} to {high}" if high > low else f"{low}"

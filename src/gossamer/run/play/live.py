@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from gossamer.errors import ConfigError, DataError, GossamerError, TrainingError
 from gossamer.record.jsonl import short
-from gossamer.run.play.actions import Action, Conditions, acted, action_of
+from gossamer.run.play.actions import Action, Conditions, action_of, conditions_after
 from gossamer.run.play.film import MOST_ROUNDS, TEMPO, Film, Frame, Head, film_contents, film_lines
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Live:
     def act(self, body: bytes) -> bytes:
         """Executes a page's request: `{"actions": [...]}`, `{"playing": true}`, `{"speed": 2}`, `{"step": true}`, or
         `{"again": SEED}`, which begins a new film. Raises: ConfigError for anything else."""
-        asked = _asked(body)
+        asked = _requested(body)
         with self._changed:
             self._seen_s = time.monotonic()
             match asked:
@@ -114,7 +114,7 @@ class Live:
                     if len(self._queue) + len(actions) > _MOST_QUEUED:
                         raise ConfigError(f"more than {_MOST_QUEUED} actions wait for the next round; wait for it too")
                     for action in actions:
-                        self._settings = acted(self._settings, action)
+                        self._settings = conditions_after(self._settings, action)
                     self._queue += actions
                 case {"playing": bool(playing), **rest} if not rest:
                     self._playing = playing
@@ -164,12 +164,12 @@ class Live:
                 speed = self._speed
             begun_s = time.monotonic()
             scene, frame = next_scene(studio, scene, actions)
-            found = scene_warnings(studio.seed, scene.conditions)
+            warnings = scene_warnings(studio.seed, scene.conditions)
             with self._changed:
                 if name == self._name:
                     before_s = self._frames[-1]["clock_s"] if self._frames else 0.0
                     self._frames.append(frame)
-                    self._warnings = found
+                    self._warnings = warnings
                     due_s = begun_s + TEMPO.shown_s(frame["clock_s"] - before_s) / speed
                     if len(self._frames) >= MOST_ROUNDS:
                         raise DataError(f"the film has {MOST_ROUNDS:,} rounds, and no more fit; begin a new one")
@@ -217,7 +217,7 @@ def one_thread() -> Iterator["Each"]:
         torch.set_num_threads(before)
 
 
-def _asked(body: bytes) -> object:
+def _requested(body: bytes) -> object:
     try:
         return json.loads(body)
     except (ValueError, RecursionError):

@@ -29,7 +29,7 @@ from gossamer.run.bookkeeping.spent_seconds import priced
 from gossamer.run.config.resolve import resolve_document
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.config.user_parts import BUILT_IN
-from gossamer.run.play.actions import SLOWER, WORKERS, Action, Conditions, acted, describe
+from gossamer.run.play.actions import SLOWER, WORKERS, Action, Conditions, conditions_after, describe
 from gossamer.run.play.film import MOST_ROUNDS, Frame, Head
 from gossamer.run.simulated.rounds import make_workers, train_together
 from gossamer.run.worker.task import Task, task_of
@@ -127,7 +127,7 @@ def next_scene(studio: Studio, scene: Scene, actions: Sequence[Action]) -> tuple
     """
     conditions, done, sentences = scene.conditions, list[Action](), list[str]()
     for action in actions:
-        after = acted(conditions, action)
+        after = conditions_after(conditions, action)
         if after != conditions:
             done.append(action)
             sentences.append(describe(action, conditions))
@@ -146,9 +146,11 @@ def next_scene(studio: Studio, scene: Scene, actions: Sequence[Action]) -> tuple
         bill.end_s[i] if i in there else max(until_s, begun.clock_s[i]) if i in conditions.alive else begun.clock_s[i]
         for i in range(WORKERS)
     ]
-    found = assess([worker.replica.scored for worker in workers], studio.probes, [[]] * len(there)) if workers else None
+    assessment = (
+        assess([worker.replica.scored for worker in workers], studio.probes, [[]] * len(there)) if workers else None
+    )
     places = _places([state["x"] for state in states], there or sorted(conditions.alive), scene.places)
-    frame = _frame(scene.round, conditions, there, bill, ends_s, found, places)
+    frame = _frame(scene.round, conditions, there, bill, ends_s, assessment, places)
     frame["actions"], frame["told"] = tuple(tuple(one.plain()) for one in done), tuple(sentences)
     after = Scene(scene.round + 1, conditions, tuple(states), tuple(ends_s), tuple(newest), places)
     return after, frame
@@ -183,11 +185,11 @@ def _begun(scene: Scene, conditions: Conditions, *, branch: bool) -> _Begun:
         else:
             clock_s[worker] = max(scene.clock_s)  # it continues from its own
     if conditions.method == "diloco":
-        _alike(sorted(conditions.taking_part()), states, newest, take_over)
+        _equalised(sorted(conditions.taking_part()), states, newest, take_over)
     return _Begun(tuple(states), tuple(clock_s))
 
 
-def _alike(
+def _equalised(
     there: Sequence[int],
     states: list[dict[str, Any]],
     newest: Sequence[int],
@@ -281,7 +283,7 @@ def _bill(start_s: Sequence[float], conditions: Conditions, round: int, reports:
     return _Bill(start_s, spent, timeline.end_s[1].tolist(), timeline.waits_on[1].tolist(), operations)
 
 
-def _says(conditions: Conditions, there: Sequence[int], bill: _Bill) -> str:
+def _round_sentences(conditions: Conditions, there: Sequence[int], bill: _Bill) -> str:
     """A description of a round, in a sentence or two."""
     waiting = sorted(conditions.alive - {*there})
     if not conditions.alive:
@@ -294,19 +296,19 @@ def _says(conditions: Conditions, there: Sequence[int], bill: _Bill) -> str:
         sum(bill.spent[i].transfer_s for i in there),
     )
     computing, wait, transfer = (f"{100 * part / sum(parts):.0f} %" for part in parts)
-    found = [f"Of their time the workers compute {computing}, wait {wait} and transfer {transfer}."]
+    sentences = [f"Of their time the workers compute {computing}, wait {wait} and transfer {transfer}."]
     blamed = Counter(bill.held_up_by[i] for i in there if bill.held_up_by[i] != i)
     worker, held = max(sorted(blamed.items()), key=lambda one: one[1], default=(0, 0))
     if worker in conditions.slow and held:
         others = "another" if held == 1 else f"{held} others"
-        found.append(f"The slow uplink of worker {worker} holds up {others}.")
+        sentences.append(f"The slow uplink of worker {worker} holds up {others}.")
     if waiting:
         names = ", ".join(map(str, waiting[:-1])) + (" and " if waiting[:-1] else "") + str(waiting[-1])
         one = len(waiting) == 1
-        found.append(
+        sentences.append(
             f"Worker{'' if one else 's'} {names} wait{'s' if one else ''}: a mean needs more than half of all {WORKERS}."
         )
-    return " ".join(found)
+    return " ".join(sentences)
 
 
 # --- what is drawn ------------------------------------------------------------------------------------------------------
@@ -318,7 +320,7 @@ def _frame(
     there: Sequence[int],
     bill: _Bill,
     ends_s: Sequence[float],
-    found: Assessment | None,
+    assessment: Assessment | None,
     places: Sequence[tuple[float, float]],
 ) -> Frame:
     pairs, mean = set[tuple[int, int]](), set[int]()
@@ -328,7 +330,7 @@ def _frame(
             if operation.share is not None:
                 mean.add(i)
     sent = sum(one.sent_bytes for some in bill.operations.values() for one in some)
-    losses = dict(zip(there, found.worker_losses, strict=True)) if found else {}
+    losses = dict(zip(there, assessment.worker_losses, strict=True)) if assessment else {}
     return {
         "round": round,
         "actions": (),
@@ -345,11 +347,11 @@ def _frame(
         "sent_bytes": sent // max(1, len(there)),
         "seconds": tuple(_seconds(i, conditions, there, bill, ends_s) for i in range(WORKERS)),
         "clock_s": _digits(max(ends_s), 6),
-        "loss": None if found is None else _digits(found.loss, 5),
+        "loss": None if assessment is None else _digits(assessment.loss, 5),
         "losses": tuple(_digits(losses[i], 5) if i in losses else None for i in range(WORKERS)),
-        "disagreement": None if found is None else _digits(found.disagreement, 4),
+        "disagreement": None if assessment is None else _digits(assessment.disagreement, 4),
         "places": tuple((_digits(x, 3), _digits(y, 3)) for x, y in places),
-        "says": _says(conditions, there, bill),
+        "says": _round_sentences(conditions, there, bill),
     }
 
 

@@ -101,9 +101,9 @@ def _must_be_whole(config: ResolvedRun, recorded: Path, order: Mapping[int, Sequ
     """
     store, events = recorded / "checkpoints", {one.life: len(one.events) for some in order.values() for one in some}
     for slot in order:
-        for round in checkpoint.rounds(store, slot, config.line)[-1:]:
+        for round in checkpoint.rounds(store, slot, config.lineage)[-1:]:
             try:
-                state = state_of(checkpoint.load(store, round, slot, config.line), round, limits_of(config))
+                state = state_of(checkpoint.load(store, round, slot, config.lineage), round, limits_of(config))
             except CheckpointError:  # damage is reported elsewhere, and does not concern the record
                 continue
             worker, life, place = state.source
@@ -119,7 +119,7 @@ class _Run:
     messages: "_Messages"
 
     def __init__(self, config: ResolvedRun, folder: Path, threads: Threads) -> None:
-        self.config, self.folder, self.line, self._threads = config, folder, config.line, threads
+        self.config, self.folder, self.lineage, self._threads = config, folder, config.lineage, threads
         self.task, self._device = task_of(config), one_device(config.run.device)
         self._probe = Probe(config, self.task, self._device)
         self._probe.threads = threads.at(0, 0)
@@ -186,8 +186,8 @@ class _Messages:
         """The reason for waiting for a message."""
         if key in self._held:
             return None
-        what = f"its version {key[2]}" if len(key) == 3 else f"of meeting {key[3]} that worker {key[1]} started"
-        why = f"it heard a message of worker {key[0]} that was never sent: {what}"
+        which = f"its version {key[2]}" if len(key) == 3 else f"of meeting {key[3]} that worker {key[1]} started"
+        why = f"it heard a message of worker {key[0]} that was never sent: {which}"
         return Missing(why, self._senders.get(key))
 
     def keep(self, key: Key, replica: Replica, message: Tree, number: int, fragment: int = 0) -> Tree:
@@ -215,16 +215,16 @@ class _Process(Actor["Entered | OrderEvent"], Generic[Core]):
     kinds: ClassVar[tuple[type, ...]]
     """The events of such a run, except begin and end."""
 
-    def __init__(self, run: _Run, slot: int, one: OrderLife, later: Sequence[OrderLife], file: Path) -> None:
-        super().__init__((slot, one.life), f"worker {slot}", file, [one.begun, *one.events])
-        self.slot, self.life, self.ended, self._run = slot, one.life, one.ended is not None, run
+    def __init__(self, run: _Run, slot: int, life: OrderLife, later: Sequence[OrderLife], file: Path) -> None:
+        super().__init__((slot, life.life), f"worker {slot}", file, [life.begun, *life.events])
+        self.slot, self.life, self.ended, self._run = slot, life.life, life.ended is not None, run
         # The slot resumed from there, so this process's records from that round or phase on are void. A second resume
         # may go back further.
-        self._void_round = min((life.begun.round for life in later), default=_NEVER)
-        self._void_phase = min((life.begun.number for life in later), default=_NEVER)
+        self._void_round = min((other.begun.round for other in later), default=_NEVER)
+        self._void_phase = min((other.begun.number for other in later), default=_NEVER)
         self._taken = -1
         """The number of events, without the begin."""
-        self.round, self._phases = one.begun.round, one.begun.number
+        self.round, self._phases = life.begun.round, life.begun.number
 
     def named(self, event: Entered | OrderEvent) -> str:
         """See `Actor`."""
@@ -243,8 +243,8 @@ class _Process(Actor["Entered | OrderEvent"], Generic[Core]):
             return Missing(why, (worker, life))
         if not isinstance(event, (*self.kinds, Finished)):
             raise Contradiction(f"a run like this one has no '{type(event).__name__.lower()}'")
-        found = (self._run.messages.missing(key) for key in self.needs(event))
-        return next((one for one in found if one is not None), None)
+        reasons = (self._run.messages.missing(key) for key in self.needs(event))
+        return next((one for one in reasons if one is not None), None)
 
     def take(self, event: Entered | OrderEvent) -> None:
         """See `Actor`."""
@@ -279,7 +279,7 @@ class _Process(Actor["Entered | OrderEvent"], Generic[Core]):
             reached = (one.round for one in self.left if isinstance(one, Published | Learned))
             due = due_round(run.config, self.round, next(reached, self.round))
         if 0 < due <= self._void_round:
-            save_state(run.line, run.folder, due, self.slot, self._state())
+            save_state(run.lineage, run.folder, due, self.slot, self._state())
 
     def forget(self) -> None:
         """Frees its state after its last event."""
@@ -291,7 +291,7 @@ class _Process(Actor["Entered | OrderEvent"], Generic[Core]):
 
     def _begin(self, begun: Entered) -> None:
         self.replica = self._run.replica(self.slot, begun.round)
-        self.core = self.made()
+        self.core = self.new_core()
         if begun.source is not None:
             state = self._run.states[begun.source]
             assert state is not None  # it was missing
@@ -311,7 +311,7 @@ class _Process(Actor["Entered | OrderEvent"], Generic[Core]):
         return content_of(self.core, self.replica, phases=self._phases, source=self._source, held={})
 
     @abstractmethod
-    def made(self) -> Core:
+    def new_core(self) -> Core:
         """The worker at the start of the run."""
 
     @abstractmethod
@@ -334,14 +334,14 @@ class _Process(Actor["Entered | OrderEvent"], Generic[Core]):
 class _Gossip(_Process[GossipWorker]):
     kinds = (Published, Mixed)
 
-    def __init__(self, run: _Run, slot: int, one: OrderLife, later: Sequence[OrderLife], file: Path) -> None:
-        super().__init__(run, slot, one, later, file)
+    def __init__(self, run: _Run, slot: int, life: OrderLife, later: Sequence[OrderLife], file: Path) -> None:
+        super().__init__(run, slot, life, later, file)
         assert isinstance(run.config.method, Method)
         self._method, self._own = run.config.method, dict[int, Tree]()
         # A published message depends on the peers, which are in the following mix event.
-        self._alive = {event.number: event.alive for event in one.events if isinstance(event, Mixed)}
+        self._alive = {event.number: event.alive for event in life.events if isinstance(event, Mixed)}
 
-    def made(self) -> GossipWorker:
+    def new_core(self) -> GossipWorker:
         return GossipWorker(self.slot, self._method.rule, self.replica, self._method.topology.mixing(0))
 
     def needs(self, event: Entered | OrderEvent) -> list[Key]:
@@ -383,7 +383,7 @@ class _Gossip(_Process[GossipWorker]):
 class _PairReplay(_Process[PairWorker]):
     kinds = (Learned, MeetingSent, Met)
 
-    def made(self) -> PairWorker:
+    def new_core(self) -> PairWorker:
         assert isinstance(self._run.config.method, InPairs)
         return PairWorker(pair_rule_of(self._run.config.method), self.replica)
 
@@ -418,7 +418,7 @@ class _PairReplay(_Process[PairWorker]):
             (key,) = self.sends(event)
             self._run.messages.keep(key, self.replica, self.core.tell(), event.number, event.starter)
             return []
-        own, theirs = map(self._run.messages.take, self.needs(event))
-        assert isinstance(own, Tensor) and isinstance(theirs, Tensor)
-        self.core.meet(own, theirs)
+        sent, received = map(self._run.messages.take, self.needs(event))
+        assert isinstance(sent, Tensor) and isinstance(received, Tensor)
+        self.core.meet(sent, received)
         return [("meet", event.peer)]

@@ -25,7 +25,7 @@ from gossamer.record.machines import read_machines, this_machine
 from gossamer.record.whole_files import worker_suffix
 from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.inputs import changed_code, must_have_inputs
-from gossamer.run.bookkeeping.resume import lineage
+from gossamer.run.bookkeeping.resume import lineage_of
 from gossamer.run.config.resolve import recorded_run, settings_in
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.config.user_parts import UserParts
@@ -99,33 +99,35 @@ def audit(
         )
     some = _stretches(config, folder, real=real)
     _must_be_of_this_run(recorded, folder, config.workers, max(one.config.rounds for one in some), real=real)
-    lives, line, device = read_outcomes(folder), lineage(config, folder), one_device(config.run.device)
+    lives, lineage, device = read_outcomes(folder), lineage_of(config, folder), one_device(config.run.device)
     if lives:
         script = script_of(lives, config.in_rounds, max(one.config.rounds for one in some), config.seed, folder)
     else:
         script = calm(config.timetable, config.workers, max(recorded) + 1)
-    sound = _sound(folder, sorted(script.lives), line)
+    sound = _sound_checkpoints(folder, sorted(script.lives), lineage)
     _must_be_whole(recorded, folder, script, sound, range(first, last + 1), worker, logged=bool(lives))
     snapshot = next(q for q in _candidates(sound, first) if _usable(script, q, sound))
     task, threads = task_of(config), threads_of(config, folder)
     must_have_inputs(config, task, folder, "repeat")
-    lanes, like = WorkerThreads(device, config, threads), Probe(config, task, device).x
+    worker_threads, like = WorkerThreads(device, config, threads), Probe(config, task, device).x
     repeat = Repeat(some, task, script, folder, like, logged=bool(lives), threads=threads)
-    repeat.restore(folder, snapshot, line)
+    repeat.restore(folder, snapshot, lineage)
     compared = 0
-    with lanes.opened():
-        for round, reports in repeat.rounds(lanes.each, snapshot, last):
+    with worker_threads.opened():
+        for round, reports in repeat.rounds(worker_threads.each, snapshot, last):
             workers = [one for one, _ in reports]
-            found = {one.index: one.hashes() for one in workers}
+            repeated_hashes = {one.index: one.hashes() for one in workers}
             recorded_hashes = {
-                i: some for i, some in recorded.get(round, {}).items() if i in found and worker in (None, i)
+                i: some for i, some in recorded.get(round, {}).items() if i in repeated_hashes and worker in (None, i)
             }
             if round < first:
                 continue
             compared += sum(map(len, recorded_hashes.values()))
             overruled = script.turns[round].overruled
             checked = [one for one in workers if worker in (None, one.index) and one.index not in overruled]
-            difference = _difference(round, recorded_hashes, found) or _spoilt(round, checked, folder, line, sound)
+            difference = _difference(round, recorded_hashes, repeated_hashes) or _spoilt(
+                round, checked, folder, lineage, sound
+            )
             if difference is not None:
                 return Audit(first, last, snapshot, compared, difference)
     return Audit(first, last, snapshot, compared, None)
@@ -174,19 +176,19 @@ def _stretches(config: ResolvedRun, folder: Path, *, real: bool) -> list[Stretch
 
 def _hashes(folder: Path) -> Hashes:
     """The recorded hashes of each worker. Invalid ones match none. Raises: DataError for a round with two."""
-    found: Hashes = {}
+    by_round: Hashes = {}
     for line in read_metrics(folder):
         match line:
             case {"kind": "train", "worker": int(worker), "round": int(round), "hashes": some} if some is not None:
                 recorded_hashes = [str(one) for one in some] if isinstance(some, list) else [f"no list: {some!r:.60}"]
-                if found.setdefault(round, {}).setdefault(worker, recorded_hashes) != recorded_hashes:
+                if by_round.setdefault(round, {}).setdefault(worker, recorded_hashes) != recorded_hashes:
                     raise DataError(
                         f"'{folder}' has two lines of worker {worker} in round {round} with other hashes, and a run writes "
                         "one; restore its metrics as the run wrote them"
                     )
             case _:
                 pass
-    return found
+    return by_round
 
 
 def _must_be_of_this_run(recorded: Hashes, folder: Path, workers: int, rounds: int, *, real: bool) -> None:
@@ -200,7 +202,7 @@ def _must_be_of_this_run(recorded: Hashes, folder: Path, workers: int, rounds: i
     simulated = folder / "machines.jsonl"
     files = [folder / f"machines{worker_suffix(one)}.jsonl" for one in owners]
     # Without it an audit on another machine would report false differences.
-    missing = [one for one in files if not any(map(_says_anything, (one, simulated)))]
+    missing = [one for one in files if not any(map(_has_content, (one, simulated)))]
     if missing:
         raise DataError(
             f"'{missing[0] if real else simulated}' is missing or empty, and says by which processor and "
@@ -208,7 +210,7 @@ def _must_be_of_this_run(recorded: Hashes, folder: Path, workers: int, rounds: i
         )
 
 
-def _says_anything(path: Path) -> bool:
+def _has_content(path: Path) -> bool:
     return path.is_file() and path.stat().st_size > 0
 
 
@@ -266,12 +268,12 @@ _Sound = Set[tuple[int, int]]
 """Sound local checkpoints, by slot and round."""
 
 
-def _sound(folder: Path, slots: Sequence[int], line: Lineage) -> _Sound:
+def _sound_checkpoints(folder: Path, slots: Sequence[int], lineage: Lineage) -> _Sound:
     """The sound checkpoints of a run; reports damaged ones. Cost: reads them."""
     store, sound = folder / "checkpoints", set[tuple[int, int]]()
     for slot in slots:
-        for round, found in checkpoint.generation_faults(store, slot, line).items():
-            if (fault := found or checkpoint.fault(store, round, slot, line)) is None:
+        for round, known in checkpoint.generation_faults(store, slot, lineage).items():
+            if (fault := known or checkpoint.fault(store, round, slot, lineage)) is None:
                 sound.add((slot, round))
             else:
                 log.warning("the checkpoint of worker %d after round %d is left out: %s", slot, round, fault.why)
@@ -291,39 +293,41 @@ def _usable(script: Script, round: int, sound: _Sound) -> bool:
     return needed <= sound or round == 0
 
 
-def _difference(round: int, recorded_hashes: dict[int, list[str]], found: dict[int, list[str]]) -> Difference | None:
+def _difference(
+    round: int, recorded_hashes: dict[int, list[str]], repeated_hashes: dict[int, list[str]]
+) -> Difference | None:
     """The first differing hash, in sending order."""
-    for k in range(max(map(len, found.values()), default=0)):
+    for k in range(max(map(len, repeated_hashes.values()), default=0)):
         for worker in sorted(recorded_hashes):
-            if recorded_hashes[worker][k : k + 1] != found[worker][k : k + 1]:
+            if recorded_hashes[worker][k : k + 1] != repeated_hashes[worker][k : k + 1]:
                 return Difference(round, worker, "what it sent")
     return None
 
 
-def _spoilt(round: int, workers: Sequence[Worker], folder: Path, line: Lineage, sound: _Sound) -> Difference | None:
+def _spoilt(round: int, workers: Sequence[Worker], folder: Path, lineage: Lineage, sound: _Sound) -> Difference | None:
     """The first worker whose own checkpoint after this round holds another state, where it is here and sound."""
     for worker in workers:
         if (worker.index, round + 1) in sound:
-            saved = checkpoint.load(folder / "checkpoints", round + 1, worker.index, line)
-            if not isinstance(saved, dict) or not _alike(saved, worker.state()):
+            saved = checkpoint.load(folder / "checkpoints", round + 1, worker.index, lineage)
+            if not isinstance(saved, dict) or not _are_equal(saved, worker.state()):
                 return Difference(round, worker.index, "its checkpoint")
     return None
 
 
-def _alike(saved: Mapping[Any, Any], mine: Mapping[str, Any]) -> bool:
+def _are_equal(saved: Mapping[Any, Any], repeated: Mapping[str, Any]) -> bool:
     """Whether two states have the same parameters, outer state and inner optimizer, bit for bit.
 
     Ignores the position in the data, which is shared here, and messages in flight, which elastic workers do not take
     over.
     """
-    trees, found = list[Any](), list[dict[str, Tensor]]()
-    for state in (saved, mine):
-        found.append({})
-        trees.append(checkpoint.encoded([state.get(key) for key in ("x", "outer", "inner")], "state", found[-1]))
-    theirs, own = found
+    trees, tensors = list[Any](), list[dict[str, Tensor]]()
+    for state in (saved, repeated):
+        tensors.append({})
+        trees.append(checkpoint.encoded([state.get(key) for key in ("x", "outer", "inner")], "state", tensors[-1]))
+    saved_tensors, repeated_tensors = tensors
     return trees[0] == trees[1] and all(
         (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(_bits(a), _bits(b))
-        for a, b in zip(theirs.values(), own.values(), strict=True)
+        for a, b in zip(saved_tensors.values(), repeated_tensors.values(), strict=True)
     )
 
 

@@ -78,11 +78,11 @@ def follow(actors: Sequence[A]) -> Iterator[tuple[A, Any]]:
             raise _stuck(waiting)
 
 
-def _missing(one: Actor[Any]) -> Missing | None:
+def _missing(actor: Actor[Any]) -> Missing | None:
     try:
-        return one.missing(one.left[0])
+        return actor.missing(actor.left[0])
     except Contradiction as error:
-        raise _at(one, one.left[0], str(error)) from None
+        raise _at(actor, actor.left[0], str(error)) from None
 
 
 def _stuck(waiting: Sequence[Actor[Any]]) -> DataError:
@@ -97,8 +97,8 @@ def _stuck(waiting: Sequence[Actor[Any]]) -> DataError:
         one = by_key[missing.source]
 
 
-def _at(one: Actor[Any], event: Any, why: str) -> DataError:
-    return contradiction(one.file, one.who, one.named(event), why)
+def _at(actor: Actor[Any], event: Any, why: str) -> DataError:
+    return contradiction(actor.file, actor.who, actor.named(event), why)
 
 
 def ends_early(file: Path, round: int, owner: str) -> DataError:

@@ -70,7 +70,7 @@ class _Replay:
         self._task = task
         probe, method = Probe(config, task, device), config.in_rounds
         self._threads = threads_of(config, recorded)
-        self._probes, self._lanes = Probes([probe]), WorkerThreads(device, config, self._threads)
+        self._probes, self._worker_threads = Probes([probe]), WorkerThreads(device, config, self._threads)
         probe.threads = self._threads.at(0, 0)
         self._sends_per_round = method.sends_per_round
         rounds = max(one.config.rounds for one in some)
@@ -84,7 +84,7 @@ class _Replay:
         """Trains all rounds of the script, and records them."""
         config, repeat = self._config, self._repeat
         with (
-            self._lanes.opened(),
+            self._worker_threads.opened(),
             RunFolder(
                 self._folder,
                 config.document,
@@ -97,7 +97,7 @@ class _Replay:
             journal = self._journal(record)
             if 0 in self._script.turns:
                 journal.begin()
-            for round, reports in repeat.rounds(self._lanes.each):
+            for round, reports in repeat.rounds(self._worker_threads.each):
                 if journal.config is not repeat.stretch.config:
                     journal = self._journal(record)
                 self._record(round, reports, journal)
@@ -133,8 +133,8 @@ class _Replay:
         return assess([r.evaluated for r in replicas], self._probes, [r.buffers for r in replicas]).figures()
 
     def _save_all(self, finished: int) -> None:
-        self._lanes.each(lambda worker: self._save(worker, finished), self._present)
+        self._worker_threads.each(lambda worker: self._save(worker, finished), self._present)
 
     def _save(self, worker: Worker, finished: int) -> None:
-        line = self._repeat.stretch.config.line
-        checkpoint.save(self._folder / "checkpoints", finished, worker.index, worker.state(), digest=line, keep=KEPT)
+        lineage = self._repeat.stretch.config.lineage
+        checkpoint.save(self._folder / "checkpoints", finished, worker.index, worker.state(), digest=lineage, keep=KEPT)

@@ -70,8 +70,8 @@ class Repeat:
                 f"run.elastic changed after round {changed.first} of '{recorded}', and its log of outcomes has only the rounds "
                 "in which it was true; only a run that was elastic from its start to its end can be computed again from that log"
             )
-        self.begins: Sequence[_Begins] = ()
-        self.trained: _Trained
+        self.begins: Sequence[_BeginActor] = ()
+        self.trained: _TrainingActor
         self._slots = range(some[0].config.workers)
         self._processes = [_Process(slot, script) for slot in self._slots]
         self._kept = defaultdict[tuple[int, int], list[bytes]](list)
@@ -80,22 +80,22 @@ class Repeat:
         begun = [life.begun for lives in script.lives.values() for life in lives]
         self._shared: dict[int, list[Tensor]] = {one.round: [] for one in begun if self._adds_means(one)}
         """By round in which a process begins with an older state and later means: the state shared by all workers then."""
-        self._go_into(stretch_of(0, some))
+        self._begin_stretch(stretch_of(0, some))
         for worker in self.workers:
             self._keep(worker, 0)
 
-    def restore(self, folder: Path, round: int, line: Lineage) -> None:
+    def restore(self, folder: Path, round: int, lineage: Lineage) -> None:
         """Restores the start of a round from the checkpoints before it. Raises: CheckpointError."""
         store = folder / "checkpoints"
         if (there := stretch_of(round, self._stretches)) is not self.stretch:
-            self._go_into(there)
+            self._begin_stretch(there)
         self._needed = self.script.taken_over(round)
         for slot, after in self._needed:
             if 0 < after <= round:
-                self._kept[slot, after] = [_packed(checkpoint.load(store, after, slot, line))]
+                self._kept[slot, after] = [_packed(checkpoint.load(store, after, slot, lineage))]
         for slot in sorted(self.script.running(round)):
             self._processes[slot].number = self.script.life_at(slot, round)
-            self.workers[slot].restore(checkpoint.load(store, round, slot, line))
+            self.workers[slot].restore(checkpoint.load(store, round, slot, lineage))
             self._share(round, self.workers[slot])
 
     def rounds(self, each: Each, first: int = 0, last: int = _NEVER) -> Iterator[tuple[int, Reports]]:
@@ -104,8 +104,8 @@ class Repeat:
         Raises: TrainingError; DataError for a log that contradicts itself.
         """
         span = range(first, last + 1)
-        self.begins = [_Begins(self, slot, span) for slot in sorted(self.script.lives)]
-        self.trained = _Trained(self, span, each)
+        self.begins = [_BeginActor(self, slot, span) for slot in sorted(self.script.lives)]
+        self.trained = _TrainingActor(self, span, each)
         for actor, round in follow([*self.begins, self.trained]):
             if actor is self.trained:
                 yield round, self.trained.reports
@@ -161,14 +161,14 @@ class Repeat:
         since = round if begun is None else begun.round
         self.workers[slot].replica.threads = self._threads.at(slot, since)
 
-    def candidates(self, one: Begun) -> tuple[list[bytes], bool]:
+    def candidates(self, begun: Begun) -> tuple[list[bytes], bool]:
         """The donor's states after a number of rounds, and whether any matches the recorded hash.
 
         The choice affects results: a worker that took over another's state had two after the same round.
         """
-        found = self._kept.get((one.donor, one.after), [])
-        named = [raw for raw in found if one.sha256 in ("", hashlib.sha256(raw).hexdigest())]
-        return [*named, *found], bool(named)
+        kept = self._kept.get((begun.donor, begun.after), [])
+        named = [raw for raw in kept if begun.sha256 in ("", hashlib.sha256(raw).hexdigest())]
+        return [*named, *kept], bool(named)
 
     def _reach(self, round: int) -> None:
         """Switches to the settings of a round, keeping the workers' states.
@@ -179,7 +179,7 @@ class Repeat:
         there = stretch_of(round, self._stretches)
         if there is not self.stretch:
             states = [worker.state() for worker in self.workers]
-            self._go_into(there)
+            self._begin_stretch(there)
             for worker, state in zip(self.workers, states, strict=True):
                 worker.restore({**state, "under_way": []} if self._logged else state)
 
@@ -202,13 +202,13 @@ class Repeat:
             if not self._adds_means(begun):
                 self._keep(worker, begun.after)
         if self._adds_means(begun):
-            for own, shared in zip(worker.loop.shared, self._shared[begun.round], strict=True):
-                own.copy_(shared)
+            for target, shared in zip(worker.loop.shared, self._shared[begun.round], strict=True):
+                target.copy_(shared)
             worker.replica.recompute()
         if begun.round:
             worker.loop.send_ahead(begun.round)
 
-    def _go_into(self, there: Stretch) -> None:
+    def _begin_stretch(self, there: Stretch) -> None:
         """Creates all workers with the settings of a stretch, as at the start of a run."""
         self.stretch, config = there, there.config.unpaced()
         # An optimizer of the user may take its options from the settings.
@@ -229,9 +229,9 @@ class Repeat:
             membership=membership.__getitem__,
         )
 
-    def _taken(self, slot: int, one: Begun, round: int) -> dict[str, Any]:
+    def _taken(self, slot: int, begun: Begun, round: int) -> dict[str, Any]:
         """The state taken over by a process on this begin event."""
-        (raw, *_), named = self.candidates(one)
+        (raw, *_), named = self.candidates(begun)
         closes, streams = self._method.rule.needs == "everyone", "streams" in self._task.data.state()
         if not named and not closes and not streams:  # their states contain data not repeated here
             log.warning(
@@ -239,18 +239,18 @@ class Repeat:
                 "what was computed then to the last bit; use the same processor and version of torch",
                 slot,
                 round,
-                one.donor,
-                one.sha256[:12],
+                begun.donor,
+                begun.sha256[:12],
             )
         # The position in the data is the slot's; here all workers share one data object.
-        return {**unpacked(raw), "data": self._task.data.state(), "steps_taken": one.steps, "under_way": []}
+        return {**unpacked(raw), "data": self._task.data.state(), "steps_taken": begun.steps, "under_way": []}
 
     def _keep(self, worker: Worker, after: int) -> None:
         if (worker.index, after) in self._needed:
             self._kept[worker.index, after].append(_packed(worker.state()))
 
 
-class _Begins(Actor[Begun]):
+class _BeginActor(Actor[Begun]):
     """The begin events of a slot, in order."""
 
     def __init__(self, repeat: Repeat, slot: int, span: range) -> None:
@@ -268,11 +268,11 @@ class _Begins(Actor[Begun]):
         if event.round > repeat.trained.next:
             return Missing("the rounds before have not been trained", repeat.trained.key)
         for one in () if repeat.script.is_first(self._slot, event) else (event,):
-            found, named = repeat.candidates(one)
+            states, named = repeat.candidates(one)
             # The donor may have taken over a state after the same round: then it has two, and the later one is meant.
             donor = next((other for other in repeat.begins if other.key == one.donor and other is not self), None)
             comes = donor is not None and bool(donor.left) and donor.left[0].round == event.round
-            if not found or (comes and not named):
+            if not states or (comes and not named):
                 return Missing(
                     f"it begins with the state of worker {one.donor} after {one.after} rounds, which that one never had",
                     one.donor if comes else None,
@@ -284,7 +284,7 @@ class _Begins(Actor[Begun]):
         self._repeat.begin(self._slot, event)
 
 
-class _Trained(Actor[int]):
+class _TrainingActor(Actor[int]):
     """The rounds of a run, which all present workers train together."""
 
     def __init__(self, repeat: Repeat, span: range, each: Each) -> None:

@@ -90,13 +90,13 @@ class Script(NamedTuple):
 
     def running(self, round: int) -> set[int]:
         """The slots whose worker trains in this or a later round with its earlier state."""
-        found: set[int] = set()
+        slots: set[int] = set()
         for slot, lives in self.lives.items():
             for k, life in enumerate(lives):
                 lost = [r for r, turn in self.turns.items() if (slot, k) in turn.lost]
                 if life.begun.round < round <= max([_last(life), *lost]):
-                    found.add(slot)
-        return found
+                    slots.add(slot)
+        return slots
 
 
 def calm(timetable: Timetable, workers: int, rounds: int) -> Script:
@@ -143,7 +143,7 @@ class _Reader:
             if slot >= self._n:
                 raise self._contradiction(slot, 0, f"the run has {self._n} slots")
             for k, life in enumerate(some):
-                self._enter((slot, k), life)
+                self._read_life((slot, k), life)
         if self._closes:
             self._overrule()
         for process, some in self._exchanges.items():
@@ -156,7 +156,7 @@ class _Reader:
     def _turn(self, round: int) -> RoundScript:
         return self.script.turns.setdefault(round, RoundScript({}, set(), {}, set()))
 
-    def _enter(self, process: Process, life: Life) -> None:
+    def _read_life(self, process: Process, life: Life) -> None:
         (slot, _), n, script, rounds = process, self._n, self.script, self._rounds
         begun, trained, ended, exchanges = life
         # A worker left out of the last round begins after it with the state of one that completed it, and trains no
@@ -168,7 +168,7 @@ class _Reader:
         self._turn(begun.round)
         if self._method.exchanges_once:
             exchanges = [ExchangeOutcome(one.round, one.round, 0, *one[1:4]) for one in trained]
-        own = self._exchanges.setdefault(process, {})
+        outcomes = self._exchanges.setdefault(process, {})
         for one in [*trained, *exchanges]:
             of = one.of if isinstance(one, ExchangeOutcome) else one.round
             if of >= rounds or not {slot} <= (one.alive or {slot}) <= set(range(n)):
@@ -176,7 +176,7 @@ class _Reader:
                     slot, of, f"the run has {rounds} rounds and {n} slots, and a worker is alive itself"
                 )
         for one in exchanges:
-            own[one.of, one.fragment] = one._replace(alive=self._or_all(one.alive))
+            outcomes[one.of, one.fragment] = one._replace(alive=self._or_all(one.alive))
         script.next[process, begun.round - 1] = before = begun.round
         for outcome in trained:
             self._turn(outcome.round).outcomes[slot] = outcome._replace(alive=self._or_all(outcome.alive))
@@ -195,8 +195,8 @@ class _Reader:
         """Removes the messages between workers that closed an exchange over different sets."""
         everyone = frozenset(range(self._n))
         named: dict[tuple[int, int], dict[int, tuple[int, frozenset[int]]]] = {}
-        for (slot, k), own in self._exchanges.items():
-            for key, outcome in own.items():
+        for (slot, k), outcomes in self._exchanges.items():
+            for key, outcome in outcomes.items():
                 named.setdefault(key, {})[slot] = k, outcome.alive or everyone
         for (of, fragment), sets in named.items():
             for i, (k, some) in sets.items():
@@ -205,22 +205,22 @@ class _Reader:
                 if self.script.lives[i][k].begun.round <= of < _last(self.script.lives[i][k]):
                     raise self._contradiction(i, of, "it went on after a round that others had closed otherwise")
                 self._turn(of).overruled.add(i)
-                own = self._exchanges[i, k]
-                own[of, fragment] = own[of, fragment]._replace(alive=frozenset({i}))
+                outcomes = self._exchanges[i, k]
+                outcomes[of, fragment] = outcomes[of, fragment]._replace(alive=frozenset({i}))
 
     def _count(self, process: Process, outcome: ExchangeOutcome) -> None:
         """Adds the counted messages of an exchange."""
         i, (_, of, fragment, alive, *_) = process[0], outcome
         self.script.alive[process, of, fragment] = alive
-        peers = {*self._hears_from(i, of, fragment, alive)}
+        peers = {*self._receives_from(i, of, fragment, alive)}
         if not outcome.lost <= peers:
             raise self._contradiction(
                 i, of, f"it did not exchange with {sorted(outcome.lost - peers)}, who were no peers"
             )
         for j in sorted(peers - outcome.lost):
-            self._hear(process, j, outcome)
+            self._add_counted_message(process, j, outcome)
 
-    def _hear(self, process: Process, j: int, outcome: ExchangeOutcome) -> None:
+    def _add_counted_message(self, process: Process, j: int, outcome: ExchangeOutcome) -> None:
         """Adds that a process counted the message of worker j in an exchange."""
         i, k = process
         message = Message(outcome.of, outcome.fragment, i, j)
@@ -229,15 +229,15 @@ class _Reader:
         self.script.sent.add((message, sender[1]))
         self._send(sender, message)
 
-    def _hears_from(self, i: int, of: int, fragment: int, alive: frozenset[int] | None) -> tuple[int, ...]:
+    def _receives_from(self, i: int, of: int, fragment: int, alive: frozenset[int] | None) -> tuple[int, ...]:
         return self._topology_of(fragment).mixing(of, alive).receives_from(i)
 
     def _sender(self, i: int, j: int, outcome: ExchangeOutcome) -> Process:
         """The process of slot j that sent the message counted by worker i in an exchange."""
         key = outcome.of, outcome.fragment
         for k in range(len(self.script.lives.get(j, ()))):
-            theirs = self._exchanges[j, k].get(key)
-            if theirs is not None and i not in theirs.missed and theirs.alive == outcome.alive:
+            counted = self._exchanges[j, k].get(key)
+            if counted is not None and i not in counted.missed and counted.alive == outcome.alive:
                 return j, k
         for k, life in enumerate(self.script.lives.get(j, ())):
             # Killed, or left out, before this exchange had ended at its side.
@@ -257,9 +257,9 @@ class _Reader:
         if self.script.alive.setdefault((process, of, fragment), alive) != alive:
             raise self._contradiction(i, of, f"worker {j} was received by workers in whose view others took part")
         if self._closes:
-            for other in self._hears_from(j, of, fragment, alive):
+            for other in self._receives_from(j, of, fragment, alive):
                 if (Message(of, fragment, j, other), k) not in self.script.received:
-                    self._hear(process, other, outcome)
+                    self._add_counted_message(process, other, outcome)
 
     def _send(self, sender: Process, message: Message) -> None:
         """Adds the round in which a process sent a counted message, if it has no line of that round."""

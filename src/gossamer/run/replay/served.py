@@ -105,15 +105,15 @@ class _Unpushed:
 
 def _settings(begin: ServerInput, some: Sequence[Stretch], recorded: Path) -> ResolvedRun:
     """The settings of a process of the server. Raises ConfigError when it is of another run."""
-    found = [one.config for one in some if one.config.digest == begin.digest and one.first <= begin.round]
+    candidates = [one.config for one in some if one.config.digest == begin.digest and one.first <= begin.round]
     now = some[-1].config
-    if not found or begin.workers != now.workers:
+    if not candidates or begin.workers != now.workers:
         must_be_record_of(now, recorded)  # names the difference
         raise ConfigError(
             f"'{recorded}' is a run of {begin.workers} workers with digest {begin.digest} and the run file has {now.workers} "
             f"with {now.digest}; replay it with its own run.toml"
         )
-    return found[-1]
+    return candidates[-1]
 
 
 def _processes(inputs: Sequence[ServerInput]) -> Iterator[tuple[ServerInput, list[ServerInput]]]:
@@ -168,8 +168,8 @@ class _Server(Actor[ServerInput]):
             return None
         if worker >= self._config.workers or (worker in self._workers) == (event.event == "join"):
             raise Contradiction("a worker joins once before it pushes or leaves")
-        if event.event == "push" and core.may_push(worker) != (event.phase, event.fragment):
-            raise Contradiction(f"what it may push is phase and fragment {core.may_push(worker)}")
+        if event.event == "push" and core.expected_push(worker) != (event.phase, event.fragment):
+            raise Contradiction(f"what it may push is phase and fragment {core.expected_push(worker)}")
         return None
 
     def take(self, event: ServerInput) -> None:

@@ -29,11 +29,11 @@ def stretches(config: ResolvedRun, folder: Path, *, real: bool) -> list[Stretch]
 
     Args: `real` is as in `resolve`. Raises: DataError when the settings before a branch cannot be recovered.
     """
-    found, branches = [config], read_branches(folder)
+    runs, branches = [config], read_branches(folder)
     for branch in reversed(branches):
-        found.insert(0, _before(branch, found[0], folder, real=real))
+        runs.insert(0, _before(branch, runs[0], folder, real=real))
     # A run rewound past a branch has it at the round of resumption: of two at one round the later counts.
-    return [Stretch(first, one) for first, one in zip([0, *(one["round"] for one in branches)], found, strict=True)]
+    return [Stretch(first, one) for first, one in zip([0, *(one["round"] for one in branches)], runs, strict=True)]
 
 
 def stretch_of(round: int, some: Sequence[Stretch]) -> Stretch:

@@ -85,7 +85,7 @@ class _StoreWorker:
 
     def live(self) -> None:
         """Takes part until the end of the run, or until asked to leave."""
-        while self._do(self.attendance.enter()):
+        while self._do(self.attendance.take_slot()):
             try:
                 self._work()
             except SlotLostError as error:
@@ -113,8 +113,8 @@ class _StoreWorker:
                 slot, self._config, self._folder, self._task, device_of(self._config.run.device, slot)
             )
             # Its checkpoints count if no other process has had the slot since.
-            last, mine = self._folder / "slot.txt", f"{slot} {self.attendance.lives.get(slot)}"
-            owned = served.owned() if last.exists() and last.read_text(errors="replace").strip() == mine else []
+            last, claim = self._folder / "slot.txt", f"{slot} {self.attendance.lives.get(slot)}"
+            owned = served.owned() if last.exists() and last.read_text(errors="replace").strip() == claim else []
             self._do(self.attendance.join(tuple(owned)))
             atomic_write(last, f"{slot} {life}\n".encode())
             say(f"worker {slot} takes part in the run of the store, as number {life + 1} in its slot")
@@ -170,8 +170,8 @@ class _StoreWorker:
         elif event.event == "push":
             replies = self._push(event, message)
         elif event.event == "leave":
-            own = event.writer == worker
-            replies = session.leave(worker, None if own else "it has given no sign of life", now_s)
+            is_own_event = event.writer == worker
+            replies = session.leave(worker, None if is_own_event else "it has given no sign of life", now_s)
         else:
             replies = session.tick(now_s)
         session.records.check()

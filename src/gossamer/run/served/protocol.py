@@ -39,7 +39,7 @@ class Terms(NamedTuple):
     """Microseconds since the run began."""
 
 
-def terms_of(numbers: Tensor, limits: Limits) -> Terms:
+def decode_terms(numbers: Tensor, limits: Limits) -> Terms:
     """The terms in a frame. Raises RefusedError for impossible numbers."""
     terms = Terms(*numbers.tolist())
     # A fragment is updated at most once for each push, and a worker that takes all steps of the run ends a phase for each.

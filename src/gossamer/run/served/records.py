@@ -23,7 +23,7 @@ from gossamer.record.machines import Threads
 from gossamer.record.whole_files import worker_suffix
 from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.journal import EventJournal, Journal, saver
-from gossamer.run.bookkeeping.resume import lineage
+from gossamer.run.bookkeeping.resume import lineage_of
 from gossamer.run.config.resolved import RunSettings
 from gossamer.run.participant.agreement import HERE
 
@@ -73,7 +73,7 @@ class ServerRecords:
         """Rounds after which a recorded server saved on a stop request, for the replay."""
         self._stopped: int | None = None
         kept, folder = 3 if self._arrivals is None else 2, snapshots.folder
-        save = saver(lineage(config, folder), folder, lambda: [(config.workers, self._ended)], keep=kept)
+        save = saver(lineage_of(config, folder), folder, lambda: [(config.workers, self._ended)], keep=kept)
         self._journal = Journal(config, lambda: files.record, self._assess, save)
         self.journal = EventJournal(self._journal, lambda: files.events, end_round=self._end_round)
         self.journal.round, self.journal.steps = round, steps
@@ -129,12 +129,12 @@ class ServerRecords:
         self._write(write)
         self._stopped = finished if stops else None
 
-    def _write(self, what: Callable[[], None]) -> None:
+    def _write(self, task: Callable[[], None]) -> None:
         """Runs a task in the writing thread, or at once without one."""
         if self._aside is None:
-            what()
+            task()
         else:
-            self._in_flight = self._aside.submit(what)
+            self._in_flight = self._aside.submit(task)
 
     def _assess(self) -> dict[str, Any]:
         return {"loss": self._snapshots.probe.loss(self._ended["x"])}
@@ -177,7 +177,7 @@ def restored(config: RunSettings, folder: Path, start: int | None, *, loads: boo
     if start is None:
         return {}
     store, n = folder / "checkpoints", config.workers
-    saved: dict[str, Any] = checkpoint.load(store, start, n, lineage(config, folder)) if start and loads else {}
+    saved: dict[str, Any] = checkpoint.load(store, start, n, lineage_of(config, folder)) if start and loads else {}
     if "run" in saved:
         raise CheckpointError(
             f"'{folder}' holds checkpoints of a simulation over virtual time, from which no real server goes on; go on with "

@@ -31,8 +31,8 @@ from gossamer.rng import key as random_key
 from gossamer.rounds.stopwatch import Stopwatch
 from gossamer.run.bookkeeping.inputs import must_have_inputs, note_inputs
 from gossamer.run.bookkeeping.journal import log_phase, saved_when_unreadable
-from gossamer.run.bookkeeping.resume import History, Resume, lineage, resumed
-from gossamer.run.bookkeeping.which_round import kept_by, must_lose_nothing, tell_unverified
+from gossamer.run.bookkeeping.resume import History, Resume, lineage_of, resumed
+from gossamer.run.bookkeeping.which_round import kept_by, must_lose_nothing, warn_unverified
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.run.participant.agreement import (
     HERE,
@@ -43,7 +43,7 @@ from gossamer.run.participant.agreement import (
     use_recorded_threads,
     use_threads,
 )
-from gossamer.run.served.protocol import OWNED, Terms, terms_of
+from gossamer.run.served.protocol import OWNED, Terms, decode_terms
 from gossamer.run.worker.replica import LocalPhase, Replica
 from gossamer.run.worker.stages.checkpoints import Store
 from gossamer.run.worker.task import Task, task_of
@@ -101,7 +101,7 @@ class ServedWorker:
     ) -> None:
         self.index, self.config = index, config
         self.learner = Replica(index, config, task, device)
-        self._store, self._lineage = folder / "checkpoints", line or lineage(config, folder)
+        self._store, self._lineage = folder / "checkpoints", line or lineage_of(config, folder)
         self._damaged = 0
         """The newest round with a damaged checkpoint."""
         self._terms: Terms
@@ -124,21 +124,21 @@ class ServedWorker:
 
     def owned(self) -> list[int]:
         """The newest rounds of which it has a sound checkpoint; reports damaged ones."""
-        found = checkpoint.generation_faults(self._store, self.index, self._lineage)
-        newest = [r for r, why in found.items() if why is None][-OWNED:]
-        found |= {r: checkpoint.fault(self._store, r, self.index, self._lineage) for r in newest}
-        damaged = {r: fault for r, fault in found.items() if fault is not None}
+        faults = checkpoint.generation_faults(self._store, self.index, self._lineage)
+        newest = [r for r, why in faults.items() if why is None][-OWNED:]
+        faults |= {r: checkpoint.fault(self._store, r, self.index, self._lineage) for r in newest}
+        damaged = {r: fault for r, fault in faults.items() if fault is not None}
         for round, fault in damaged.items():
             log.warning("worker %d skips its round %d: %s", self.index, round, fault.why)
         self._damaged = max(damaged, default=0)
-        return [r for r in newest if found[r] is None]
+        return [r for r in newest if faults[r] is None]
 
     def join(self, starts: Mapping[int, StartingPoint], terms: Terms) -> None:
         """Starts from the server's reply, and its own checkpoint named there. Raises CheckpointError."""
         if terms.again:
             checkpoint.rewind(self._store, terms.checkpoint, self.index, aside=self._damaged > terms.checkpoint)
             if terms.checkpoint:
-                tell_unverified(Store(self.config, self._store.parent), terms.checkpoint, [self.index])
+                warn_unverified(Store(self.config, self._store.parent), terms.checkpoint, [self.index])
                 self.learner.restore(checkpoint.load(self._store, terms.checkpoint, self.index, self._lineage))
         self._terms, self._worker = terms, ServerWorker(self.learner, self.learner.spans, starts)
 
@@ -357,6 +357,6 @@ def _starting_point(client: ServerLink, served: ServedWorker, p: int, number: in
     like = [torch.empty(len(Terms._fields), dtype=torch.int64), torch.empty(last - first, device="meta")]
     body = client.receive(LetterKind.START, Ticket(0, p), wire.frames_bytes(like)).body
     numbers, x = wire.unpack_frames(body, like)
-    terms = terms_of(numbers, limits_of(served.config))
+    terms = decode_terms(numbers, limits_of(served.config))
     must_be_finite({f"the starting point of phase {number} from the server": x})
     return StartingPoint(x, terms.updates), terms

@@ -72,7 +72,7 @@ class ServerSession:
 
     def push(self, worker: int, fragment: int, message: Tensor, size: int, start_s: float, now_s: float) -> list[Reply]:
         """The next push that the server expects of this worker has arrived, with `size` bytes."""
-        phase, _ = self.core.may_push(worker) or (0, 0)
+        phase, _ = self.core.expected_push(worker) or (0, 0)
         self.records.write("push", now_s, worker=worker, phase=phase, fragment=fragment)
         self.records.log(Transfer("push", start_s, now_s, worker, SERVER, fragment, size))
         push = self.core.counted(worker, fragment, message, self.config.step_tokens)

@@ -112,13 +112,13 @@ def run_and_parts(run: Run, given: Keywords) -> tuple[RunConfig, UserParts]:
     if isinstance(run, RunConfig) and not given:
         return run, own_parts(run)
     _check(given)
-    own: dict[str, Callable[..., Any]] = {}
+    objects: dict[str, Callable[..., Any]] = {}
     changes: dict[str, Any] = {"method": given["method"]} if "method" in given else {}
     for kind in _FUNCTIONS:
         if (function := given.get(kind)) is not None:
-            changes |= _function(kind, function, own)
-    changes |= _combination(given, own) | _lengths(given)
-    _must_take_effect(given, own)
+            changes |= _function(kind, function, objects)
+    changes |= _combination(given, objects) | _lengths(given)
+    _must_take_effect(given, objects)
     changes |= dict(given.get("settings", {}))
     document = with_settings(_document(run), changes)
     if run is None:
@@ -130,13 +130,13 @@ def run_and_parts(run: Run, given: Keywords) -> tuple[RunConfig, UserParts]:
         length["steps"] = _steps(length, given.get("rounds", _ROUNDS))
     if "network" in given:
         document["network"] = {name: to_options(network) for name, network in _networks(given["network"]).items()}
-    if "data" in own and "data.seq_len" not in changes:
-        document = with_settings(document, _shape(calling(KEYS["data"], own["data"])(0, 0)))
+    if "data" in objects and "data.seq_len" not in changes:
+        document = with_settings(document, _shape(calling(KEYS["data"], objects["data"])(0, 0)))
     config = parse(document)
     if isinstance(run, str | Path) and Path(run).is_dir():  # possibly from an untrusted source
-        must_be_trusted(Path(run), without=[*own])
-    imported = own_parts(config, [*own])
-    return config, UserParts({**imported.own, **own}, imported.codes)
+        must_be_trusted(Path(run), without=[*objects])
+    imported = own_parts(config, [*objects])
+    return config, UserParts({**imported.own, **objects}, imported.codes)
 
 
 _TAKEN_BY: Mapping[str, tuple[str, ...]] = {
@@ -165,7 +165,7 @@ _QUIET = {"tensorboard": False, "export": False}
 """Record settings of a run without a run file."""
 
 
-def _must_take_effect(given: Keywords, own: Mapping[str, Any]) -> None:
+def _must_take_effect(given: Keywords, objects: Mapping[str, Any]) -> None:
     """Raises ConfigError for settings that nothing would take, since a keyword has given what they are of.
 
     Without it a sweep over one of them would compare a run with itself.
@@ -174,11 +174,11 @@ def _must_take_effect(given: Keywords, own: Mapping[str, Any]) -> None:
     for keyword, keys in _LENGTHS_OF.items():
         if keyword in given and (twice := [key for key in keys if key in settings]):
             raise ConfigError(f"{keyword} was given, and settings has {twice[0]} too; leave one of them out")
-    for kind in own:
+    for kind in objects:
         begins = _TAKEN_BY[kind]
         if kind == "data":  # whose first batch says how many tokens a batch has, unless `seq_len` does
             begins += () if "data.seq_len" in settings else ("data.batch_size",)
-            begins += ("data.tokenizer",) if "model" in own else ()
+            begins += ("data.tokenizer",) if "model" in objects else ()
         still = tuple(key for key in _STILL_TAKEN if key not in begins)
         if idle := sorted(key for key in settings if _is_of(key, begins) and not _is_of(key, still)):
             how = (
@@ -224,7 +224,7 @@ def _document(run: Run) -> dict[str, Any]:
     return load_run(path) if path.is_dir() else load_document(path)
 
 
-def _function(kind: str, value: Any, own: dict[str, Callable[..., Any]]) -> dict[str, Any]:
+def _function(kind: str, value: Any, objects: dict[str, Callable[..., Any]]) -> dict[str, Any]:
     """The settings for a user's function, which is added to the user's parts, or for its name."""
     if isinstance(value, str | Path):
         if kind == "model" and Path(value).is_dir():
@@ -235,7 +235,7 @@ def _function(kind: str, value: Any, own: dict[str, Callable[..., Any]]) -> dict
             f"{kind} is a {type(value).__name__}; give a function"
             + (" that returns a new model, such as a lambda, as each worker needs its own" if kind == "model" else "")
         )
-    own[kind] = value
+    objects[kind] = value
     if kind == "optimizer":  # the user's learning rate stays as it is, as in the user's own loop: no setting is passed
         return {KEYS[kind]: _given(value), "inner.schedule": "constant", "inner.warmup_steps": 0}
     return {KEYS[kind]: _name(value)}
@@ -245,10 +245,10 @@ def _name(value: object) -> str:
     """The run-file name of an object, or a placeholder if it has none."""
     name = name_of(value)
     module, _, attribute = name.partition(":")
-    found: Any = None if module == "__main__" else sys.modules.get(module)
+    resolved: Any = None if module == "__main__" else sys.modules.get(module)
     for part in attribute.split("."):
-        found = getattr(found, part, None)
-    return name if found is value and is_code(name) else _given(value)
+        resolved = getattr(resolved, part, None)
+    return name if resolved is value and is_code(name) else _given(value)
 
 
 def _given(value: object) -> str:
@@ -257,49 +257,49 @@ def _given(value: object) -> str:
     return name if is_code(name) else GIVEN + type(value).__name__
 
 
-def _combination(given: Keywords, own: dict[str, Callable[..., Any]]) -> dict[str, Any]:
+def _combination(given: Keywords, objects: dict[str, Callable[..., Any]]) -> dict[str, Any]:
     """The settings for rule, topology, codec and schedule; objects are added to the user's parts."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if "rule" in given:
         rule = given["rule"]
         if isinstance(rule, str):
             kind = "server" if rule in SERVERS else "pair" if rule in PAIRS else "rule"
-            found[f"{kind}.name"] = rule
+            settings[f"{kind}.name"] = rule
         else:
             kind = "server" if isinstance(rule, ServerRule) else "pair" if isinstance(rule, PairRule) else "rule"
-            found |= _object(kind, rule, own)
+            settings |= _object(kind, rule, objects)
     if "codec" in given:
         codec = given["codec"]
-        found |= {"codec.name": codec} if isinstance(codec, str) else _object("codec", codec, own)
+        settings |= {"codec.name": codec} if isinstance(codec, str) else _object("codec", codec, objects)
     if "topology" in given:
         topology = given["topology"]
         if isinstance(topology, str):
-            found["topology.name"] = topology
+            settings["topology.name"] = topology
         elif isinstance(topology, Topology):
-            found |= {"workers": topology.n, **_object("topology", topology, own)}
+            settings |= {"workers": topology.n, **_object("topology", topology, objects)}
         else:
             workers, edges = edges_of(topology)
-            found |= {"workers": workers, "topology.name": name_of(graph), "topology.edges": edges}
+            settings |= {"workers": workers, "topology.name": name_of(graph), "topology.edges": edges}
     if "schedule" in given:
-        found["schedule"] = toml_value(given["schedule"])
-    return found
+        settings["schedule"] = toml_value(given["schedule"])
+    return settings
 
 
-def _object(kind: str, value: Any, own: dict[str, Callable[..., Any]]) -> dict[str, Any]:
+def _object(kind: str, value: Any, objects: dict[str, Callable[..., Any]]) -> dict[str, Any]:
     """The settings for a rule, topology or codec that was made in Python."""
-    own[kind] = lambda *_, **__: value
+    objects[kind] = lambda *_, **__: value
     return {f"{kind}.name": GIVEN + (value.name if value.name.isidentifier() else kind)}
 
 
 def _lengths(given: Keywords) -> dict[str, Any]:
-    found: dict[str, Any] = {name: given.get(name) for name in ("workers", "seed") if name in given}
+    settings: dict[str, Any] = {name: given.get(name) for name in ("workers", "seed") if name in given}
     if "local_steps" in given:
         steps = given["local_steps"]
         written = isinstance(steps, Mapping)
-        found["run.local_steps"] = (
+        settings["run.local_steps"] = (
             over_time.as_written(steps) if written else steps if isinstance(steps, int) else list(steps)
         )
-    return found
+    return settings
 
 
 def _steps(length: Mapping[str, Any], rounds: int) -> int:

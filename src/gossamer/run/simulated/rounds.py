@@ -75,21 +75,21 @@ class Rounds:
         mailboxes, together = MemoryNetwork(config.workers), Together(config.workers)
         self.workers = make_workers(config, self.task, m, probe.x, mailboxes.transport, together)
         self._sends_per_round = m.sends_per_round
-        start, line = _started(self.workers, Store(config, folder), resumed(config, folder, resume))
+        start, lineage = _started(self.workers, Store(config, folder), resumed(config, folder, resume))
         self.finished, self._cut = start.round, start.cut
-        self._lanes = WorkerThreads(device, config, self._threads)
+        self._worker_threads = WorkerThreads(device, config, self._threads)
         self._train = Stacks(self.workers, config.run.batched).train if config.run.batched > 1 else train_each
         for worker in self.workers:
-            worker.replica.turns = self._lanes.turns
-        probes = [probe, *(Probe(config, self.task, device) for _ in range(self._lanes.count - 1))]
+            worker.replica.turns = self._worker_threads.turns
+        probes = [probe, *(Probe(config, self.task, device) for _ in range(self._worker_threads.count - 1))]
         for one in probes:
-            one.turns = self._lanes.turns
-        self._all_probes, self._probes = probes, Probes(probes, self._lanes.each)
+            one.turns = self._worker_threads.turns
+        self._all_probes, self._probes = probes, Probes(probes, self._worker_threads.each)
         self._journal = Journal(
             config,
             lambda: self._record,
             lambda: self._assessed().figures(),
-            lambda finished: _save(self.workers, folder, finished, line, self._lanes.each),
+            lambda finished: _save(self.workers, folder, finished, lineage, self._worker_threads.each),
         )
         self._before, self._busy_s = _tokens(self.workers), 0.0
 
@@ -99,7 +99,7 @@ class Rounds:
         config = self.config
         self._take_threads()
         with (
-            self._lanes.opened(),
+            self._worker_threads.opened(),
             RunFolder(
                 self.folder,
                 config.document,
@@ -130,7 +130,7 @@ class Rounds:
             raise DataError(saved_when_unreadable(error, self.folder, self.finished)) from error
         began, finished = time.perf_counter(), round + 1
         self._take_threads()
-        reports = train_together(workers, round, self._lanes.each, self._train)
+        reports = train_together(workers, round, self._worker_threads.each, self._train)
         self._busy_s += time.perf_counter() - began
         for worker, report in zip(workers, reports, strict=True):
             self._journal.log(worker, round, report)
@@ -215,18 +215,18 @@ def _started(workers: Sequence[Worker], store: Store, past: History | None) -> t
 
     def restore(i: int, line: Lineage) -> None:
         workers[i].restore(store.load(task, start.round, i, line))
-        store.take_over(i, start.round, workers[i].state(), line, store.config.line)
+        store.take_over(i, start.round, workers[i].state(), line, store.config.lineage)
 
-    line = start.go_on(owners, restore)
+    lineage = start.go_on(owners, restore)
     for owner in owners if past is not None else ():
         store.forget_others(owner)
-    return start, line
+    return start, lineage
 
 
-def _save(workers: Sequence[Worker], folder: Path, finished: int, line: Lineage, each: Each) -> None:
+def _save(workers: Sequence[Worker], folder: Path, finished: int, lineage: Lineage, each: Each) -> None:
     """Saves all workers, several at a time."""
     store = folder / "checkpoints"
-    each(lambda worker: checkpoint.save(store, finished, worker.index, worker.state(), digest=line), workers)
+    each(lambda worker: checkpoint.save(store, finished, worker.index, worker.state(), digest=lineage), workers)
 
 
 Train = Callable[[Sequence[tuple[Worker, Segment]], Each], list[LocalPhase]]
@@ -274,13 +274,13 @@ def _record_seconds(record: RunFolder, steps: Mapping[str, InnerSteps], parts: i
         record.write_seconds(priced(read_trace(record.path, messages=False), None, None, parts))
         return {}
     trace = read_trace(record.path)
-    found = {name: priced(trace, one.network, name, parts, one.computing) for name, one in steps.items()}
-    record.write_seconds(seconds for some in found.values() for seconds in some)
+    by_network = {name: priced(trace, one.network, name, parts, one.computing) for name, one in steps.items()}
+    record.write_seconds(seconds for some in by_network.values() for seconds in some)
     if any(len(shares) > 1 for one in steps.values() for shares in one.by_stage):
         trained = [line for line in read_metrics(record.path) if line["kind"] == "train"]
-        stages = (stage_seconds(one, found[name], trained) for name, one in steps.items())
+        stages = (stage_seconds(one, by_network[name], trained) for name, one in steps.items())
         record.write_text(STAGES_FILE, stage_lines(chain.from_iterable(stages)))
-    return {name: max((one.end_s for one in some), default=0.0) for name, some in found.items()}
+    return {name: max((one.end_s for one in some), default=0.0) for name, some in by_network.items()}
 
 
 def _adapt(network: Network, workers: Sequence[Worker], round: int, reports: Sequence[RoundReport]) -> None:

@@ -32,7 +32,7 @@ from gossamer.run.config.user_parts import KEYS, UserParts
 from gossamer.run.simulated.keywords import Keywords, in_keywords, run_and_parts
 from gossamer.run.simulated.rounds import Rounds
 from gossamer.run.simulated.simulation import Engine, Simulation
-from gossamer.run.simulated.virtual_time import Events
+from gossamer.run.simulated.virtual_time import VirtualTimeSimulation
 from gossamer.run.worker.task import task_of
 from gossamer.transport.processes.launch import one_device
 
@@ -162,7 +162,7 @@ def engine_of(config: ResolvedRun, folder: Path, *, resume: Resume, recorded: Pa
         say(ended(folder, config.rounds, kept=kept))
         return _Ended(config, folder)
     if config.event_driven:
-        return Events(config, folder, resume=resume, recorded=recorded)
+        return VirtualTimeSimulation(config, folder, resume=resume, recorded=recorded)
     return Rounds(config, folder, resume=resume, recorded=recorded)
 
 
@@ -190,8 +190,8 @@ class _Ended:
 
     def models(self) -> list[Tensor]:
         """The parameters of each worker, or of the server."""
-        store, line = self.folder / "checkpoints", self.config.line
-        return [checkpoint.load(store, self.finished, owner, line)["x"] for owner in self.config.owners]
+        store, lineage = self.folder / "checkpoints", self.config.lineage
+        return [checkpoint.load(store, self.finished, owner, lineage)["x"] for owner in self.config.owners]
 
     def buffers(self) -> list[list[Tensor]]:
         """None, as its checkpoints hold none."""

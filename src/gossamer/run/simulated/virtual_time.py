@@ -45,7 +45,7 @@ from gossamer.tree import leaves, must_fit
 logger = logging.getLogger("gossamer")
 
 
-class Events:
+class VirtualTimeSimulation:
     """A simulation over virtual time, a pure function of run file and seed. It holds files and threads only while
     `opened`.
 
@@ -67,20 +67,20 @@ class Events:
             logger.warning(sentence)
         device, self._tally = one_device(config.run.device), _Tally(config)
         self._threads = threads_of(config, recorded or (folder if resume else None))
-        self.task, self._lanes = task_of(config), WorkerThreads(device, config, self._threads)
+        self.task, self._worker_threads = task_of(config), WorkerThreads(device, config, self._threads)
         self._learners = [
             _Learner(i, config, self.task, device, self._tally, self._threads) for i in range(config.workers)
         ]
         must_start_alike(self._learners)
         for learner in self._learners:
-            learner.turns = self._lanes.turns
+            learner.turns = self._worker_threads.turns
         self._run = _loop(config, config.network, self._learners)
         self._device = torch.device("cpu") if isinstance(self._run, ServerRun) else device
         """The device of everything but the learners: a server computes and is scored on the host, as real ones are."""
         probe = Probe(config, self.task, self._device)
         self._pending: deque[Record] = deque()
-        start, line, saved = _started(Store(config, folder), self.task, resumed(config, folder, resume))
-        save = saver(line, folder, lambda: _snapshots(self._run, config.workers, self._state()))
+        start, lineage, saved = _started(Store(config, folder), self.task, resumed(config, folder, resume))
+        save = saver(lineage, folder, lambda: _snapshots(self._run, config.workers, self._state()))
         self._journal = Journal(config, lambda: self._record, lambda: self._assessed(probe), save)
         self._events = EventJournal(self._journal, lambda: self._log, EventSeconds(config.workers, self._name))
         self._busy_s, self.finished, self._cut = 0.0, start.round, start.cut
@@ -102,11 +102,15 @@ class Events:
                 computes=self.finished < config.rounds,
             ) as self._record,
             EventWriter(self.folder, network=self._name, workers=config.workers, resume_round=cut) as self._log,
-            self._lanes.opened(),
+            self._worker_threads.opened(),
         ):
             note_inputs(config, self.task, self.folder, None)
             for learner in self._learners:
-                learner.pool = self._lanes.pool if self._lanes.count > 1 and _may_run_ahead(config, learner) else None
+                learner.pool = (
+                    self._worker_threads.pool
+                    if self._worker_threads.count > 1 and _may_run_ahead(config, learner)
+                    else None
+                )
             if self.finished == 0:
                 self._events.begin()
             yield
@@ -162,8 +166,8 @@ class Events:
         try:
             state = on_device(saved["run"], self._device)
             self._run.restore(state["loop"])
-            for learner, theirs in zip(self._learners, state["learners"], strict=True):
-                learner.restore(theirs)
+            for learner, saved_learner in zip(self._learners, state["learners"], strict=True):
+                learner.restore(saved_learner)
             self._tally.steps = int(state["steps"])
             self._events.restore(state["journal"])
             records = [rebuilt(_RECORDS[name], record) for name, record in state["pending"]]

@@ -47,7 +47,7 @@ from gossamer.run.config.layouts import layout_for
 from gossamer.run.config.pipeline import stage_in
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.run.participant.agreement import compare_first_batches, use_equal_threads, use_recorded_threads
-from gossamer.run.participant.seat import listening_towards
+from gossamer.run.participant.rendezvous import listening_towards
 from gossamer.run.synchronous.regroup import Meeting, SlowStages, copy_on
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.shards import Shards
@@ -447,7 +447,7 @@ def _go_on(worker: Worker, start: Start, member: Member, copy: Callable[[int], N
             worker.restore(store.load(worker.replica.task, round, me, line))
             state = worker.state()  # for shards: all are restored together
             if writes:
-                store.take_over(me, round, state, line, config.line)
+                store.take_over(me, round, state, line, config.lineage)
             return
         # It receives the remaining state from others before it trains. No checkpoint is written until then: if killed,
         # it repeats this.

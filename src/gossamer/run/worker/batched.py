@@ -40,11 +40,11 @@ class Stack:
         self._part: dict[str, str] = {}
         """The part of a joined optimizer that updates each parameter."""
         parts = dict[str, Optimizer]()
-        for part, own in _parts(like.optimizer).items():
-            self._part |= {names[p]: part for group in own.param_groups for p in group["params"]}
-            groups = ({**g, "params": [self._weights[names[p]] for p in g["params"]]} for g in own.param_groups)
-            stacks = {"stacks": True} if isinstance(own, SpectralMuon) else {}  # others are elementwise
-            parts[part] = cast(Any, type(own))(groups, **stacks)
+        for part, optimizer in _parts(like.optimizer).items():
+            self._part |= {names[p]: part for group in optimizer.param_groups for p in group["params"]}
+            groups = ({**g, "params": [self._weights[names[p]] for p in g["params"]]} for g in optimizer.param_groups)
+            stacks = {"stacks": True} if isinstance(optimizer, SpectralMuon) else {}  # others are elementwise
+            parts[part] = cast(Any, type(optimizer))(groups, **stacks)
         self._optimizer = Joined(**parts)
 
     def train(self, round: int, start: int, stop: int) -> list[LocalPhase]:
@@ -116,8 +116,8 @@ class Stack:
                 weight[r].copy_(p)
                 if not moments:
                     continue
-                shared, own = self._states(replica, name, p)
-                for key, saved in own.items():
+                shared, states = self._states(replica, name, p)
+                for key, saved in states.items():
                     if _is_one_for_each(saved, p):
                         shared.setdefault(key, torch.empty_like(weight))[r].copy_(saved)
                     else:
@@ -128,14 +128,14 @@ class Stack:
         """Copies them back, moments in place, as these may be views of exchanged vectors."""
         for r, replica in enumerate(self._replicas):
             for name, p in replica.model.named_parameters():
-                weight, (shared, own) = self._weights[name], self._states(replica, name, p)
+                weight, (shared, states) = self._weights[name], self._states(replica, name, p)
                 p.copy_(weight[r])
                 for key, value in shared.items():
-                    mine = value[r] if _is_one_for_each(value, weight) else value
-                    if isinstance(own.get(key), Tensor):
-                        own[key].copy_(mine)
+                    state = value[r] if _is_one_for_each(value, weight) else value
+                    if isinstance(states.get(key), Tensor):
+                        states[key].copy_(state)
                     else:
-                        own[key] = _copied(mine)
+                        states[key] = _copied(state)
 
     def _states(self, replica: Replica, name: str, p: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
         """The optimizer's state for a parameter of all replicas, and that of one."""
@@ -189,7 +189,7 @@ class Stacks:
             return stack.train(segment.round, segment.first, segment.last)
 
         phases = zip(self._groups, each(together, self._groups), strict=True)
-        found = {
+        by_worker = {
             worker.index: phase for (workers, _), some in phases for worker, phase in zip(workers, some, strict=True)
         }
-        return [found[worker.index] for worker, _ in turns]
+        return [by_worker[worker.index] for worker, _ in turns]

@@ -30,13 +30,13 @@ def threads_of(config: RunSettings, recorded: Path | None = None) -> Threads:
         unless `run.threads` has changed.
     Raises: ConfigError where OMP_NUM_THREADS is no number; DataError for a damaged record.
     """
-    own = config.run.threads
-    threads = Threads(intra_op_threads(own, sum(config.processes)))
+    configured = config.run.threads
+    threads = Threads(intra_op_threads(configured, sum(config.processes)))
     machines = [] if recorded is None else read_machines(recorded)
     if recorded is None or not machines:
         return threads
     warn_of_other_machine(recorded)
-    if own and own != flat(parse_toml(run_file(recorded).read_text(), "a run")).get("run.threads"):
+    if configured and configured != flat(parse_toml(run_file(recorded).read_text(), "a run")).get("run.threads"):
         return threads
     numbers = range(config.owners.stop)  # the server has the last
     each = {i: tuple((one.round, one.machine.threads) for one in machines if one.worker in (None, i)) for i in numbers}

@@ -158,7 +158,7 @@ class Replica:
             }
         self.evaluated = self.x if self.averaged is None else self.averaged[: self.x.numel()]
         self.optimizer = (
-            build_optimizer(config.inner, self.model, **homes, own=task.optimizer)
+            build_optimizer(config.inner, self.model, **homes, factory=task.optimizer)
             if self.shards is None
             else self.shards.optimizer()
         )
@@ -250,16 +250,16 @@ class Replica:
             return False  # the effect of a user's step is unknown
         if self.threads != other.threads:
             return False
-        mine, theirs = self._stepped(), other._stepped()
-        if len(mine) != len(theirs) or len(mine) == 2:
+        states, other_states = self._stepped(), other._stepped()
+        if len(states) != len(other_states) or len(states) == 2:
             return False  # no moments before the first step
-        return all(map(torch.equal, mine, theirs))
+        return all(map(torch.equal, states, other_states))
 
     def take_step_of(self, other: "Replica", round: int) -> None:
         """Copies the step of `step_on_gradient` from an identical replica."""
         self.set_lr(self.optimizer, round, self.local_steps - 1)
-        for own, found in zip(self._stepped(), other._stepped(), strict=True):
-            own.copy_(found)
+        for target, source in zip(self._stepped(), other._stepped(), strict=True):
+            target.copy_(source)
 
     def _stepped(self) -> list[Tensor]:
         """The tensors that a step changes."""
@@ -275,12 +275,12 @@ class Replica:
             yield
             return
         # Copied in and out, as the model's and the optimizer's parameters are views of this memory.
-        own = self.x.clone()
+        saved = self.x.clone()
         self.x.copy_(self.evaluated)
         try:
             yield
         finally:
-            self.x.copy_(own)
+            self.x.copy_(saved)
 
     def recompute(self) -> None:
         """Recomputes the parameters after an outer step, from `x` or an averaging optimizer's average and iterate."""
@@ -424,8 +424,8 @@ class Replica:
         if self.moments:
             share_moments(self.optimizer, self.model, self.layout, self.moments)
         self.task.data.restore(state["data"])
-        for own, saved in zip(self.buffers, state.get("buffers", ()), strict=True):
-            own.copy_(saved)
+        for buffer, saved in zip(self.buffers, state.get("buffers", ()), strict=True):
+            buffer.copy_(saved)
         if self.staged is not None:
             squares = {int(first): float(square) for first, square in state.get("squares", {}).items()}
             self.staged.restore(on_device(state.get("boundaries", {}), self.device), squares)

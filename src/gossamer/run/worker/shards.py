@@ -79,22 +79,22 @@ class Shards:
             p.grad = None
         with self._translate_errors():
             yield
-        for p, own in zip(self._parameters, self._own.parameters(), strict=True):
-            own.grad = None if p.grad is None else local(p.grad)
+        for p, shard in zip(self._parameters, self._own.parameters(), strict=True):
+            shard.grad = None if p.grad is None else local(p.grad)
 
-    def all_losses(self, mine: Sequence[float]) -> list[float]:
+    def all_losses(self, losses: Sequence[float]) -> list[float]:
         """The losses of all micro-batches of a step, in order; the same on all processes of the worker."""
-        gathered = self._pipe.gather(torch.tensor(mine, dtype=torch.float64))
+        gathered = self._pipe.gather(torch.tensor(losses, dtype=torch.float64))
         return [loss for each in gathered for loss in each.tolist()]
 
-    def all_reduce_sum(self, mine: float) -> float:
+    def all_reduce_sum(self, value: float) -> float:
         """The sum over the shards, in order."""
-        gathered = self._pipe.gather(torch.tensor([mine], dtype=torch.float64))
+        gathered = self._pipe.gather(torch.tensor([value], dtype=torch.float64))
         return sum((float(one) for one in gathered[1:]), float(gathered[0]))
 
     def clip(self, max_norm: float) -> None:
         """As `clip_gradients`, by the norm over all shards."""
-        gradients = [own.grad for own in self._own.parameters() if own.grad is not None]
+        gradients = [shard.grad for shard in self._own.parameters() if shard.grad is not None]
         squares = sum(float(g.double().square().sum()) for g in gradients)
         norm = torch.tensor(math.sqrt(self.all_reduce_sum(squares)), device=self._device)
         torch.nn.utils.clip_grads_with_norm_(self._own.parameters(), max_norm, norm)
@@ -103,11 +103,11 @@ class Shards:
         """The mean loss over batches, computed by all processes, as none has a whole model."""
         self._model.eval()
         with self._translate_errors(), torch.no_grad(), computing(self._config, self._device):
-            found = [loss(self._model, batch).item() for batch in batches]
+            losses = [loss(self._model, batch).item() for batch in batches]
         reshard(
             self._model
         )  # parameters gathered by a forward pass without backward would be stale after the next step
-        return math.fsum(found) / len(found)
+        return math.fsum(losses) / len(losses)
 
     def end_round(self, operations: Sequence[Sequence[Operation]]) -> list[list[Operation]]:
         """The operations of a round with the bytes of all shards."""
@@ -129,7 +129,7 @@ class Shards:
         vector: Callable[[Tensor, int | None], Tensor],
         rows: Callable[[Tensor, tuple[int, ...]], Tensor],
     ) -> dict[str, Any]:
-        shapes = {id(own): tuple(p.shape) for own, p in zip(self._own.parameters(), self._parameters, strict=True)}
+        shapes = {id(shard): tuple(p.shape) for shard, p in zip(self._own.parameters(), self._parameters, strict=True)}
         full = [
             shapes[id(p)] for group in self.optimizer().param_groups for p in group["params"]
         ]  # numbered as in the state
@@ -175,9 +175,9 @@ class Shards:
         """A vector `[k P]` of the whole model from those of all parts; other values are the same on all."""
         layout = self._whole.fragment(fragment)
         sizes = self._sizes(layout)
-        mine = sum(sizes[self.part])
-        times = value.numel() // mine if mine else 0
-        if not times or value.shape != (times * mine,):
+        size_here = sum(sizes[self.part])
+        times = value.numel() // size_here if size_here else 0
+        if not times or value.shape != (times * size_here,):
             return value
         vectors = self._gather(value, [times * sum(one) for one in sizes])
         if self.part:
@@ -206,8 +206,8 @@ class Shards:
 
     def _joined_rows(self, value: Tensor, shape: tuple[int, ...]) -> Tensor:
         """A tensor of the inner optimizer, of the shape of a parameter or a number that is the same on all."""
-        own = self._rows(shape[0], self.part)
-        if value.shape != (_length(own), *shape[1:]):
+        rows = self._rows(shape[0], self.part)
+        if value.shape != (_length(rows), *shape[1:]):
             return value
         lengths = [_length(self._rows(shape[0], part)) for part in range(self.parts)]
         pieces = self._gather(value.reshape(-1), [length * math.prod(shape[1:]) for length in lengths])

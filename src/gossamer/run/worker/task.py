@@ -94,10 +94,10 @@ def _own_model(config: RunSettings) -> nn.Module:
 def _loss(config: RunSettings) -> Loss:
     if config.model.loss is None:
         return next_token_loss
-    name, own = config.model.loss, caller(config.parts, "loss", config.model.loss)
+    name, loss_function = config.model.loss, caller(config.parts, "loss", config.model.loss)
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        value = own(model, batch)
+        value = loss_function(model, batch)
         if not isinstance(value, Tensor) or value.numel() != 1:
             shown = (
                 f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
@@ -157,14 +157,14 @@ TOKENIZER, MODEL = "the tokenizer of data.tokenizer", "the parameters of model.s
 
 def common_inputs(task: Task, parts: UserParts) -> dict[str, str]:
     """Hashes of the text, its tokenizer and the user's model, which all workers of a run share."""
-    found = {TEXT: text_fingerprint(task.data)}
+    hashes = {TEXT: text_fingerprint(task.data)}
     if isinstance(task.data, FileCorpus) and task.data.files:
-        found[FILES] = task.data.files
+        hashes[FILES] = task.data.files
     if task.tokenizer is not None:
-        found[TOKENIZER] = tokenizer_fingerprint(task.tokenizer)
+        hashes[TOKENIZER] = tokenizer_fingerprint(task.tokenizer)
     if "model" in parts.own:
-        found[MODEL] = _hash_of([*task.model().parameters()])
-    return found
+        hashes[MODEL] = _hash_of([*task.model().parameters()])
+    return hashes
 
 
 def found_by_each(task: Task, parts: UserParts) -> dict[str, str]:
@@ -187,7 +187,7 @@ class OwnBatches:
 
     def batch(self, worker: int, step: int) -> Any:
         """See `Batches.batch`. Raises: ConfigError when it differs from one call to the next."""
-        batch = self._sure(worker, step)
+        batch = self._repeatable_batch(worker, step)
         with rng.TURN:
             if worker not in self._first:
                 self._first[worker] = f"{step} {_hash_of(batch)}"
@@ -195,7 +195,7 @@ class OwnBatches:
                     warn_of_equal_batches(self._first.values())
         return batch
 
-    def _sure(self, worker: int, step: int) -> Any:
+    def _repeatable_batch(self, worker: int, step: int) -> Any:
         with rng.TURN:
             batch = self._batch(worker, step)
             if worker not in self._checked:
@@ -210,7 +210,7 @@ class OwnBatches:
 
     def fingerprint(self, worker: int) -> str:
         """Sixteen hex digits of the first batch of a worker."""
-        return _hash_of(self._sure(worker, 0))
+        return _hash_of(self._repeatable_batch(worker, 0))
 
     def read_ahead(self, worker: int, step: int, batches: int) -> None:
         """A no-op: batches are computed on demand."""
@@ -221,7 +221,7 @@ class OwnBatches:
         if self._validation is not None:
             return [self._validation(k) for k in range(num_batches)]
         last = config.run.steps * config.data.accumulate
-        return [self._sure(k % n, last + k // n) for k in range(num_batches)]
+        return [self._repeatable_batch(k % n, last + k // n) for k in range(num_batches)]
 
     def state(self) -> dict[str, Any]:
         """Empty: batches depend only on worker and step."""
@@ -243,37 +243,41 @@ def warn_of_equal_batches(fingerprints: Collection[object]) -> None:
 
 def _hash_of(batch: Any) -> str:
     """Sixteen hex digits that hash a batch of any type."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
 
-    def add(one: Any) -> None:
-        if isinstance(one, Tensor):
-            found.update(one.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
-        elif isinstance(one, np.ndarray):
-            found.update(np.ascontiguousarray(one).tobytes())
-        elif isinstance(one, Mapping):
-            add([*one.items()])
-        elif isinstance(one, Sequence) and not isinstance(one, str | bytes):
-            found.update(b"[")
-            for part in one:
+    def add(value: Any) -> None:
+        if isinstance(value, Tensor):
+            digest.update(value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, np.ndarray):
+            digest.update(np.ascontiguousarray(value).tobytes())
+        elif isinstance(value, Mapping):
+            add([*value.items()])
+        elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+            digest.update(b"[")
+            for part in value:
                 add(part)
         else:
-            found.update(repr(one).encode())
+            digest.update(repr(value).encode())
 
     add(batch)
-    return found.hexdigest()[:16]
+    return digest.hexdigest()[:16]
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(value: Any, other: Any) -> bool:
     """Whether two batches of any type are bitwise equal."""
-    if isinstance(one, Tensor):
-        return isinstance(other, Tensor) and one.shape == other.shape and torch.equal(one, other)
-    if isinstance(one, np.ndarray):
-        return np.array_equal(one, other)
-    if isinstance(one, Mapping):
-        return isinstance(other, Mapping) and one.keys() == other.keys() and all(_equal(one[k], other[k]) for k in one)
-    if isinstance(one, Sequence) and not isinstance(one, str | bytes):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return bool(one == other)
+    if isinstance(value, Tensor):
+        return isinstance(other, Tensor) and value.shape == other.shape and torch.equal(value, other)
+    if isinstance(value, np.ndarray):
+        return np.array_equal(value, other)
+    if isinstance(value, Mapping):
+        return (
+            isinstance(other, Mapping)
+            and value.keys() == other.keys()
+            and all(_equal(value[k], other[k]) for k in value)
+        )
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return len(value) == len(other) and all(map(_equal, value, other))
+    return bool(value == other)
 
 
 def on_device(batch: Any, device: torch.device) -> Any:

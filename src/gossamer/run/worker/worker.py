@@ -187,12 +187,12 @@ class Worker:
         return taken
 
     def _hash(self, stop: Stop) -> str:
-        replica, found = self.replica, hashlib.sha256(str(self.replica.steps_taken).encode())
+        replica, digest = self.replica, hashlib.sha256(str(self.replica.steps_taken).encode())
         parts = [self.loop.part(p) for p in stop.sends]
         trained = [] if replica.gradient is None else [replica.x]
         for t in [*trained, *(leaf for part in parts for leaf in (part.x, *leaves(part.s)))]:
-            found.update(t.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
-        return found.hexdigest()[:16]
+            digest.update(t.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()[:16]
 
     def receive(self, segment: Segment) -> None:
         """Waits for the exchanges due at the stop of a segment, and makes its outer updates."""
@@ -266,12 +266,12 @@ class Worker:
         if self._starts and int(state["steps_taken"]) > self.config.run.synchronous_steps:
             self.loop = self._looped(self._method)
         state = state if shards is None else shards.own(state)
-        mine, theirs = [self.replica.evaluated, *leaves(self.loop.state)], [state["x"], *state["outer"]]
-        must_fit(theirs, mine)
+        tensors, saved_tensors = [self.replica.evaluated, *leaves(self.loop.state)], [state["x"], *state["outer"]]
+        must_fit(saved_tensors, tensors)
         sharing = self.loop.sharing
         sharing = None if sharing is None else sharing.restored(state["sharing"])
-        for own, saved in zip(mine, theirs, strict=True):
-            own.copy_(saved)
+        for tensor, saved in zip(tensors, saved_tensors, strict=True):
+            tensor.copy_(saved)
         if shards is not None:
             shards.flat.write()
         self.replica.steps_taken = int(state["steps_taken"])
@@ -286,9 +286,9 @@ class Worker:
     def must_be_of_another(self, state: Mapping[str, Any]) -> None:
         """Raises CheckpointError, without changes, unless the received state of another worker can be taken over."""
         try:
-            theirs = [state["x"], *state["outer"]]
-            must_fit(theirs, [self.replica.evaluated, *leaves(self.loop.state)])
-            if not all_finite(tuple(theirs)):
+            tensors = [state["x"], *state["outer"]]
+            must_fit(tensors, [self.replica.evaluated, *leaves(self.loop.state)])
+            if not all_finite(tuple(tensors)):
                 raise ValueError("it has numbers that are not finite")
             self.replica.must_be_of_another(state)
             if self.loop.sharing is not None and max(self.loop.sharing.restored(state["sharing"]).steps) > (
@@ -309,8 +309,8 @@ class Worker:
 
 def _other_state(error: Exception) -> CheckpointError:
     """The error for an invalid state of another worker, as opposed to this worker's checkpoint."""
-    what = f"it has no {error}" if isinstance(error, KeyError) else first_line(error)
+    reason = f"it has no {error}" if isinstance(error, KeyError) else first_line(error)
     return CheckpointError(
-        f"the state of another worker does not fit this worker ({what}); look at the machine that gave it, and start all with "
+        f"the state of another worker does not fit this worker ({reason}); look at the machine that gave it, and start all with "
         "the same run file and gossamer"
     )

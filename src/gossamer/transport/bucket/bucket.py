@@ -226,10 +226,10 @@ class Folder:
 
         try:
             with open(os.path.join(self.root, name), "rb", opener=opener) as file:
-                found = os.fstat(file.fileno())
-                if not stat.S_ISREG(found.st_mode):
+                status = os.fstat(file.fileno())
+                if not stat.S_ISREG(status.st_mode):
                     raise OSError(errno.EINVAL, "it is no file", name)
-                _must_fit(name, found.st_size, most_bytes)
+                _must_fit(name, status.st_size, most_bytes)
                 return file.read(most_bytes)
         except FileNotFoundError:
             return None
@@ -281,9 +281,9 @@ class ObjectStore:
         """See `Bucket`."""
         try:
             with self._errors():
-                found = self._api.get(self._store, name)
-                _must_fit(name, found.meta["size"], most_bytes)
-                return bytes(found.bytes())
+                result = self._api.get(self._store, name)
+                _must_fit(name, result.meta["size"], most_bytes)
+                return bytes(result.bytes())
         except FileNotFoundError:
             return None
 

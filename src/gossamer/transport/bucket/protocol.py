@@ -271,25 +271,25 @@ class Sightings:
     def look(self, names: Sequence[str], now: float) -> None:
         """Adds a listing."""
         for match in filter(None, map(_NAMES.fullmatch, names)):
-            found = match.groupdict()
-            if int(found["sender"] or found["slot"] or 0) >= self._workers:
+            fields = match.groupdict()
+            if int(fields["sender"] or fields["slot"] or 0) >= self._workers:
                 continue
-            if found["commit"]:
-                self.newest = max(self.newest, int(found["round"]))
-            elif found["sender"]:
-                round, slot, life = int(found["round"]), int(found["sender"]), int(found["of"])
+            if fields["commit"]:
+                self.newest = max(self.newest, int(fields["round"]))
+            elif fields["sender"]:
+                round, slot, life = int(fields["round"]), int(fields["sender"]), int(fields["of"])
                 self.messages[round][slot] = max(life, self.messages[round].get(slot, 0))
                 self._moves(slot, life, (0, round + 1), now)
-            elif found["state"]:
-                self.states.add(int(found["state"]))
-                if found["holder"] and int(found["holder"]) < self._workers:
-                    self.holders[int(found["holder"])].add(int(found["state"]))
-            elif found["kind"]:
-                slot, life = int(found["slot"]), int(found["life"])
+            elif fields["state"]:
+                self.states.add(int(fields["state"]))
+                if fields["holder"] and int(fields["holder"]) < self._workers:
+                    self.holders[int(fields["holder"])].add(int(fields["state"]))
+            elif fields["kind"]:
+                slot, life = int(fields["slot"]), int(fields["life"])
                 self.lives[slot] = max(life, self.lives.get(slot, 0))
-                if found["kind"] == "v":
+                if fields["kind"] == "v":
                     self.ended.add((slot, life))
-                self._moves(slot, life, (int(found["beat"] or -1) + 1, 0), now)
+                self._moves(slot, life, (int(fields["beat"] or -1) + 1, 0), now)
         for old in [round for round in self.messages if round < self.newest]:
             del self.messages[old]
 
@@ -364,19 +364,19 @@ class SlotHolder(Generic[P]):
         yield from self._create("run", {**self.terms.run, "id": self._nonce})
         while (item := (yield from self._read("run"))) is None:
             yield from self._pause(0.0)  # it is not visible yet
-        own, there = {**self.terms.run}, dict(item.head) if isinstance(item.head, dict) else {}
+        here, there = {**self.terms.run}, dict(item.head) if isinstance(item.head, dict) else {}
         identity = there.pop("id", None)
-        other = next((key for key in sorted({*own, *there}) if own.get(key) != there.get(key)), None)
+        other = next((key for key in sorted({*here, *there}) if here.get(key) != there.get(key)), None)
         if other is not None or not isinstance(identity, str):
             raise PeerError(
-                f"the store holds another run: {other} is {there.get(str(other))!r:.60} there and {own.get(str(other))!r:.60} "
+                f"the store holds another run: {other} is {there.get(str(other))!r:.60} there and {here.get(str(other))!r:.60} "
                 "here; start all with the same run file, data and gossamer, or give another --store"
             )
         self._work.agree(identity)
 
     def _claim(self) -> Steps[None]:
         """Takes a free slot, or one whose worker was silent for too long. Raises: PeerError."""
-        waited_s, said = 0.0, False
+        waited_s, was_reported = 0.0, False
         while not self._work.asked():
             # Names after all rounds: claims, signs of life and ends.
             yield from self._look(None)
@@ -406,8 +406,8 @@ class SlotHolder(Generic[P]):
                     f"all {self.terms.workers} slots of the run are filled, or all that this machine's key may have; wait until "
                     "one has left, or start a run with more workers"
                 )
-            if not said:
-                said = True
+            if not was_reported:
+                was_reported = True
                 self._work.say(
                     f"all slots are taken; a worker that has died frees its own within {self.terms.timeout_s:g} s"
                 )
@@ -485,7 +485,7 @@ class SlotHolder(Generic[P]):
 
     def _ask(self, asking: Asking) -> Steps[Any]:
         """The answer of a store, with retries for ten times the patience of the run. Raises: PeerError."""
-        waited_s, said = 0.0, False  # its own pauses: time in which this process was stopped does not count
+        waited_s, was_reported = 0.0, False  # its own pauses: time in which this process was stopped does not count
         while True:
             try:
                 return (yield asking)
@@ -496,8 +496,8 @@ class SlotHolder(Generic[P]):
                     raise PeerError(
                         f"the store has not done what it was asked for {waited_s:.0f} s ({error}); start again when it does"
                     ) from None
-                if not said and waited_s > self.terms.rest_s:
-                    said = True
+                if not was_reported and waited_s > self.terms.rest_s:
+                    was_reported = True
                     self._work.say(f"the store does not answer ({error}); it is asked again")
                 waited_s += yield from self._pause(waited_s)
 
@@ -554,8 +554,8 @@ class Attendance(SlotHolder[StoreWorker]):
 
     def _train(self) -> Steps[None]:
         work, terms = self._work, self.terms
-        own = yield Do(partial(work.begin, self.slot, self.life))
-        while (yield from self._stand(own)):
+        resumed = yield Do(partial(work.begin, self.slot, self.life))
+        while (yield from self._catch_up(resumed)):
             if self.seen.newest < 0 and self.round == 0:
                 yield from self._await_company()
             while not work.asked():
@@ -564,7 +564,7 @@ class Attendance(SlotHolder[StoreWorker]):
                 if done is None:
                     break
                 yield Do(partial(work.mix if terms.gossip else work.finish, *done))
-                own, self.round, self._begun = self.round + 1, self.round + 1, None
+                resumed, self.round, self._begun = self.round + 1, self.round + 1, None
                 if terms.gossip:
                     yield from self._keep_own_state()
                 elif done[0].closer == (self.slot, self.life):
@@ -572,11 +572,11 @@ class Attendance(SlotHolder[StoreWorker]):
                 if self.round == terms.rounds:
                     return
             if work.asked():
-                yield Do(partial(work.restore, own))
+                yield Do(partial(work.restore, resumed))
                 return
 
     def _await_company(self) -> Steps[None]:
-        start_s, said = self._clock(), False
+        start_s, was_reported = self._clock(), False
         while self.terms.workers > 1 and not self._work.asked():
             yield from self._look(self.round)
             waited_s = self._clock() - start_s
@@ -585,14 +585,14 @@ class Attendance(SlotHolder[StoreWorker]):
             if waited_s >= self.terms.timeout_s:
                 self._work.say(f"nobody else has come within {self.terms.timeout_s:g} s, so this worker trains alone")
                 return
-            if not said:
-                said = True
+            if not was_reported:
+                was_reported = True
                 self._work.say(f"waiting for another worker, for up to {self.terms.timeout_s:g} s")
             yield from self._pause(waited_s)
 
     # --- to come in ---------------------------------------------------------------------------------------------------
 
-    def _stand(self, own: int) -> Steps[bool]:
+    def _catch_up(self, resumed: int) -> Steps[bool]:
         """Catches up with the newest closed round; returns whether there is another round to train.
 
         Raises: CheckpointError where no state leads there.
@@ -601,15 +601,15 @@ class Attendance(SlotHolder[StoreWorker]):
         while True:
             yield from self._look(None)
             newest = max(self.seen.states, default=-1)
-            first = min(own, newest) if newest >= 0 else own
+            first = min(resumed, newest) if newest >= 0 else resumed
             yield from self._look(max(0, first - 1))
             finished = self.seen.newest + 1
             if terms.gossip:
-                finished = max(finished, own)  # a listing may lack the outcomes that led to its own state
-            for base, donor in self._bases(own, finished):
-                begun = yield from self._base(base, own, donor)
+                finished = max(finished, resumed)  # a listing may lack the outcomes that led to its own state
+            for base, donor in self._bases(resumed, finished):
+                begun = yield from self._base(base, resumed, donor)
                 if begun is not None and (
-                    yield from (self._go_to(finished) if terms.gossip else self._add_means(base))
+                    yield from (self._continue_after(finished) if terms.gossip else self._add_means(base))
                 ):
                     # All inner steps that count in a mean belong to the slot, in any of its lives.
                     self._begun = begun._replace(steps=self._steps[self.slot])
@@ -622,26 +622,26 @@ class Attendance(SlotHolder[StoreWorker]):
                 )
             waited_s += yield from self._pause(waited_s)
 
-    def _bases(self, own: int, finished: int) -> list[tuple[int, int]]:
+    def _bases(self, resumed: int, finished: int) -> list[tuple[int, int]]:
         """The states from which it may continue, best first: the rounds behind each, and its slot, -1 where all are equal."""
         states = sorted(self.seen.states, reverse=True)
         if not self.terms.gossip:
-            bases = [own, *states]
-            if states and states[0] > own and finished - own > AHEAD:
-                bases = [states[0], own, *states[1:]]
+            bases = [resumed, *states]
+            if states and states[0] > resumed and finished - resumed > AHEAD:
+                bases = [states[0], resumed, *states[1:]]
             return [(base, -1) for base in bases if base <= finished]
         there = [(after, slot) for slot, some in self.seen.holders.items() for after in some if after <= finished]
-        newest = max([own, *(after for after, slot in there if slot == self.slot)])
+        newest = max([resumed, *(after for after, slot in there if slot == self.slot)])
         young = finished - newest <= self.terms.rejoin_rounds
 
-        def order(one: tuple[int, int]) -> tuple[bool, int, bool, bool]:
-            return one[1] != self.slot and young, -one[0], one[1] != self.slot, one[0] != own
+        def order(donor: tuple[int, int]) -> tuple[bool, int, bool, bool]:
+            return donor[1] != self.slot and young, -donor[0], donor[1] != self.slot, donor[0] != resumed
 
-        return sorted({(own, self.slot), (0, self.slot), *there}, key=order)
+        return sorted({(resumed, self.slot), (0, self.slot), *there}, key=order)
 
-    def _base(self, after: int, own: int, donor: int) -> Steps[Basis | None]:
+    def _base(self, after: int, resumed: int, donor: int) -> Steps[Basis | None]:
         """Restores its own state, or loads the one in the store, after so many rounds; None where there is none."""
-        if (after == own or not after) and donor in (-1, self.slot):
+        if (after == resumed or not after) and donor in (-1, self.slot):
             sha256 = yield Do(partial(self._work.restore, after))
             if sha256 is not None or donor < 0:
                 return None if sha256 is None else Basis(after, self.slot, sha256)
@@ -661,7 +661,7 @@ class Attendance(SlotHolder[StoreWorker]):
         sha256 = yield Do(partial(self._work.load, after, slot, item.body))
         return Basis(after, slot, sha256)
 
-    def _go_to(self, finished: int) -> Steps[bool]:
+    def _continue_after(self, finished: int) -> Steps[bool]:
         """In gossip: continues after so many rounds; returns whether the outcome of the last can be read."""
         before = (yield from self.read_commit(finished - 1)) if finished else None
         if before is not None:
@@ -699,26 +699,26 @@ class Attendance(SlotHolder[StoreWorker]):
         yield from self._create(message_name(round, self.slot, self.life), head, body)
         start_s, whole_s, bad = self._clock(), None, set[tuple[int, int]]()
         unread_s = 0.0  # its own pauses since the round was closed
-        own = Item(head, memoryview(body))
+        sent_item = Item(head, memoryview(body))
         while True:
             yield from self._look(round)
             now = self._clock()
             commit = yield from self.read_commit(round) if self.seen.newest >= round else _nothing()
             if commit is None and self.seen.newest < round:
-                mine = self.seen.messages[round] | {self.slot: self.life}
-                sent = {slot: life for slot, life in mine.items() if (slot, life) not in bad}
+                present = self.seen.messages[round] | {self.slot: self.life}
+                sent = {slot: life for slot, life in present.items() if (slot, life) not in bad}
                 late = now - start_s >= terms.deadline_s
                 if late or self.seen.live(now, terms.timeout_s) <= sent.keys():
                     whole_s = now if whole_s is None else whole_s
                     # One worker closes it, the others only if that takes long: otherwise n workers would read n messages each.
                     order = sorted(sent, key=lambda slot: (slot - round) % terms.workers)
                     if now - whole_s >= order.index(self.slot) * terms.timeout_s / 4:
-                        commit = yield from self._close(sent, own, bad, late=late)
+                        commit = yield from self._close(sent, sent_item, bad, late=late)
             if commit is not None:
                 part = commit.parts.get(self.slot)
                 if part is None or part.life != self.life:
                     return None
-                ended = yield from (self._of_peers if terms.gossip else self._mean_of)(commit, own)
+                ended = yield from (self._of_peers if terms.gossip else self._mean_of)(commit, sent_item)
                 if ended is not None:
                     self._steps = ended[0].steps
                     return ended
@@ -735,13 +735,13 @@ class Attendance(SlotHolder[StoreWorker]):
             unread_s += pause_s if commit is not None else 0.0
 
     def _close(
-        self, sent: Mapping[int, int], own: Item, bad: set[tuple[int, int]], *, late: bool
+        self, sent: Mapping[int, int], sent_item: Item, bad: set[tuple[int, int]], *, late: bool
     ) -> Steps[Commit | None]:
         """Closes this round over the readable messages; returns the outcome, which another worker may have decided."""
         items: dict[int, Item] = {}
         for slot, life in sorted(sent.items()):
             if slot == self.slot:
-                items[slot] = own
+                items[slot] = sent_item
                 continue
             try:
                 item = yield from self._read(message_name(self.round, slot, life))
@@ -777,7 +777,7 @@ class Attendance(SlotHolder[StoreWorker]):
         yield from self._create(commit_name(self.round), head)
         return (yield from self.read_commit(self.round))
 
-    def _mean_of(self, commit: Commit, own: Item | None) -> Steps[tuple[Commit, memoryview] | None]:
+    def _mean_of(self, commit: Commit, sent_item: Item | None) -> Steps[tuple[Commit, memoryview] | None]:
         """A closed round and its mean; None where part of it is not visible yet, or is gone.
 
         Where the closer is not trusted, both are computed from the messages that the commit names, whose signatures prove their
@@ -787,7 +787,7 @@ class Attendance(SlotHolder[StoreWorker]):
         if self.terms.seal.trusts(commit.closer[0]):
             there = yield from self._read(_mean(round, commit.mean))
             return None if there is None else (commit, there.body)
-        items = yield from self._messages(commit, commit.parts, own)
+        items = yield from self._messages(commit, commit.parts, sent_item)
         if items is None:
             return None
         mean: bytes | memoryview = yield Do(partial(self._work.mean, round, {j: one.body for j, one in items.items()}))
@@ -803,21 +803,21 @@ class Attendance(SlotHolder[StoreWorker]):
         self._correct(commit, outcome)
         return outcome, memoryview(mean)
 
-    def _of_peers(self, commit: Commit, own: Item) -> Steps[tuple[Commit, dict[int, memoryview]] | None]:
+    def _of_peers(self, commit: Commit, sent_item: Item) -> Steps[tuple[Commit, dict[int, memoryview]] | None]:
         """A closed round and the messages of this worker's peers; None where some are not visible yet, or are gone."""
         peers = yield Do(partial(self._work.peers, commit.round, commit.parts))
         items = yield from self._messages(commit, peers, None)
         if items is None:
             return None
-        outcome = _outcome(commit, {**items, self.slot: own})
+        outcome = _outcome(commit, {**items, self.slot: sent_item})
         self._correct(commit, outcome)
         return outcome, {slot: item.body for slot, item in items.items()}
 
-    def _messages(self, commit: Commit, slots: Iterable[int], own: Item | None) -> Steps[dict[int, Item] | None]:
+    def _messages(self, commit: Commit, slots: Iterable[int], sent_item: Item | None) -> Steps[dict[int, Item] | None]:
         """The messages of these slots, on which a commit builds; None where one is not there. Raises: PeerError."""
         items, round = dict[int, Item](), commit.round
         for slot in slots:
-            item = own if own is not None and slot == self.slot else None
+            item = sent_item if sent_item is not None and slot == self.slot else None
             if item is None:
                 item = yield from self._read(message_name(round, slot, commit.parts[slot].life))
             if item is None:
@@ -923,10 +923,10 @@ def commit_in(round: int, head: object, workers: int) -> Commit | None:
             "closer": [int(slot), int(life)],
             "time_s": int() | float() as time_s,
         }:
-            own = {str(one) for one in range(workers)}
+            numbers = {str(one) for one in range(workers)}
             read = (
                 {int(key): _part(part.get("life"), part) for key, part in parts.items() if isinstance(part, dict)}
-                if (parts.keys() <= own)
+                if (parts.keys() <= numbers)
                 else {}
             )
             kept = {one: part for one, part in sorted(read.items()) if part is not None and part.life >= 0}

@@ -67,7 +67,7 @@ class Decisions(Protocol):
         """Whether a worker has joined and not left."""
         ...
 
-    def may_push(self, worker: int, /) -> tuple[int, int] | None:
+    def expected_push(self, worker: int, /) -> tuple[int, int] | None:
         """Phase and fragment of the push that the server expects from a worker."""
         ...
 
@@ -139,7 +139,7 @@ class ServerAttendance(SlotHolder[ServerWork]):
 
     # --- what a worker does -------------------------------------------------------------------------------------------
 
-    def enter(self) -> Steps[bool]:
+    def take_slot(self) -> Steps[bool]:
         """Catches up with the log, and takes a slot; returns False where the run is over, or it was asked to leave.
 
         Raises: PeerError where all slots are taken, or it is another run.
@@ -172,7 +172,7 @@ class ServerAttendance(SlotHolder[ServerWork]):
             if message < self._newest_state:  # an older message may be removed before those read it that come later
                 message = self.round
                 yield from self._create(message_name(message, self.slot, self.life), {}, content)
-            elif not (yield from self._tend()):
+            elif not (yield from self._add_due_event()):
                 yield from self._add("push", self.slot, self.life, phase=phase, message=message)
         yield from self._wait(lambda: self._work.is_answered() or self._loaded > loaded)
         if not self._work.is_answered():  # it was among the events that the state has replaced
@@ -198,7 +198,7 @@ class ServerAttendance(SlotHolder[ServerWork]):
     # --- the log ------------------------------------------------------------------------------------------------------
 
     def _awaits(self, worker: int, phase: int) -> bool:
-        return (self._work.core.may_push(worker) or (-1, 0))[0] == phase
+        return (self._work.core.expected_push(worker) or (-1, 0))[0] == phase
 
     def _is_here(self) -> bool:
         return self.has_joined and self._work.core.is_present(self.slot)
@@ -214,10 +214,10 @@ class ServerAttendance(SlotHolder[ServerWork]):
                 )
             if holds():
                 return
-            if not (yield from self._tend()):
+            if not (yield from self._add_due_event()):
                 yield from self._pause(self._clock() - start_s)
 
-    def _tend(self) -> Steps[bool]:
+    def _add_due_event(self) -> Steps[bool]:
         """Adds an event that is due, whichever process adds it; returns whether there was one."""
         now = self._clock()
         for slot, life in self.lives.items():

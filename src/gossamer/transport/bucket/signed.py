@@ -152,9 +152,9 @@ def opened_key(keys: Keys, raw: bytes) -> KeySeal:
         wrapping = _wrapping(shared, ephemeral, keys.certificate)
         content_key = wrapping.decrypt(bytes(12), bytes.fromhex(head["wrapped"][me]), None)
     except (InvalidSignature, InvalidTag, KeyError, TypeError, AttributeError, ValueError) as error:
-        what = str(error) if type(error) is ValueError else "it is damaged or altered"
+        reason = str(error) if type(error) is ValueError else "it is damaged or altered"
         raise PeerError(
-            f"the object '{KEY_OBJECT}' of the store does not open ({what}); start all with the same [peers] and an empty store"
+            f"the object '{KEY_OBJECT}' of the store does not open ({reason}); start all with the same [peers] and an empty store"
         ) from None
     if len(content_key) != 32:
         raise PeerError(f"the object '{KEY_OBJECT}' of the store holds no key; start again with an empty store")

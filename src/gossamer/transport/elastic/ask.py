@@ -84,7 +84,7 @@ def look(
                 f"{address} answered with {header.size} bytes and at most {SMALL_BYTES} of a view are allowed; it is no worker",
             )
         raw = channel.read(header.size, deadline)
-    view = _view(raw, limits) if zlib.crc32(raw) == header.check else None
+    view = _parse_view(raw, limits) if zlib.crc32(raw) == header.check else None
     if view is None or view.worker != header.sender:
         raise PeerError(
             f"{address} answered {raw!r:.60}, which is no view of a run with {limits.workers} workers; install the same gossamer "
@@ -93,7 +93,7 @@ def look(
     return view
 
 
-def _view(raw: bytes, limits: Limits) -> View | None:
+def _parse_view(raw: bytes, limits: Limits) -> View | None:
     match json_from_peer(raw):
         case {
             "worker": int(worker),

@@ -61,7 +61,7 @@ class Calls:
     def awaited(self) -> frozenset[int]:
         """Peers from which a message is due, which are pinged."""
         others = self.members.with_status(MemberStatus.ALIVE, MemberStatus.JOINING) if self.over else []
-        return frozenset({entry.slot for entry in others} - self.done) | self._asked()
+        return frozenset({entry.slot for entry in others} - self.done) | self._awaited()
 
     def accepts(self, letter: Letter, size: int) -> bool:
         """Whether a body of this size may follow such a header."""
@@ -97,7 +97,7 @@ class Calls:
     def _called(self, letter: Letter, now: float) -> None:
         raise NotImplementedError
 
-    def _asked(self) -> frozenset[int]:
+    def _awaited(self) -> frozenset[int]:
         raise NotImplementedError
 
     def _send(self, peer: int, kind: LetterKind, ticket: Ticket = NO_TICKET, body: Tensor | None = None) -> None:

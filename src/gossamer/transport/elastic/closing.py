@@ -8,7 +8,7 @@ Workers whose replicas are identical must all make the same update, or none. The
 
 If a worker of the set fails on the way, the leader proposes the rest in a new attempt, or all again if a message was lost; if the
 leader fails, the next slot leads. A set is more than half of all slots, so at most one side of a partition continues.
-`line` is a hash of all closed rounds: reports with another line do not count, so that a worker whose last round closed
+`history_hash` is a hash of all closed rounds: reports with another one do not count, so that a worker whose last round closed
 differently takes another's state first.
 
 A worker whose round was closed without it (it was late, or cut off) is left out: it takes another's state. It discards
@@ -72,7 +72,7 @@ class _Closed(NamedTuple):
     """A round that was closed."""
 
     round: int
-    line: int
+    history_hash: int
     """Before it."""
     attempt: int
 
@@ -81,7 +81,7 @@ class _Place(NamedTuple):
     """A worker's position, as it claims."""
 
     round: int
-    line: int | None
+    history_hash: int | None
     """None if not claimed: a worker that reports a closed round is in the next one."""
     closed: _Closed | None = None
     """That round."""
@@ -113,7 +113,7 @@ class _Report(NamedTuple):
     """A worker's report."""
 
     round: int
-    line: int
+    history_hash: int
     ready: bool
     held: int
     """The attempt whose mean it holds completely; -1 for none."""
@@ -141,7 +141,7 @@ class Closing:
     def __init__(self, members: Members, *, limit_s: float, beat_s: float, per_round: int = 1) -> None:
         self.members, self._limit_s, self._beat_s, self.per_round = members, limit_s, beat_s, per_round
         self.outbox: list[tuple[int, Letter]] = []
-        self.round, self.line = -1, 0
+        self.round, self.history_hash = -1, 0
         self.proposed: Proposal | None = None
         self.closed = self.left_out = False
         """Whether the round of this worker has been closed with it, or without it."""
@@ -160,7 +160,7 @@ class Closing:
         self._claims: dict[int, _Claim] = {}
         """The first claim of each other worker that no closed round has confirmed or disproved."""
         self._disputed_s: dict[int, float] = {}
-        """Since when each other worker contradicts this worker's round and line."""
+        """Since when each other worker contradicts this worker's round and history."""
         self._named: set[int] = set()
         """Workers reported already, as this round cannot be closed without them."""
         self._spoke_s: dict[int, float] = {}
@@ -176,17 +176,17 @@ class Closing:
         self._misses = 0
         """The number of times it was left out since a round was closed with it."""
 
-    def begin_round(self, round: int, line: int | None = None) -> None:
-        """Begins a round; `line` is that of another worker's state, if this worker has just taken one."""
-        if line is not None:
-            self.line, self._last, self._taken, self._behind_s = line, None, True, None
+    def begin_round(self, round: int, history_hash: int | None = None) -> None:
+        """Begins a round; `history_hash` is that of another worker's state, if this worker has just taken one."""
+        if history_hash is not None:
+            self.history_hash, self._last, self._taken, self._behind_s = history_hash, None, True, None
             self._claims.clear()  # they were about the rounds that this worker has discarded
         self.round, self.proposed, self._ready_s = round, None, None
         self._named.clear()
         was_away, self.closed, self.left_out = self.left_out, False, False
         self._held = self._attempt = self._failed = -1
         if was_away:
-            self._tell_all(LetterKind.REPORT, _plain(self._own))
+            self._send_all(LetterKind.REPORT, _plain(self._own_report))
 
     def ready(self, now: float) -> None:
         """Records that the local phase is over."""
@@ -208,9 +208,11 @@ class Closing:
     def advance(self) -> None:
         """Records that the update of a closed round was made."""
         assert self.closed and self.proposed is not None
-        self._last = _Closed(self.round, self.line, self.proposed.attempt)
+        self._last = _Closed(self.round, self.history_hash, self.proposed.attempt)
         self._misses, self._taken, self._behind_s = 0, False, None
-        self.line = key(self.line, "closed", self.round, self.proposed.attempt, *sorted(self.proposed.workers))
+        self.history_hash = key(
+            self.history_hash, "closed", self.round, self.proposed.attempt, *sorted(self.proposed.workers)
+        )
         self.begin_round(self.round + 1)
         self._judge_claims()
 
@@ -225,7 +227,7 @@ class Closing:
             if self.round == here + 1 < place.round:
                 continue
             del self._claims[j]
-            same = place.closed == self._last if place.line is None else place.line == self.line
+            same = place.closed == self._last if place.history_hash is None else place.history_hash == self.history_hash
             if not (same and self.round == here + 1 == place.round):
                 self.unvouched.append(Unvouched(j, here, place.round, waits=False))
                 self.members.disproved.add(nonce)
@@ -264,11 +266,11 @@ class Closing:
         if again or leader != self._leader or now - self._said_s >= self._beat_s:
             self._said_s, self._leader = now, leader
             if self.left_out:
-                self._tell_all(LetterKind.REPORT, _plain(self._own))
+                self._send_all(LetterKind.REPORT, _plain(self._own_report))
             elif leader != self.members.me:
-                self._say(leader, LetterKind.REPORT, _plain(self._own))
+                self._send(leader, LetterKind.REPORT, _plain(self._own_report))
         if leader == self.members.me and self._ready_s is not None and not self.closed and not self.left_out:
-            self._reports[self.members.me] = self._own
+            self._reports[self.members.me] = self._own_report
             self._lead(alive, now)
 
     @property
@@ -309,23 +311,25 @@ class Closing:
         return self._alive - ready - {leader}
 
     @property
-    def _own(self) -> _Report:
+    def _own_report(self) -> _Report:
         ready, held, failed = self._ready_s is not None, self._held, self._failed
         # With several closings in a round it could come back only at the first, and the others would wait for it at
         # each. It asks every other time: a worker whose state transfer exceeds the deadline must not delay every round.
         returns = self.left_out and self.per_round == 1 and self._misses % 2 == 0
-        return _Report(self.round, self.line, ready, held, self._attempt, failed, self.left_out, returns, self._last)
+        return _Report(
+            self.round, self.history_hash, ready, held, self._attempt, failed, self.left_out, returns, self._last
+        )
 
     def _lead(self, alive: frozenset[int], now: float) -> None:
         assert self._ready_s is not None
         reports = {
             j: report
             for j, report in self._reports.items()
-            if j in alive and report.ready and (report.round, report.line) == (self.round, self.line)
+            if j in alive and report.ready and (report.round, report.history_hash) == (self.round, self.history_hash)
         }
         if (proposed := self.proposed) is not None:
             if all(j in reports and reports[j].held == proposed.attempt for j in proposed.workers):
-                self._tell_all(LetterKind.CLOSED, [self.round, self.line, proposed.attempt])
+                self._send_all(LetterKind.CLOSED, [self.round, self.history_hash, proposed.attempt])
                 self.closed = True
                 return
             lost = any(self._contradicts(j) for j in proposed.workers)
@@ -333,7 +337,7 @@ class Closing:
             failed = now >= self._proposed_s + self._beat_s and (lost or self._has_failed(proposed))
             if proposed.workers <= alive and now < self._proposed_s + self._limit_s and not overtaken and not failed:
                 if now - self._said_s >= self._beat_s or self._said_s == now:
-                    self._tell_all(LetterKind.PROPOSAL, self._proposal(proposed))
+                    self._send_all(LetterKind.PROPOSAL, self._proposal(proposed))
                 return
         since_s = max(self._ready_s, self._proposed_s)
         expected = alive | (self._living & self._returns_until_s.keys())
@@ -343,19 +347,24 @@ class Closing:
             self._attempt = (newest // self.members.slots + 1) * self.members.slots + self.members.me
             self._held, self._proposed_s = -1, now
             self.proposed = Proposal(self._attempt, frozenset(reports))
-            self._reports[self.members.me] = self._own
-            self._tell_all(LetterKind.PROPOSAL, self._proposal(self.proposed))
+            self._reports[self.members.me] = self._own_report
+            self._send_all(LetterKind.PROPOSAL, self._proposal(self.proposed))
 
     def _has_failed(self, proposed: Proposal) -> bool:
-        said = [self._reports[j] for j in proposed.workers if j in self._reports]
-        return any((one.round, one.line, one.failed) == (self.round, self.line, proposed.attempt) for one in said)
+        reports = [self._reports[j] for j in proposed.workers if j in self._reports]
+        return any(
+            (one.round, one.history_hash, one.failed) == (self.round, self.history_hash, proposed.attempt)
+            for one in reports
+        )
 
     def _contradicts(self, j: int) -> bool:
         """Whether a worker claims to be in a later round than this one, or to have closed other rounds."""
         place = self._places.get(j)
         if place is None or self.closed:  # this worker is about to enter the next round itself
             return False
-        return place.round > self.round or (place.round == self.round and place.line not in (None, self.line))
+        return place.round > self.round or (
+            place.round == self.round and place.history_hash not in (None, self.history_hash)
+        )
 
     def _settle(self, now: float) -> None:
         """Treats this worker as left out if enough others claim it; asks all for their position while fewer do."""
@@ -381,8 +390,8 @@ class Closing:
                 return
         if (against or behind) and now - self._asked_s >= self._beat_s:
             self._asked_s = now
-            self._tell_all(LetterKind.REPORT, _plain(self._own))  # they answer with their position
-        if self._hears_nobody_but(against, now):
+            self._send_all(LetterKind.REPORT, _plain(self._own_report))  # they answer with their position
+        if self._only_leader_answers(against, now):
             self._leave_out(min(against))
             return
         if 2 * (len(others) + 1 - len(against)) > self.members.slots:
@@ -392,7 +401,7 @@ class Closing:
                 self._named.add(j)
                 self.unvouched.append(Unvouched(j, self.round, self._places[j].round, waits=True))
 
-    def _hears_nobody_but(self, against: Collection[int], now: float) -> bool:
+    def _only_leader_answers(self, against: Collection[int], now: float) -> bool:
         """Whether only the leader, which makes the claim, answers it.
 
         Two workers behind home routers may both reach the leader but not each other: each learns of rounds closed
@@ -407,7 +416,7 @@ class Closing:
 
     def _are_enough(self, some: Collection[int], *, more_than_half: bool = False) -> bool:
         """Whether this many others decide: at least two, and half of those alive, ties going to the later round or
-        line.
+        the larger hash.
 
         A round is closed over more than half of all slots, but some of those may have died since. So half is enough for
         a worker outside the set; if both halves gave way, each would take the other's state.
@@ -415,7 +424,7 @@ class Closing:
         if len(some) < 2 or 2 * len(some) < len(self._living):
             return False
         place = self._places[self._source_of(some)]
-        later = not more_than_half and (place.round, place.line or 0) > (self.round, self.line)
+        later = not more_than_half and (place.round, place.history_hash or 0) > (self.round, self.history_hash)
         return later or 2 * len(some) > len(self._living)
 
     def _source_of(self, some: Collection[int]) -> int:
@@ -427,13 +436,13 @@ class Closing:
     def _leave_out(self, source: int | None) -> None:
         if not self.left_out:
             self.left_out, self.source, self._misses = True, source, self._misses + 1
-            self._tell_all(LetterKind.REPORT, _plain(self._own))
+            self._send_all(LetterKind.REPORT, _plain(self._own_report))
 
     def _proposal(self, proposed: Proposal) -> list[object]:
-        return [self.round, self.line, proposed.attempt, sorted(proposed.workers)]
+        return [self.round, self.history_hash, proposed.attempt, sorted(proposed.workers)]
 
     def _heard_report(self, sender: int, report: _Report, now: float) -> None:
-        self._reports[sender], self._places[sender] = report, _Place(report.round, report.line)
+        self._reports[sender], self._places[sender] = report, _Place(report.round, report.history_hash)
         self._away_until_s.pop(sender, None)
         self._returns_until_s.pop(sender, None)
         if report.away:
@@ -441,7 +450,7 @@ class Closing:
             if report.returns:
                 self._returns_until_s[sender] = self._away_until_s[sender]
             if not self.left_out:
-                self._say(sender, LetterKind.REPORT, _plain(self._own))  # so that it knows what to wait for
+                self._send(sender, LetterKind.REPORT, _plain(self._own_report))  # so that it knows what to wait for
         elif report.round > self.round and report.last is not None:
             self._close_what_is_held(report.last)
         elif report.round < self.round or self._leader != self.members.me:
@@ -455,23 +464,25 @@ class Closing:
         before = self._answered.get(sender)
         if before is None or before[0] != round or now >= before[1] + self._beat_s:
             self._answered[sender] = round, now
-            self._say(sender, LetterKind.REPORT, _plain(self._own))
+            self._send(sender, LetterKind.REPORT, _plain(self._own_report))
 
-    def _heard_proposal(self, sender: int, what: _Closed, workers: list[int], now: float) -> None:
-        round, line, attempt = what
-        self._places[sender] = _Place(round, line)
+    def _heard_proposal(self, sender: int, place: _Closed, workers: list[int], now: float) -> None:
+        round, history_hash, attempt = place
+        self._places[sender] = _Place(round, history_hash)
         if round < self.round:
             self._answer(sender, round, now)  # so that it learns how its round was closed
-        elif (round, line) != (self.round, self.line):
+        elif (round, history_hash) != (self.round, self.history_hash):
             self._settle(now)
         elif attempt > self._attempt and not self.closed:
             self._attempt, self._held, self._proposed_s = attempt, -1, now
-            mine = self.members.me in workers and self._ready_s is not None
-            self.proposed = Proposal(attempt, frozenset(workers)) if mine else None
-            if self.members.me in workers and not mine:
+            takes_part = self.members.me in workers and self._ready_s is not None
+            self.proposed = Proposal(attempt, frozenset(workers)) if takes_part else None
+            if self.members.me in workers and not takes_part:
                 self.fail(attempt, now)  # it refers to an earlier process of this slot
         elif attempt < self._attempt:
-            self._say(sender, LetterKind.REPORT, _plain(self._own))  # it leads and does not know of the later one
+            self._send(
+                sender, LetterKind.REPORT, _plain(self._own_report)
+            )  # it leads and does not know of the later one
 
     def _heard_closed(self, sender: int, closed: _Closed, now: float) -> None:
         self._places[sender] = _Place(closed.round + 1, None, closed)
@@ -481,14 +492,14 @@ class Closing:
     def _close_what_is_held(self, closed: _Closed) -> None:
         """Makes the update of a mean that this worker holds, even if only one other reports it closed."""
         held = self.proposed is not None and self._held == self.proposed.attempt == closed.attempt
-        if held and closed[:2] == (self.round, self.line) and not self.left_out:
+        if held and closed[:2] == (self.round, self.history_hash) and not self.left_out:
             self.closed = True
 
-    def _tell_all(self, kind: LetterKind, values: object) -> None:
+    def _send_all(self, kind: LetterKind, values: object) -> None:
         for j in sorted(self._living - {self.members.me}):
-            self._say(j, kind, values)
+            self._send(j, kind, values)
 
-    def _say(self, peer: int, kind: LetterKind, values: object) -> None:
+    def _send(self, peer: int, kind: LetterKind, values: object) -> None:
         body = body_of(json.dumps(values).encode())
         letter = Letter(kind, self.members.me, round=max(self.round, 0) // self.per_round, body=body)
         self.outbox.append((peer, letter))
@@ -499,7 +510,7 @@ class Closing:
         match values:
             case [
                 int(round),
-                int(line),
+                int(history_hash),
                 bool(ready),
                 int(held),
                 int(attempt),
@@ -507,28 +518,32 @@ class Closing:
                 bool(away),
                 bool(returns),
                 last,
-            ] if self._are_bounded(round, line, attempt) and self._may_be(held) and self._may_be(failed):
+            ] if (
+                self._are_bounded(round, history_hash, attempt) and self._is_attempt(held) and self._is_attempt(failed)
+            ):
                 before = None if last is None else self._closed_round(last)
                 if last is None or before is not None:
-                    return _Report(round, line, ready, held, attempt, failed, away, returns, before)
+                    return _Report(round, history_hash, ready, held, attempt, failed, away, returns, before)
         return None
 
     def _closed_round(self, values: object) -> _Closed | None:
         match values:
-            case [int(round), int(line), int(attempt)] if round >= 0 and self._are_bounded(round, line, attempt):
-                return _Closed(round, line, attempt)
+            case [int(round), int(history_hash), int(attempt)] if round >= 0 and self._are_bounded(
+                round, history_hash, attempt
+            ):
+                return _Closed(round, history_hash, attempt)
         return None
 
-    def _are_bounded(self, round: object, line: object, attempt: object) -> bool:
+    def _are_bounded(self, round: object, history_hash: object, attempt: object) -> bool:
         newest = MOST_ATTEMPTS
         if round == self.round:
             known = max(self._attempt, 0, *(one.attempt for one in self._reports.values() if one.round == round))
             newest = min(newest, known + _JUMP * self.members.slots)
         last = self.members.limits.rounds * self.per_round
         sound = round == -1 or _is_below(round, last + 1)
-        return sound and _is_below(line, _HASHES) and self._may_be(attempt, newest)
+        return sound and _is_below(history_hash, _HASHES) and self._is_attempt(attempt, newest)
 
-    def _may_be(self, attempt: object, newest: int = MOST_ATTEMPTS) -> bool:
+    def _is_attempt(self, attempt: object, newest: int = MOST_ATTEMPTS) -> bool:
         return attempt == -1 or _is_below(attempt, newest)
 
     def _are_slots(self, workers: list[object]) -> bool:

@@ -59,7 +59,7 @@ class Outgoing(NamedTuple):
     letter: Letter
 
 
-class _Pact:
+class _PeerExchange:
     """An exchange with one peer under one ticket, from this end."""
 
     def __init__(self, size: int, view: int, sound: Callable[[Tensor], bool] | None) -> None:
@@ -67,7 +67,7 @@ class _Pact:
         self.steps = 0
         """Inner steps of this worker's slot that its payload contains."""
         self.posted_s: float | None = None
-        self.theirs: Letter | None = None
+        self.received: Letter | None = None
         self.committed = False
         self.confirmed = False
         self.outcome: Outcome | None = None
@@ -76,7 +76,7 @@ class _Pact:
         """Ends it without counting it, unless it has ended."""
         if self.outcome is None:
             self.outcome = Outcome.UNSURE if self.committed else why
-            self.theirs = None
+            self.received = None
 
 
 class ElasticCore:
@@ -104,7 +104,7 @@ class ElasticCore:
         self._patience_s, self._beat_s = timeout_s - beat_s, beat_s
         self.limit_s = min(self._patience_s, deadline_s or timeout_s)
         """How long an exchange may take."""
-        self._pacts: dict[tuple[Ticket, int], _Pact] = {}
+        self._pacts: dict[tuple[Ticket, int], _PeerExchange] = {}
         self._early: dict[tuple[Ticket, int], Letter] = {}
         self._over: set[tuple[Ticket, int]] = set()
         self._planned: frozenset[int] = frozenset()
@@ -135,17 +135,17 @@ class ElasticCore:
         self._held_steps.clear()
         self.members.progress(self.me, round)
         for ticket, peer in [*self._early]:
-            if not self._may_come(ticket, peer):
+            if not self._may_be_announced(ticket, peer):
                 del self._early[ticket, peer]
                 self._decline(ticket, peer)
 
-    def plan(self, workers: frozenset[int], line: int = 0) -> None:
+    def plan(self, workers: frozenset[int], history_hash: int = 0) -> None:
         """Fixes the participants of this round and its history; the other end of each exchange must agree."""
-        self._view = key(line, "view", *sorted(workers))
+        self._view = key(history_hash, "view", *sorted(workers))
 
     def expect(self, ticket: Ticket, peer: int, size: int, sound: Callable[[Tensor], bool] | None = None) -> None:
         """Announces an exchange with a peer whose payload has this many bytes; an invalid payload is declined."""
-        pact = self._pacts[ticket, peer] = _Pact(size, self._view, sound)
+        pact = self._pacts[ticket, peer] = _PeerExchange(size, self._view, sound)
         self._sizes[ticket.fragment, ticket.leg] = size
         entry = self.members.entries.get(peer)
         if entry is None or entry.status != MemberStatus.ALIVE:
@@ -229,7 +229,7 @@ class ElasticCore:
         self.spread()
         return entry
 
-    def tell_again(self, peer: int) -> None:
+    def resend_view(self, peer: int) -> None:
         """Resends this worker's view, which may have been lost with one of several connections to a peer."""
         self._told.pop(peer, None)
         self.tell(peer)
@@ -304,9 +304,9 @@ class ElasticCore:
             self._over.add((ticket, peer))
             outcomes[peer] = pact.outcome
             if pact.outcome is Outcome.MADE:
-                assert pact.theirs is not None
-                payloads[peer] = pact.theirs.body
-                for slot, steps in ((peer, pact.theirs.steps), (self.me, pact.steps)):
+                assert pact.received is not None
+                payloads[peer] = pact.received.body
+                for slot, steps in ((peer, pact.received.steps), (self.me, pact.steps)):
                     self._held_steps[slot] = max(steps, self._held_steps.get(slot, 0))
         if self.limit_bytes is None:
             self.count_steps()
@@ -388,13 +388,13 @@ class ElasticCore:
 
     def _ask_the_doubted(self, now: float) -> None:
         doubts, self.members.doubts = self.members.doubts, {}
-        for slot, said in doubts.items():
+        for slot, claim in doubts.items():
             known = self.members.entries.get(slot)
-            if known is None or known.nonce != said.nonce:
-                self.claims.append(said)
+            if known is None or known.nonce != claim.nonce:
+                self.claims.append(claim)
             elif known.status <= MemberStatus.ALIVE and slot not in self._doubted_s:
                 self._doubted_s[slot] = now
-                self.tell_again(slot)  # it answers if it has newer information
+                self.resend_view(slot)  # it answers if it has newer information
                 self._send(slot, LetterKind.PING)
 
     def _give_up(self, peer: int) -> None:
@@ -409,7 +409,7 @@ class ElasticCore:
         pact = self._pacts.get((ticket, peer))
         if pact is None:
             kept = sum((early.fragment, other) == (ticket.fragment, peer) for early, other in self._early)
-            if self._may_come(ticket, peer) and kept < MOST_EARLY:
+            if self._may_be_announced(ticket, peer) and kept < MOST_EARLY:
                 self._early[ticket, peer] = letter
             else:
                 self._decline(ticket, peer)
@@ -423,10 +423,10 @@ class ElasticCore:
             pact.close(Outcome.DECLINED)
             self._decline(ticket, peer)
         else:
-            pact.theirs = letter
+            pact.received = letter
             self._commit(ticket, peer, pact)
 
-    def _may_come(self, ticket: Ticket, peer: int) -> bool:
+    def _may_be_announced(self, ticket: Ticket, peer: int) -> bool:
         """Whether an exchange that is not announced may still be."""
         if ticket.round != self.round:
             return ticket.round > self.round
@@ -444,18 +444,18 @@ class ElasticCore:
             pact.confirmed = True
             self._conclude(letter.sender, pact)
 
-    def _commit(self, ticket: Ticket, peer: int, pact: _Pact) -> None:
+    def _commit(self, ticket: Ticket, peer: int, pact: _PeerExchange) -> None:
         """Sends the COMMIT once one payload is sent and the other received."""
-        if pact.posted_s is not None and pact.theirs is not None and not pact.committed:
+        if pact.posted_s is not None and pact.received is not None and not pact.committed:
             pact.committed = True
             self._send(peer, LetterKind.COMMIT, ticket)
             self._conclude(peer, pact)
 
-    def _conclude(self, peer: int, pact: _Pact) -> None:
+    def _conclude(self, peer: int, pact: _PeerExchange) -> None:
         if pact.committed and pact.confirmed:
             pact.outcome = Outcome.MADE
-            if self.limit_bytes is None and pact.theirs is not None:  # the slot's next process must know it at once
-                self.members.progress(peer, 0, pact.theirs.steps)
+            if self.limit_bytes is None and pact.received is not None:  # the slot's next process must know it at once
+                self.members.progress(peer, 0, pact.received.steps)
 
     def _decline(self, ticket: Ticket, peer: int) -> None:
         self._send(peer, LetterKind.DECLINE, ticket)

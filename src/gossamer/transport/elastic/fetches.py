@@ -93,5 +93,5 @@ class Fetches(Calls):
             if letter.kind == LetterKind.MESSAGE and 0 < version <= self.members.limits.rounds and life < LIFE_LIMIT:
                 self._came[peer] = Fetched(version, life, letter.steps, letter.body)
 
-    def _asked(self) -> frozenset[int]:
+    def _awaited(self) -> frozenset[int]:
         return frozenset(self._since_s)

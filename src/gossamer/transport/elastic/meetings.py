@@ -29,8 +29,8 @@ class Appointment:
 
     def __init__(self, peer: int, ticket: Ticket, since_s: float) -> None:
         self.peer, self.ticket, self.since_s = peer, ticket, since_s
-        self.told = False
-        self.theirs: Letter | None = None
+        self.sent = False
+        self.received: Letter | None = None
         self.agreed = False
         self.confirmed = False
 
@@ -47,7 +47,7 @@ class Appointment:
     @property
     def steps(self) -> int:
         """Inner steps of the peer's slot that its message includes."""
-        return 0 if self.theirs is None else self.theirs.steps
+        return 0 if self.received is None else self.received.steps
 
     @property
     def number(self) -> int:
@@ -120,16 +120,16 @@ class Meetings(Calls):
         elif current is None or (peer, ticket) != (current.peer, current.ticket):
             if letter.kind in (LetterKind.ACCEPT, LetterKind.MESSAGE):
                 self._send(peer, LetterKind.REFUSE, ticket)
-        elif letter.kind == LetterKind.ACCEPT and not current.told:
-            self._say(current)
-        elif letter.kind == LetterKind.MESSAGE and current.theirs is None:
+        elif letter.kind == LetterKind.ACCEPT and not current.sent:
+            self._send_message(current)
+        elif letter.kind == LetterKind.MESSAGE and current.received is None:
             if not self._sound(
                 letter.body, peer
             ):  # before the AGREE, without which the other end cannot count it either
                 self._send(peer, LetterKind.REFUSE, ticket)
                 self._close(current)
                 return
-            current.theirs = letter
+            current.received = letter
             self._conclude(current)
         elif letter.kind == LetterKind.AGREE:
             current.confirmed = True
@@ -139,37 +139,37 @@ class Meetings(Calls):
 
     def _invited(self, peer: int, ticket: Ticket, now: float) -> None:
         current, me = self._now, self.members.me
-        crossed = current is not None and current.peer == peer and current.starter == me and not current.told
+        crossed = current is not None and current.peer == peer and current.starter == me and not current.sent
         sound = ticket.fragment == peer and max(ticket.round, ticket.leg) < LIFE_LIMIT
         if self.closed or not sound or not (current is None or (crossed and peer < me)):
             self._send(peer, LetterKind.REFUSE, ticket)
             return
         self._now = Appointment(peer, ticket, now)
         self._send(peer, LetterKind.ACCEPT, ticket)
-        self._say(self._now)
+        self._send_message(self._now)
 
-    def _say(self, current: Appointment) -> None:
-        current.told = True
+    def _send_message(self, current: Appointment) -> None:
+        current.sent = True
         self._send(current.peer, LetterKind.MESSAGE, current.ticket, self._tell(current))
         self._conclude(current)
 
     def _conclude(self, current: Appointment) -> None:
         """Agrees once one message is sent and the other received, and counts the meeting once the other end agrees too."""
-        if current.told and current.theirs is not None and not current.agreed:
+        if current.sent and current.received is not None and not current.agreed:
             current.agreed = True
             self._send(current.peer, LetterKind.AGREE, current.ticket)
         if current.agreed and current.confirmed:
-            assert current.theirs is not None
+            assert current.received is not None
             self._now = None
             self.made += 1
-            self._meet(current, current.theirs.body)
+            self._meet(current, current.received.body)
 
     def _close(self, current: Appointment) -> None:
         self._now = None
         if current.agreed:
             self.unsure += 1
-        elif current.told:
+        elif current.sent:
             self.missed += 1
 
-    def _asked(self) -> frozenset[int]:
+    def _awaited(self) -> frozenset[int]:
         return frozenset() if self._now is None else frozenset({self._now.peer})

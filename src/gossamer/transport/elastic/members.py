@@ -165,7 +165,7 @@ class Members:
         others = [entry for slot, entry in self.entries.items() if slot != self.me and entry.nonce]
         return self.slots > 1 and all(entry.status == MemberStatus.JOINING for entry in others)
 
-    def believe_only(self, speaks_for: Callable[[int, int], bool]) -> None:
+    def restrict_trust(self, speaks_for: Callable[[int, int], bool]) -> None:
         """Restricts trust in a worker to the slots that it owns: `speaks_for(worker, slot)`.
 
         Until a slot has reported itself, or after it was lost, others are believed about it, as two workers that cannot
@@ -174,7 +174,9 @@ class Members:
         """
         self._speaks_for, self._unproven = speaks_for, set(self.entries) - {self.me}
 
-    def merge(self, theirs: Iterable[SlotEntry], source: int | None = None) -> list[tuple[SlotEntry | None, SlotEntry]]:
+    def merge(
+        self, entries: Iterable[SlotEntry], source: int | None = None
+    ) -> list[tuple[SlotEntry | None, SlotEntry]]:
         """Merges another worker's view; returns the changed entries of others, before and after, ignoring rounds and
         steps.
 
@@ -184,14 +186,16 @@ class Members:
         Args: `source` is the worker that sent it; None for a trusted update.
         """
         changed: list[tuple[SlotEntry | None, SlotEntry]] = []
-        for entry in theirs:
-            told = source is not None and self._speaks_for is not None and not self._speaks_for(source, entry.slot)
+        for entry in entries:
+            is_hearsay = (
+                source is not None and self._speaks_for is not None and not self._speaks_for(source, entry.slot)
+            )
             before = self.entries.get(entry.slot)
             unproven = self._speaks_for is not None and (before is None or entry.slot in self._unproven)
-            if told and (entry.slot == self.me or not unproven):
-                self._hearsay(entry)
+            if is_hearsay and (entry.slot == self.me or not unproven):
+                self._secondhand_report(entry)
                 continue
-            if told:
+            if is_hearsay:
                 if entry.incarnation - (before.incarnation if before else 0) > _MOST_OUTBID:
                     continue
                 self._unproven.add(entry.slot)
@@ -206,7 +210,9 @@ class Members:
                 continue
             if before is None:
                 after = entry
-            elif unproven and not told and before.rank > entry.rank:  # no process of the slot has ever reported itself
+            elif (
+                unproven and not is_hearsay and before.rank > entry.rank
+            ):  # no process of the slot has ever reported itself
                 after = entry._replace(steps=max(before.steps, entry.steps))
             else:
                 after = merged(before, entry)
@@ -216,10 +222,10 @@ class Members:
         self.version += bool(changed)
         return changed
 
-    def admits(self, theirs: Iterable[SlotEntry]) -> bool:
+    def admits(self, entries: Iterable[SlotEntry]) -> bool:
         """Whether the incarnations in an update are plausible, given the last known ones of their slots."""
         known = {slot: entry.incarnation for slot, entry in self.entries.items()}
-        return all(entry.incarnation <= known.get(entry.slot, 0) + _JUMP for entry in theirs)
+        return all(entry.incarnation <= known.get(entry.slot, 0) + _JUMP for entry in entries)
 
     def suspect(self, slot: int) -> bool:
         """Marks a worker as unreachable; returns whether that is new."""
@@ -272,7 +278,7 @@ class Members:
         entry = self.entries.get(slot)
         return slot in self._promised or (entry is not None and entry.status == MemberStatus.JOINING)
 
-    def _hearsay(self, entry: SlotEntry) -> None:
+    def _secondhand_report(self, entry: SlotEntry) -> None:
         """A report about a slot that its sender does not own: at most a reason to ask the slot's process."""
         before = self.entries.get(entry.slot)
         if entry.slot == self.me:

@@ -126,12 +126,12 @@ def host(
         answer = {"donor": me, "common": hash_after(place.compares)}
         send_letter(channel, Letter(LetterKind.OFFER, me, body=body_of(json.dumps(answer).encode())), run)
         return
-    own = give_slot(place) if place.slot is None else entries().get(place.slot)
+    slot_entry = give_slot(place) if place.slot is None else entries().get(place.slot)
     kept = boundary(place.after)
     state = kept.whole
     known = entries()
     offer = {
-        "slot": None if own is None else own.slot,
+        "slot": None if slot_entry is None else slot_entry.slot,
         "donor": me,
         "after": kept.after,
         "bytes": len(state.raw),
@@ -140,7 +140,7 @@ def host(
     }
     send_letter(channel, Letter(LetterKind.OFFER, me, body=body_of(json.dumps(offer).encode())), run)
     wants = receive_letter(channel, run, limits, _small)
-    if own is None or wants.content != b"yes":
+    if slot_entry is None or wants.content != b"yes":
         return
     for start in range(0, len(state.raw), CHUNK_BYTES):
         part = state.raw[start : start + CHUNK_BYTES]

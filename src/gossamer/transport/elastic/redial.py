@@ -27,7 +27,7 @@ class Redial:
         """The nonces of processes that have ended: their machines refused a connection."""
         self._lost_s, self._others_s, self._looked_s = lost_s, others_s, -1e9
         self._dialled_s: dict[int, float] = {}
-        self._found: list[tuple[int, str]] = []
+        self._listed: list[tuple[int, str]] = []
 
     def dialled(self, slot: int, now: float) -> None:
         """Records that a process of this slot is dialled."""
@@ -36,7 +36,7 @@ class Redial:
     def look(self, now: float) -> None:
         """Looks for addresses if due, which may take long."""
         if now >= self._looked_s + self._others_s:
-            self._looked_s, self._found = now, [*self.addresses()]
+            self._looked_s, self._listed = now, [*self.addresses()]
 
     def due(
         self, now: float, members: Members, linked: Container[int], replaced: Iterable[SlotEntry]
@@ -58,21 +58,25 @@ class Redial:
         ['b:1']
         """
         known = {entry.address for entry in members.entries.values()}
-        found, self._found = self._found, []
+        addresses, self._listed = self._listed, []
         lost = [entry for entry in members.with_status(MemberStatus.SUSPECT) if entry.address]
         return [
-            *(entry for entry in lost if entry.slot not in linked and self._may_be(entry, now, self._lost_s)),
+            *(
+                entry
+                for entry in lost
+                if entry.slot not in linked and self._may_have_returned(entry, now, self._lost_s)
+            ),
             *(
                 entry
                 for entry in replaced
-                if self._may_be(entry, now, self._others_s) and entry.nonce not in self.ended
+                if self._may_have_returned(entry, now, self._others_s) and entry.nonce not in self.ended
             ),
             *(
                 SlotEntry(i, 0, _NOBODY, MemberStatus.SUSPECT, 0, address)
-                for i, address in found
+                for i, address in addresses
                 if address not in known
             ),
         ]
 
-    def _may_be(self, entry: SlotEntry, now: float, after_s: float) -> bool:
+    def _may_have_returned(self, entry: SlotEntry, now: float, after_s: float) -> bool:
         return now >= self._dialled_s.get(entry.slot, -1e9) + after_s

@@ -95,7 +95,7 @@ class ElasticTransport:
     ) -> None:
         self.worker, self._endpoint, self._host = members.me, endpoint, host
         if endpoint.keys is not None:
-            members.believe_only(endpoint.keys.are_one)
+            members.restrict_trust(endpoint.keys.are_one)
         self._device = device or torch.device("cpu")
         self._beat_s = min(1.0, endpoint.timeout_s / 8)
         self.core = ElasticCore(
@@ -151,7 +151,7 @@ class ElasticTransport:
             endpoint.listener, endpoint.secret, endpoint.run, self._arrived, self.refusals, keys=endpoint.keys
         )
         # Beats are sent during local phases: a silent worker counts as dead.
-        threading.Thread(target=self._keep_house, daemon=True, name="gossamer house").start()
+        threading.Thread(target=self._run_timeouts, daemon=True, name="gossamer house").start()
 
     @property
     def members(self) -> Members:
@@ -182,18 +182,18 @@ class ElasticTransport:
             self._flush()
         return alive
 
-    def lead(self, round: int, workers: frozenset[int], peers: Sequence[int], line: int = 0) -> None:
+    def lead(self, round: int, workers: frozenset[int], peers: Sequence[int], history_hash: int = 0) -> None:
         """Begins a round, or another attempt at its mean, over the participants chosen by the first process of this
         worker.
 
-        Args: `line` is the hash of the closed rounds before it, for a rule that needs everyone.
+        Args: `history_hash` is the hash of the closed rounds before it, for a rule that needs everyone.
         Raises: SlotTakenError.
         """
         with self.changed:
             self._must_fill_its_slot()
             if round != self.core.round:
                 self.core.begin_round(round, workers, peers)
-            self.core.plan(workers, line)
+            self.core.plan(workers, history_hash)
             self._flush()
 
     def _must_fill_its_slot(self) -> None:
@@ -209,7 +209,7 @@ class ElasticTransport:
             assert closing.proposed is not None
             self._tried = closing.proposed.attempt
             # The set is part of the view on which both ends of a payload must agree, so that attempts are not mixed.
-            self.core.plan(closing.proposed.workers, closing.line)
+            self.core.plan(closing.proposed.workers, closing.history_hash)
             return closing.proposed
 
     def committed(self, attempt: int, *, whole: bool) -> bool:
@@ -251,13 +251,13 @@ class ElasticTransport:
 
         Raises: SlotTakenError.
         """
-        start_s, told = time.monotonic(), False
+        start_s, was_reported = time.monotonic(), False
         with self.changed:
             while self.members.expects_company and not self.stop():
                 self._must_fill_its_slot()
                 self.changed.wait(self._beat_s)
-                if not told and time.monotonic() > start_s + _FEW_S:
-                    told = True
+                if not was_reported and time.monotonic() > start_s + _FEW_S:
+                    was_reported = True
                     log.warning(
                         "worker %d waits for another to join: of %d workers it is the only one here, and alone it has nobody to "
                         "exchange with; a run of one has workers = 1",
@@ -392,16 +392,16 @@ class ElasticTransport:
             over = lambda: self.members.newest_round > round or closing.nobody_ahead or self.stop()  # noqa: E731
             self.changed.wait_for(over, self._endpoint.timeout_s)
 
-    def go_on_from(self, round: int, line: int) -> None:
+    def continue_from(self, round: int, history_hash: int) -> None:
         """Takes part again with another worker's state, for a rule that needs everyone."""
         with self.changed:
-            self._closes().begin_round(round * self._closes().per_round, line)
+            self._closes().begin_round(round * self._closes().per_round, history_hash)
 
     @property
-    def line(self) -> int:
+    def history_hash(self) -> int:
         """The hash of the closed rounds, which accompanies a state; 0 for gossip."""
         with self.changed:
-            return 0 if self.closing is None else self.closing.line
+            return 0 if self.closing is None else self.closing.history_hash
 
     def view(self) -> View:
         """This worker's membership view, for status queries."""
@@ -550,8 +550,8 @@ class ElasticTransport:
             return
         now = time.monotonic()
         for entry in claims:
-            found = any(link.nonce == entry.nonce for link in self._links.get(entry.slot, []))
-            if found or not entry.address or now < self._looked_s.get(entry.slot, -1e9) + self._beat_s:
+            connected = any(link.nonce == entry.nonce for link in self._links.get(entry.slot, []))
+            if connected or not entry.address or now < self._looked_s.get(entry.slot, -1e9) + self._beat_s:
                 continue
             self._looked_s[entry.slot] = now
             if entry.slot == self.worker:
@@ -644,10 +644,10 @@ class ElasticTransport:
                 elif same and peer == WATCHER:
                     show(channel, self.view(), self._endpoint.run)
                 else:
-                    kind, what = (
+                    kind, why = (
                         ("bounds", f"it calls itself worker {peer}") if same else ("other run", "it is of another run")
                     )
-                    self.refusals.add(host, RefusedError(kind, what))
+                    self.refusals.add(host, RefusedError(kind, why))
         finally:
             self._guests.release(channel)
 
@@ -695,7 +695,7 @@ class ElasticTransport:
                 self._reasons[link.peer] = why
                 self.core.lost(link.peer)
             else:
-                self.core.tell_again(link.peer)
+                self.core.resend_view(link.peer)
             self._flush()
             self.changed.notify_all()
 
@@ -726,7 +726,7 @@ class ElasticTransport:
             else:
                 log.warning("%s; worker %d keeps its own state, and does not wait for it", alone, self.worker)
 
-    def _keep_house(self) -> None:
+    def _run_timeouts(self) -> None:
         """Runs timeouts, and redials suspected workers, which may have come back."""
         while not self._closed.wait(self._beat_s):
             self.redial.look(time.monotonic())  # reads files, hence outside the lock

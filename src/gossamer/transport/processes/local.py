@@ -22,7 +22,7 @@ from typing import NamedTuple, TextIO
 import torch
 
 from gossamer.record.progress import counting_children
-from gossamer.stop_signals import deaf, has_launcher
+from gossamer.stop_signals import has_launcher, ignore_stop_signals
 from gossamer.transport.keys import Keys
 from gossamer.transport.processes.keyed_store import meeting_store
 from gossamer.transport.processes.launch import intra_op_threads
@@ -209,8 +209,8 @@ def run_served(
             _wait(workers, time.monotonic() + grace_s)
             raise
         deadline = time.monotonic() + grace_s
-        if code == STOPPED:
-            _ask_to_leave(workers)  # they would look for a server until `run.timeout_s` is over
+        if code > 0:  # stopped or failed: they would look for a server until `run.timeout_s` is over
+            _ask_to_leave(workers)
         if code < 0:
             again = shlex.join(["gossamer", *resume, *at])
             log.warning("the server ended with code %d; its workers try again; resume it with %s", _shown(code), again)
@@ -334,7 +334,7 @@ def _enter(
     code = work(argv)
     # Once one process was stopped, the launcher stops all: that signal's exception during Python's shutdown would give
     # code 1.
-    deaf()
+    ignore_stop_signals()
     sys.exit(code)
 
 

@@ -170,8 +170,8 @@ class Channel:
         self.interrupt()
         self._sock.close()
 
-    def _late(self, what: str, deadline: float | None) -> TimeoutError:
-        return TimeoutError(f"{what} for {self.timeout_s:g} s" if deadline is None else "it took too long")
+    def _late(self, silence: str, deadline: float | None) -> TimeoutError:
+        return TimeoutError(f"{silence} for {self.timeout_s:g} s" if deadline is None else "it took too long")
 
     def _before(self, deadline: float | None) -> None:
         if deadline is not None:

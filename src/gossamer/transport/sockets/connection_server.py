@@ -314,7 +314,7 @@ class ConnectionServer:
             hello = self._hello(arrival)
         except (TransportError, OSError) as error:
             self.refusals.add(f"worker {arrival.peer}", error)
-            self._turn_away(arrival, str(error))
+            self._refuse(arrival, str(error))
         else:
             self._inputs.put(_Joined(arrival, hello))
         finally:
@@ -350,7 +350,7 @@ class ConnectionServer:
         )
         return protocol.hello(peer, letter.body)
 
-    def _turn_away(self, arrival: Arrival, why: str) -> None:
+    def _refuse(self, arrival: Arrival, why: str) -> None:
         """Sends the reason for a refusal, and closes once it is read."""
         me, run = (self._me, self._endpoint.run) if arrival.same_run else (0, NO_RUN)
         with arrival.channel as channel, contextlib.suppress(OSError):

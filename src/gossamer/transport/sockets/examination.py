@@ -68,7 +68,7 @@ def examine(
             return None
         number = secrets.token_bytes(16)
         port = 0 if listener is None else listener.getsockname()[1]
-        with _says(listener, number):
+        with _sends_number(listener, number):
             sent_s, began = time.time(), time.monotonic()
             channel.write(_HELLO.pack(sent_s, port, number))
             theirs_s, reached, seen = _ANSWER.unpack(channel.read(_ANSWER.size, time.monotonic() + 2 * PATIENCE_S))
@@ -88,7 +88,7 @@ class ExaminationServer:
 
     Args:
         sock: listens; closed by `close`.
-        told: called with the address of each answered peer, and whether it is reachable from here.
+        report: called with the address of each answered peer, and whether it is reachable from here.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ def _reaches(host: str, port: int, number: bytes) -> bool:
 
 
 @contextlib.contextmanager
-def _says(listener: socket.socket | None, number: bytes) -> Iterator[None]:
+def _sends_number(listener: socket.socket | None, number: bytes) -> Iterator[None]:
     """A context in which the listener sends the number to each connection."""
     if listener is None:
         yield

@@ -90,11 +90,11 @@ def silent_s(sock: socket.socket) -> float:
 
 def _sockets() -> list[tuple[int, int]]:
     """The descriptors of the sockets of this process, and their inodes."""
-    found = list[tuple[int, int]]()
+    sockets = list[tuple[int, int]]()
     with contextlib.suppress(OSError):
         for name in os.listdir("/dev/fd"):
             with contextlib.suppress(OSError):  # the listing's own descriptor, or one closed by another thread
                 status = os.fstat(int(name))
                 if stat.S_ISSOCK(status.st_mode):
-                    found.append((int(name), status.st_ino))
-    return found
+                    sockets.append((int(name), status.st_ino))
+    return sockets

@@ -47,13 +47,13 @@ class Refusals:
         with self._lock:
             return dict(self._counts)
 
-    def count(self, what: str) -> int:
+    def count(self, refusal: str) -> int:
         """Counts one without a report, and returns its count."""
         with self._lock:
             key = (
-                what
-                if what in self._counts or len(self._counts) < _MOST_COUNTS
-                else f"others: {what.rpartition(': ')[2]}"
+                refusal
+                if refusal in self._counts or len(self._counts) < _MOST_COUNTS
+                else f"others: {refusal.rpartition(': ')[2]}"
             )
             self._counts[key] += 1
             return self._counts[key]

@@ -68,9 +68,9 @@ class ServerClient:
         self.channel.close()
 
     def _receive(self, kind: LetterKind, ticket: Ticket, size: int) -> Letter:
-        def accepts(letter: Letter, theirs: int) -> bool:
-            refused = letter.kind is LetterKind.REFUSAL and theirs <= REFUSAL_BYTES
-            expected = (letter.kind, letter.ticket, theirs) == (kind, ticket, size)
+        def accepts(letter: Letter, run: int) -> bool:
+            refused = letter.kind is LetterKind.REFUSAL and run <= REFUSAL_BYTES
+            expected = (letter.kind, letter.ticket, run) == (kind, ticket, size)
             return letter.sender == self._limits.workers and (refused or expected)
 
         try:

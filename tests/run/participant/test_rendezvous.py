@@ -15,7 +15,7 @@ from gossamer.run.asynchronous import train_asynchronous
 from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import dump
 from gossamer.run.elastic import train_elastic
-from gossamer.run.participant.seat import join_run
+from gossamer.run.participant.rendezvous import join_run
 from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry
 from gossamer.transport.elastic.transport import ElasticTransport
 from gossamer.transport.secret import folder_secret
@@ -79,11 +79,11 @@ def test_a_store_that_falls_silent_while_a_run_starts_ends_it_in_a_sentence(tmp_
     port = free_port()
     with silent_relay(port, until) as relay:
         first, second = start_behind_a_relay(tmp_path, relay, port, kind, 4.0)
-        code, output = second.finish(60.0)
+        code, output = second.finish()
         assert relay.silent.is_set(), output
         assert code == 2 and "Traceback" not in output, output
         assert f"the store at 127.0.0.1:{relay.port} did not answer for" in output, output
-        code, output = first.finish(60.0)
+        code, output = first.finish()
         assert code == 2 and "gossamer: worker" in output and "Traceback" not in output, output
 
 
@@ -95,7 +95,7 @@ def test_a_worker_whose_store_has_fallen_silent_still_heeds_a_signal(tmp_path: P
         for worker in (second, first):
             os.kill(worker.pid, signal.SIGTERM)
         for worker in (second, first):
-            code, output = worker.finish(20.0)
+            code, output = worker.finish()
             assert code == 130 and "gossamer: stopped" in output, output
 
 
@@ -110,7 +110,7 @@ def test_who_joins_waits_for_the_first_machine_which_is_announced_at_an_address_
     waits = next((line for line in second.lines() if f"waiting for 127.0.0.1:{port}, up to 300 s" in line), None)
     assert waits is not None and "Connection refused" in waits, second.finish()
     first = Command(*given, tmp_path / "first", "--listen", f"0.0.0.0:{port}", GOSSAMER_SECRET=secret)
-    ends = [one.finish(100.0) for one in (second, first)]
+    ends = [one.finish() for one in (second, first)]
     assert [code for code, _ in ends] == [0, 0], ends
     announced = (tmp_path / "first" / "address-000.json").read_text()
     assert "0.0.0.0" not in announced + ends[1][1].replace("0.0.0.0 means", ""), ends

@@ -24,7 +24,7 @@ from gossamer.record.fault import Fault
 from gossamer.record.lineage import Lineage
 from gossamer.record.locks import holding
 from gossamer.record.progress import say
-from gossamer.run.bookkeeping.resume import History, Resume, lineage, resumed
+from gossamer.run.bookkeeping.resume import History, Resume, lineage_of, resumed
 from gossamer.run.bookkeeping.which_round import (
     Agreement,
     Held,
@@ -65,12 +65,12 @@ NONCE_BITS = 61
 """Bits of the random number that identifies this process."""
 
 
-class Seat(NamedTuple):
+class RendezvousResult(NamedTuple):
     """The slot of this process, and its point of resumption."""
 
     members: Members
     endpoint: Endpoint
-    line: Lineage
+    lineage: Lineage
     """The lineage of the run's checkpoints."""
     after: int
     """Completed rounds of the checkpoint it resumes from; 0 without one, as at the start of a run."""
@@ -79,7 +79,7 @@ class Seat(NamedTuple):
     goes_on: bool
     """Whether files of this slot may exist already."""
     content: object = None
-    """The content of its own checkpoint as read by `Brought.own`, to read it only once; None without one."""
+    """The content of its own checkpoint as read by `StartFacts.own`, to read it only once; None without one."""
 
 
 class Own(NamedTuple):
@@ -102,7 +102,7 @@ class Progress(NamedTuple):
     """Inner steps after which the slot continues, regardless of its own checkpoint."""
 
 
-class Brought(ABC, Generic[Fact]):
+class StartFacts(ABC, Generic[Fact]):
     """The facts that each process of one kind of run contributes to its start, and the common decisions from them.
 
     Each process decides independently, so every answer must depend only on the shared facts, in slot order.
@@ -131,8 +131,15 @@ class Brought(ABC, Generic[Fact]):
 
 
 def started(
-    config: RunSettings, folder: Path, task: Task, run: int, brought: Brought[Fact], open_: ExitStack, *, resume: Resume
-) -> Seat:
+    config: RunSettings,
+    folder: Path,
+    task: Task,
+    run: int,
+    start_facts: StartFacts[Fact],
+    open_: ExitStack,
+    *,
+    resume: Resume,
+) -> RendezvousResult:
     """Waits for all processes of a run that starts, as torchrun's environment variables or our launcher name them.
 
     They may be fewer than the run has slots; the others are empty until a process joins.
@@ -157,41 +164,43 @@ def started(
     # Listens before publishing its address, as readers may connect at once.
     listener, address = listening_towards(os.environ["MASTER_ADDR"])
     nonce = secrets.randbits(NONCE_BITS)
-    own = Own(KeptRounds({})) if past is None else brought.own(me, past)
-    settings, common = run_settings(config, task), f"{run:016x} {brought.word}"
+    own = Own(KeptRounds({})) if past is None else start_facts.own(me, past)
+    settings, common = run_settings(config, task), f"{run:016x} {start_facts.word}"
     stated = agree(
         member, common, [address, nonce, encode_kept(own.kept), own.more], settings=settings, timeout_s=wait_s
     )
-    known = [fact_of(slot, value, brought) for slot, value in enumerate(stated)]
+    known = [fact_of(slot, value, start_facts) for slot, value in enumerate(stated)]
 
     def read(round: int) -> dict[int, Fault | None]:
-        if past is None or not brought.one_round:  # each has read its own, and reported their faults
+        if past is None or not start_facts.one_round:  # each has read its own, and reported their faults
             return {}
-        found = store.fault(round, me, past.lineage) if round in own.kept.whole else None
-        return dict(enumerate(decode_faults(agree(member, common, found and found.encoded, timeout_s=wait_s))))
+        fault = store.fault(round, me, past.lineage) if round in own.kept.whole else None
+        return dict(enumerate(decode_faults(agree(member, common, fault and fault.encoded, timeout_s=wait_s))))
 
     try:
         compare_first_batches(member, task, wait_s)
         kept = {slot: one.kept for slot, one in enumerate(known)}
-        speaks = brought.one_round and me == 0
-        start = begin_or_resume(store, task, past, Agreement(kept, read, brought.pick, speaks))
+        speaks = start_facts.one_round and me == 0
+        start = begin_or_resume(store, task, past, Agreement(kept, read, start_facts.pick, speaks))
         after, kept = start.round, start.choice.kept
         newest = _own_round(own, kept[me], after)
-        line = start.go_on([me], back_to=after if brought.one_round else newest)
+        lineage = start.go_on([me], back_to=after if start_facts.one_round else newest)
     finally:  # also on refusal, so that each reports the reason rather than a lost store
         part(member, wait_s)
     warn_of_loopback(address, [one.address for one in known])
     held = {slot: one.whole for slot, one in kept.items()}
     # If each resumes from its own round, one too far behind takes the newest state, like a newcomer.
     oldest = max(0, after - config.run.rejoin_rounds)
-    has_own = after == 0 or (after in held[me] if brought.one_round else newest >= oldest)
+    has_own = after == 0 or (after in held[me] if start_facts.one_round else newest >= oldest)
     donor = me if has_own else next(slot for slot in held if after in held[slot])
     facts = [one.fact for one in known]
-    how_far = [brought.progress(slot, facts, held, after) for slot in range(config.workers)]
+    how_far = [start_facts.progress(slot, facts, held, after) for slot in range(config.workers)]
     endpoint = Endpoint(listener, run, member.secret, wait_s, config.run.round_deadline_s, keys)
     announce(folder, Address(me, address, run))
     members = Members(limits_of(config), me, _entries(known, how_far))
-    return Seat(members, endpoint, line, after, donor, past is not None, own.content if has_own and after else None)
+    return RendezvousResult(
+        members, endpoint, lineage, after, donor, past is not None, own.content if has_own and after else None
+    )
 
 
 def _own_round(own: Own, kept: KeptRounds, after: int) -> int:
@@ -210,7 +219,7 @@ def _entries(known: Sequence["Stated[Any]"], how_far: Sequence[Progress]) -> Ite
         )
 
 
-def join_run(config: RunSettings, folder: Path, run: int, where: str, others: Sequence[str] = ()) -> Seat:
+def join_run(config: RunSettings, folder: Path, run: int, where: str, others: Sequence[str] = ()) -> RendezvousResult:
     """Gets a slot of a running run. The state is fetched later, when this process is ready to train.
 
     Args:
@@ -218,17 +227,17 @@ def join_run(config: RunSettings, folder: Path, run: int, where: str, others: Se
         others: addresses to try after it.
     Raises: PeerError without an answer within `run.timeout_s`, or at once when all that answer refuse or are full.
     """
-    keys, wait_s, line = keys_for(config.peers, config.workers), config.run.timeout_s, lineage(config, folder)
+    keys, wait_s, lineage = keys_for(config.peers, config.workers), config.run.timeout_s, lineage_of(config, folder)
     secret = folder_secret(folder) if keys is None else b""
     # A new nonce for each request: with the old one, a process presumed dead would be mistaken for its former self.
     nonce, deadline, tries = secrets.randbits(NONCE_BITS), time.monotonic() + wait_s, _Tries(wait_s)
     while True:
-        found = _addresses(folder, where, others)
-        for address in found:
+        addresses = _addresses(folder, where, others)
+        for address in addresses:
             if address in tries.final:
                 continue
             try:
-                listener, own = listening_towards(split(address)[0])
+                listener, listens_at = listening_towards(split(address)[0])
             except (OSError, ValueError) as error:
                 tries.failed(address, error)
                 continue
@@ -237,7 +246,7 @@ def join_run(config: RunSettings, folder: Path, run: int, where: str, others: Se
                 offer = ask(
                     address,
                     secret,
-                    Applicant(nonce, own),
+                    Applicant(nonce, listens_at),
                     run=run,
                     limits=limits_of(config),
                     timeout_s=left_s,
@@ -250,14 +259,14 @@ def join_run(config: RunSettings, folder: Path, run: int, where: str, others: Se
                 tries.failed(address, error)
                 continue
             # An asynchronous one reads its own when it begins.
-            after = 0 if config.event_driven else newest_of_own(Store(config, folder), offer.slot, line).round
+            after = 0 if config.event_driven else newest_of_own(Store(config, folder), offer.slot, lineage).round
             endpoint = Endpoint(listener, run, secret, wait_s, config.run.round_deadline_s, keys)
-            announce(folder, Address(offer.slot, own, run))
+            announce(folder, Address(offer.slot, listens_at, run))
             members = Members(limits_of(config), offer.slot, offer.entries)
-            return Seat(members, endpoint, line, after, offer.slot, goes_on=True)
-        if (found and tries.final.issuperset(found)) or time.monotonic() + _AGAIN_S >= deadline:
-            raise _nobody(folder, wait_s, tries, found)
-        tries.wait(folder, found)
+            return RendezvousResult(members, endpoint, lineage, after, offer.slot, goes_on=True)
+        if (addresses and tries.final.issuperset(addresses)) or time.monotonic() + _AGAIN_S >= deadline:
+            raise _nobody(folder, wait_s, tries, addresses)
+        tries.wait(folder, addresses)
 
 
 class _Tries:
@@ -281,25 +290,27 @@ class _Tries:
         elif isinstance(error, GossamerError | ValueError):
             self.final.add(address)
 
-    def wait(self, folder: Path, found: Sequence[str]) -> None:
+    def wait(self, folder: Path, addresses: Sequence[str]) -> None:
         """Waits a moment, and reports once that it waits."""
         if not self._told:
             self._told = True
-            where = ", ".join(one for one in found if one not in self.final) or f"an address of a worker in '{folder}'"
+            where = (
+                ", ".join(one for one in addresses if one not in self.final) or f"an address of a worker in '{folder}'"
+            )
             say(f"waiting for {where}, up to {self._wait_s:g} s{f' ({self.why})' if self.why else ''}")
         time.sleep(_AGAIN_S)
 
 
 def _addresses(folder: Path, where: str, others: Sequence[str]) -> list[str]:
     """The addresses to ask, including the current ones in the folder."""
-    found = [one.address for one in read_addresses(folder)] if where == "auto" else [where]
-    return [*found, *(address for address in others if address not in found)]
+    recorded = [one.address for one in read_addresses(folder)] if where == "auto" else [where]
+    return [*recorded, *(address for address in others if address not in recorded)]
 
 
-def _nobody(folder: Path, wait_s: float, tries: _Tries, found: Sequence[str]) -> GossamerError:
+def _nobody(folder: Path, wait_s: float, tries: _Tries, addresses: Sequence[str]) -> GossamerError:
     """The error to raise when no worker has given a slot."""
-    if found:
-        late = "" if tries.final.issuperset(found) else f" within {wait_s:g} s"
+    if addresses:
+        late = "" if tries.final.issuperset(addresses) else f" within {wait_s:g} s"
         return PeerError(
             f"no worker of the run could be joined{late} ({tries.why}); look whether it runs, with gossamer status "
             f"{quote(str(folder))}"
@@ -309,10 +320,10 @@ def _nobody(folder: Path, wait_s: float, tries: _Tries, found: Sequence[str]) ->
     )
 
 
-def announce(folder: Path, own: Address) -> None:
+def announce(folder: Path, address: Address) -> None:
     """Writes the address of this process into the run folder, and logs it, for joining from elsewhere."""
-    write_address(folder, own)
-    say(f"worker {own.slot} listens on {own.address}: another takes a free slot with --join {own.address}")
+    write_address(folder, address)
+    say(f"worker {address.slot} listens on {address.address}: another takes a free slot with --join {address.address}")
 
 
 def addresses_in(folder: Path, config: RunSettings, run: int) -> list[tuple[int, str]]:
@@ -329,22 +340,22 @@ class Stated(NamedTuple, Generic[Fact]):
     fact: Fact
 
 
-def fact_of(slot: int, value: object, brought: Brought[Fact]) -> Stated[Fact]:
+def fact_of(slot: int, value: object, start_facts: StartFacts[Fact]) -> Stated[Fact]:
     """The facts that a process published at the start. Raises: PeerError for anything else."""
     match value:
         case [str(address), int(nonce), kept, more]:
-            if address and is_process(address, nonce) and (fact := brought.read(more)) is not None:
+            if address and is_process(address, nonce) and (fact := start_facts.read(more)) is not None:
                 return Stated(address, nonce, decode_kept(slot, kept), fact)
     raise PeerError(f"worker {slot} published no address ({value!r:.60}); install the same gossamer version everywhere")
 
 
-def warn_of_loopback(own: str, addresses: Sequence[str]) -> None:
+def warn_of_loopback(address: str, addresses: Sequence[str]) -> None:
     """Warns where this process listens on loopback, and others do not."""
-    if is_loopback(split(own)[0]) and not all(is_loopback(split(one)[0]) for one in addresses):
+    if is_loopback(split(address)[0]) and not all(is_loopback(split(one)[0]) for one in addresses):
         log.warning(
             "this worker listens on %s, where processes of other machines cannot reach it, as MASTER_ADDR = '%s' leads to a "
             "loopback address here; give the address of that machine instead of its name",
-            own,
+            address,
             os.environ.get("MASTER_ADDR", ""),
         )
 
