@@ -22,7 +22,7 @@ from commands import must_have_stages_in_processes, run
 from gossamer.cli import main
 from gossamer.record import checkpoint
 from gossamer.record.lineage import read_branches
-from gossamer.run.bookkeeping.resume import lineage
+from gossamer.run.bookkeeping.resume import lineage_of
 from gossamer.run.config.resolve import settings_in, settings_of
 from gossamer.run.config.run_file import dump
 from gossamer.run.synchronous import regroup
@@ -111,7 +111,7 @@ def brought_together(root, machines):
 def parameters(config, folder):
     """The parameters of each worker after the last round."""
     return [
-        Store(config, folder).load(task_of(config), config.rounds, w, lineage(config, folder))["x"]
+        Store(config, folder).load(task_of(config), config.rounds, w, lineage_of(config, folder))["x"]
         for w in range(config.workers)
     ]
 
