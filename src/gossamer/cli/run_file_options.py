@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter, Token
 
@@ -51,14 +51,19 @@ class Changes:
     """What the words of a command change in a run file."""
 
     overrides: Overrides = ()
-    stages: int | None = None
-    """cut each worker into so many stages: short for --set pipeline.stages=N"""
+    stages: int | Literal["auto"] | None = None
+    """cut each worker into so many stages: short for --set pipeline.stages=N; auto: as many as the processes make that torchrun
+    has started, at most those of the run file"""
     shards: int | None = None
     """hold the model of each worker in so many processes (FSDP2): short for --set run.shards=N"""
 
     @property
     def words(self) -> tuple[str, ...]:
-        """All of them, as --set takes them."""
+        """All of them, as --set takes them. Raises ConfigError where the stages follow from processes."""
+        if self.stages == AUTO:
+            raise ConfigError(
+                "--stages auto follows the processes that torchrun starts for gossamer train; give a number of stages here"
+            )
         short = {"pipeline.stages": self.stages, "run.shards": self.shards}
         return (*self.overrides, *(f"{key}={value}" for key, value in short.items() if value is not None))
 

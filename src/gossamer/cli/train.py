@@ -6,7 +6,7 @@ import math
 import multiprocessing
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -32,6 +32,7 @@ from gossamer.stop_signals import start_forkserver
 if TYPE_CHECKING:
     from gossamer.run.bookkeeping.resume import Resume
     from gossamer.run.config.resolved import ResolvedRun
+    from gossamer.run.synchronous.regroup import Meeting
     from gossamer.transport.processes.local import Among
 
 log = logging.getLogger("gossamer")
@@ -108,6 +109,12 @@ def command(
             f"--restarts is {restarts}, and only who has started all processes can start them again; give it with --local N and "
             "without --rank and --listen"
         )
+    meeting = None
+    if changes.stages == AUTO:
+        meeting = _meet(file, changes, out, resume, way, allowed=allow_code)
+        if meeting is None:
+            return 0
+        changes, resume = replace(changes, stages=None, overrides=(*changes.overrides, *meeting.words)), Path(AUTO)
     config, folder, resumed = run_and_folder(file, changes.words, out, resume)
     from gossamer.record.locks import must_be_idle
     from gossamer.run.config.resolve import resolve
@@ -134,7 +141,7 @@ def command(
             words = _words_of_workers(file, folder, changes, resumed, silent=output.silent, allow_code=allow_code)
             code = _start_workers(run, folder, way.local, words, way.among, resume=resumed, restarts=restarts)
         else:
-            _train_one(run, folder, join, served, resume=resumed)
+            _train_one(run, folder, join, served, resume=resumed, meeting=meeting)
     if code == 0 and output.json:
         print_json(_result(run, folder, way.local, served))
     elif way.local is not None or (run.kind == "rounds" and not _survives_a_worker(run) and _shows_progress()):
@@ -348,8 +355,51 @@ def _shows_progress() -> bool:
     return multiprocessing.parent_process() is None and os.environ.get("LOCAL_RANK", "0") == "0"
 
 
+def _meet(
+    file: Path | None, changes: Changes, out: Path | None, resume: Path | None, way: _WayIn, *, allowed: bool
+) -> "Meeting | None":
+    """The meeting of all processes of a run whose stages follow from their number; None for a spare one, once the run is over.
+
+    Raises: ConfigError for another launch than torchrun's, and a run that cannot have fewer stages.
+    """
+    from gossamer.run.config.resolve import resolve
+    from gossamer.run.synchronous.regroup import FEWEST, LAUNCH, meet, must_be_elastic
+
+    wrong = {**way.given(resumes=False), **({} if resume is None or str(resume) == AUTO else {"--resume": resume})}
+    if wrong:
+        given = " and ".join(f"{option} {value}".strip() for option, value in wrong.items())
+        raise ConfigError(f"--stages auto was given with {given}, which it replaces; start each machine with {LAUNCH}")
+    must_be_elastic()
+    config, folder, _ = run_and_folder(file, changes.overrides, out, Path(AUTO))
+    pipeline = config.pipeline
+    fixed = {
+        "pipeline.cuts": pipeline.cuts,
+        "pipeline.speeds": pipeline.speeds,
+        "pipeline.workers": pipeline.workers,
+        "pipeline.lost": pipeline.lost,
+    }
+    if (named := [key for key, value in fixed.items() if value]) or pipeline.stages < FEWEST:
+        lack = f"{' and '.join(named)} are set" if named else f"pipeline.stages is {pipeline.stages}"
+        raise ConfigError(
+            f"--stages auto lays the layers of all workers over the processes that are there, and {lack}; leave these out, and "
+            f"set pipeline.stages to the most stages that a worker may have, {FEWEST} or more"
+        )
+    parts = parts_to_train(config, folder, AUTO, allowed=allowed, speaks=False)
+    runs = {}
+    for stages in range(FEWEST, pipeline.stages + 1):  # each of them may come
+        words = (*changes.overrides, f"pipeline.stages={stages}")
+        runs[stages] = resolve(run_and_folder(file, words, out, Path(AUTO))[0], parts, real=True)
+    return meet(runs, folder)
+
+
 def _train_one(
-    config: "ResolvedRun", folder: Path, join: str | None, served: ServerOptions, *, resume: "Resume"
+    config: "ResolvedRun",
+    folder: Path,
+    join: str | None,
+    served: ServerOptions,
+    *,
+    resume: "Resume",
+    meeting: "Meeting | None",
 ) -> None:
     """Trains as one of the workers of the run, or as its server."""
     if served.store is not None and config.kind == "server":
@@ -387,7 +437,7 @@ def _train_one(
 
         if join is not None:
             _join_at(join, config)
-        train(config, folder, resume=resume)
+        train(config, folder, resume=resume, meeting=meeting)
 
 
 def _result(config: "ResolvedRun", folder: Path, local: int | None, served: ServerOptions) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from gossamer.finite import must_be_finite
 from gossamer.record.fault import Fault, FaultKind
 from gossamer.record.lineage import Lineage, OddField, odd_field
 from gossamer.record.tensor_file import TENSOR_TYPES, write_tensors
-from gossamer.record.whole_files import atomic_write, sync_folder, worker_suffix
+from gossamer.record.whole_files import atomic_write, make_folder, sync_folder, worker_suffix, writing
 from gossamer.settings.schema import RECORD, Records
 
 FORMAT, FIRST_FORMAT = "gossamer checkpoint 2", "gossamer checkpoint 1"
@@ -190,6 +190,29 @@ def load(folder: Path, round: int, worker: int, digest: str | Lineage) -> Any:
         raise CheckpointError(
             f"{where} does not hold what its manifest describes ({error!r:.200}); {instead}"
         ) from error
+
+
+def files_of(folder: Path, round: int, worker: int) -> tuple[Path, Path]:
+    """The manifest and the tensor file of one generation, whether or not they exist."""
+    return _paths(folder, round, worker)
+
+
+def take(folder: Path, round: int, worker: int, manifest: bytes, tensors: bytes) -> None:
+    """Writes a generation that another process has saved, from the content of its files; `load` checks it.
+
+    Raises: DiskError.
+    """
+    path, tensor_file = _paths(folder, round, worker)
+    make_folder(tensor_file.parent)
+    with writing(path):
+        path.unlink(missing_ok=True)  # as in `save`: no manifest may describe the tensors of another
+    atomic_write(tensor_file, tensors)
+    atomic_write(path, manifest)
+
+
+def forget_before(folder: Path, round: int, worker: int) -> None:
+    """Removes this worker's generations before a round."""
+    _forget(folder, worker, [r for r in _rounds(folder) if r < round])
 
 
 def fault(folder: Path, round: int, worker: int, digest: str | Lineage) -> Fault | None:

@@ -48,6 +48,7 @@ from gossamer.run.config.pipeline import stage_in
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.run.participant.agreement import compare_first_batches, use_equal_threads, use_recorded_threads
 from gossamer.run.participant.rendezvous import listening_towards
+from gossamer.run.synchronous.regroup import Meeting, SlowStages, copy_on
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.shards import Shards
 from gossamer.run.worker.stages.checkpoints import Store, partition_of
@@ -82,12 +83,13 @@ checkpoints.
 """
 
 
-def train(config: ResolvedRun, folder: Path, *, resume: Resume = False) -> None:
+def train(config: ResolvedRun, folder: Path, *, resume: Resume = False, meeting: Meeting | None = None) -> None:
     """Joins the other processes by the variables of their launcher, trains to the end and leaves.
 
     On a stop request to any process, all save and end after the same round. With [peers] the processes exchange over
     our encrypted connections, otherwise over a torch process group.
 
+    Args: `meeting` is the one at which the processes have agreed on their stages, where they may change.
     Raises: ConfigError, DataError, CheckpointError; PeerError naming the worker that failed first; TrainingError;
         KeyboardInterrupt when the run was stopped.
     """
@@ -112,7 +114,9 @@ def train(config: ResolvedRun, folder: Path, *, resume: Resume = False) -> None:
         asked.at_once = True
         try:
             with holding(folder, member.worker, member.part, member.parts):
-                train_member(config, folder, member, keys, resume=resume, asked=asked)
+                train_member(config, folder, member, keys, resume=resume, asked=asked, varies=meeting is not None)
+                if meeting is not None:
+                    meeting.dismiss()
         except (GossamerError, OSError, KeyboardInterrupt) as error:
             failed = error
         asked.over = True
@@ -142,6 +146,7 @@ def train_member(
     *,
     resume: Resume = False,
     asked: Asked | None = None,
+    varies: bool = False,
 ) -> None:
     """Trains the worker that this process is; bitwise equal to the simulator, unless local steps adapt to measured seconds.
 
@@ -150,6 +155,8 @@ def train_member(
         resume: continues from the newest round of which every worker has a sound checkpoint; "auto" starts if there is
             none.
         asked: the stop request of this process; before training it ends at once.
+        varies: whether the stages may change, for which each process of a worker keeps a copy of the checkpoints of the one
+            before it.
     Raises: as `train`.
     Cost: one model, its gradients and states, and messages in flight.
     """
@@ -181,7 +188,7 @@ def train_member(
         stopwatch = Stopwatch(member.worker, recorded_s(folder, member.worker, start.cut))
         own = None if keys is None else [_connections(config, folder, member, keys, open_)]
         trainer = _trainer(config, task, member, pipe, stopwatch, own)
-        stopped, unreadable = _train_rounds(trainer, start, member, asked or Asked(), open_)
+        stopped, unreadable = _train_rounds(trainer, start, member, asked or Asked(), open_, varies=varies)
     with contextlib.suppress(GossamerError):  # other processes' errors, when this one is done
         part(member, config.run.timeout_s)  # the store's host must not leave while another process still uses it
     if stopped is not None:
@@ -259,6 +266,8 @@ def _train_rounds(
     member: Member,
     asked: Asked,
     open_: contextlib.ExitStack,
+    *,
+    varies: bool,
 ) -> tuple[int | None, DataError | None]:
     """Trains from this start to the end and records it, with files closed by `open_`.
 
@@ -266,21 +275,27 @@ def _train_rounds(
         this worker's stream, if any.
     """
     store, worker, stopwatch, first = start.store, trainer.worker, trainer.stopwatch, start.round
-    config, line = store.config, _go_on(worker, start, member)
+
+    def copy(round: int) -> None:
+        if varies and trainer.pipe is not None:
+            copy_on(store, trainer.pipe, worker.index, round)
+
+    config, line = store.config, _go_on(worker, start, member, copy)
     board = Board(member.entries, member.rank, member.ranks, patience_s=min(2.0, config.run.timeout_s / 4))
     record, log_of_stages = _record(store, member, worker, start.cut, open_), None
     if trainer.stages is not None:
         log_of_stages = open_.enter_context(
             stage_log(store.folder, member.worker, member.part, member.parts, start.cut)
         )
-    save = _saver(store.path, line, worker, board, first, writes=_writes(store, member))
+    save = _saver(store.path, line, worker, board, first, copy, writes=_writes(store, member))
     journal = Journal(config, lambda: record, _validator(config, trainer), save, kind="validation")
     if not first:
         journal.begin(worker=member.worker)
     stopped: int | None = None
     unreadable: DataError | None = None
     asked.left_s, asked.at_once = lambda: worker.replica.phase_left_s, False
-    stopping = open_.enter_context(Stopping(member, lambda: asked.is_set() or unreadable is not None, first))
+    slow, uneven = SlowStages(config, board) if varies else None, False
+    stopping = open_.enter_context(Stopping(member, lambda: asked.is_set() or unreadable is not None or uneven, first))
     stopwatch.start()
     for round in range(first, config.rounds):
         if unreadable is None:
@@ -291,6 +306,9 @@ def _train_rounds(
                 unreadable = error
         report, deliveries = _trained_round(trainer, round, config, log_of_stages)
         journal.log(worker, round, report)
+        if slow is not None and not uneven and slow.noticed():
+            log.warning("a process is slow; all are asked to stop after a round, and to start again with other cuts")
+            uneven = True
         if worker.pacer is not None and round + 1 < config.rounds:
             _adapt(worker, report, deliveries, board, worker.loop.method.topology)
         # After local steps have adapted, so that a checkpoint here has those of the next round.
@@ -416,8 +434,11 @@ def _agreement(store: Store, member: Member, found: Mapping[str, Any], past: His
     return Agreement(kept, read, speaks=member.rank == 0)
 
 
-def _go_on(worker: Worker, start: Start, member: Member) -> Lineage:
-    """Resumes a worker from its checkpoint of a round (0 for the start); returns the lineage of checkpoints from now on."""
+def _go_on(worker: Worker, start: Start, member: Member, copy: Callable[[int], None]) -> Lineage:
+    """Resumes a worker from its checkpoint of a round (0 for the start); returns the lineage of checkpoints from now on.
+
+    Args: `copy` copies the checkpoint of a round to another process of the worker.
+    """
     store, me, round = start.store, worker.index, start.round
     config, writes = store.config, _writes(store, member)
 
@@ -441,6 +462,8 @@ def _go_on(worker: Worker, start: Start, member: Member) -> Lineage:
     line = start.go_on([me], restore, rewinds=writes)
     if start.past is None:
         return line
+    if round:
+        copy(round)  # before anybody removes what other stages have saved
     # With changed stages, a process reads files that another one removes next.
     agree(member, "all have taken over what other stages have saved", timeout_s=config.run.timeout_s)
     if writes:
@@ -461,8 +484,17 @@ def _writes(store: Store, member: Member) -> bool:
     return store.config.run.shards == 1 or member.part == 0
 
 
-def _saver(store: Path, line: Lineage, worker: Worker, board: Board, newest: int, *, writes: bool = True) -> Save:
-    """Saves this worker, keeping every generation that the slowest worker may still need."""
+def _saver(
+    store: Path,
+    line: Lineage,
+    worker: Worker,
+    board: Board,
+    newest: int,
+    copy: Callable[[int], None],
+    *,
+    writes: bool = True,
+) -> Save:
+    """Saves this worker, keeping every generation that the slowest worker may still need; `copy` as of `_go_on`."""
     warned = False
 
     def save(finished: int) -> None:
@@ -485,6 +517,7 @@ def _saver(store: Path, line: Lineage, worker: Worker, board: Board, newest: int
         state = worker.state()
         if writes:
             checkpoint.save(store, finished, worker.index, state, digest=line, since=since)
+        copy(finished)
         newest = finished
 
     return save

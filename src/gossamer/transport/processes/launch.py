@@ -80,7 +80,8 @@ def join(
     torch.set_num_threads(intra_op_threads(threads, _number("LOCAL_WORLD_SIZE", default=ranks)))
     if where.type == "cuda":
         torch.cuda.set_device(where)
-    store, behind = _store(rank, timeout_s, keys)
+    known = _STORES.get((os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""), rank))
+    store, behind = _store(rank, timeout_s, keys) if known is None else (known, None)
     with contextlib.ExitStack() as undo:
         if keys is not None and behind is not None:
             mine = [rank] if rank is not None else [r for r in sorted(keys.numbers(keys.certificate)) if r < ranks]
@@ -109,7 +110,7 @@ def join(
     return member
 
 
-def launched(timeout_s: float) -> Member | None:
+def launched(timeout_s: float, *, outlives: bool = True) -> Member | None:
     """This process among those started by a launcher such as torchrun; None for a single process.
 
     It only reaches the store of the processes. No process group is made and no torch setting is changed, so that the
@@ -117,7 +118,9 @@ def launched(timeout_s: float) -> Member | None:
     when all others have, or some seconds after its script: others may still use the store, as a process group that is
     made later does.
 
-    Args: `timeout_s` is how long to wait for the store.
+    Args:
+        timeout_s: how long to wait for the store.
+        outlives: whether rank 0 hosts the store beyond its script.
     Raises: ConfigError when the environment counts several processes without saying how to reach them, TransportError
         when the store cannot be reached.
     """
@@ -135,13 +138,13 @@ def launched(timeout_s: float) -> Member | None:
     where = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank
     store = _STORES.get(where) or _store(rank, timeout_s)[0]
     member = Member.at(rank, n, torch.device("cpu"), store, secret=environment_secret())
-    if where not in _STORES and _hosts_store(0):
+    if outlives and where not in _STORES and _hosts_store(0):
         atexit.register(_parted, member, min(timeout_s, LAST_S))
     _STORES[where] = store
     return member
 
 
-_STORES = dict[tuple[str, str, int], Store]()
+_STORES = dict[tuple[str, str, int | None], Store]()
 """The stores that `launched` has reached, by address, port and rank."""
 
 

@@ -60,6 +60,22 @@ WHOLE = Partition(1, ())
 """The partition of workers of one process, and of a simulation."""
 
 
+def partitions_of(names: Iterable[str], layers: int) -> set[Partition]:
+    """The partitions of a model of so many layers among these folder names, which are untrusted.
+
+    >>> partitions_of(["stage-1-of-2-cut-1", "stage-0-of-2-cut-7", "round-000001"], layers=3)
+    {Partition(stages=2, cuts=(1,))}
+    """
+    found = {Partition(int(m[1]), tuple(map(int, m[2].split("-")[1:]))) for m in map(_NAME.fullmatch, names) if m}
+    return {
+        one
+        for one in found
+        if one.stages > 0
+        and (len(one.cuts) + 1) % one.stages == 0
+        and all(a < b for a, b in pairwise([0, *one.cuts, layers]))
+    }
+
+
 def partition_of(config: RunSettings, worker: int) -> Partition:
     """The assignment of a worker's layers to its processes in `gossamer train`."""
     pipeline = config.pipeline
@@ -201,14 +217,8 @@ class Store(NamedTuple):
 
     def _other_partitions(self) -> list[Partition]:
         """The other partitions that may have checkpoints here."""
-        names = (_NAME.fullmatch(path.name) for path in (self.folder / "checkpoints").glob("stage-*"))
-        found = {WHOLE, *(Partition(int(m[1]), tuple(map(int, m[2].split("-")[1:]))) for m in names if m)}
-        return sorted(one for one in found - {self.own} if one == WHOLE or self._fits(one))
-
-    def _fits(self, one: Partition) -> bool:
-        """Whether the model of the run allows these cuts, as folder names are untrusted."""
-        rising = all(a < b for a, b in pairwise([0, *one.cuts, self.config.model.shape.layers]))
-        return rising and one.stages > 0 and (len(one.cuts) + 1) % one.stages == 0
+        names = (path.name for path in (self.folder / "checkpoints").glob("stage-*"))
+        return sorted({WHOLE, *partitions_of(names, self.config.model.shape.layers)} - {self.own})
 
 
 class Arranged(NamedTuple):

@@ -127,6 +127,8 @@ class LocalStages:
         self._schedule = schedule_of(config.pipeline.schedule, carried, self._accumulate, self._loss)
         self._squares: list[Tensor] | None = None
         self._saved: Mapping[int, float] = {}
+        self._unused: dict[int, Any] = {}
+        """The restored memories of boundaries that other cuts had, until a local phase makes them old."""
         self._sent = torch.zeros(self._pieces - 1, 2, dtype=torch.int64)
         self._sent_by_all = self._sent
         self._compute_s = 0.0
@@ -164,6 +166,7 @@ class LocalStages:
 
     def begin(self) -> None:
         """Begins a local phase: passes the part of the embeddings `[V, D]` that a linear codec would lose to all stages."""
+        self._unused = {}
         if self._table_shape is None:
             return
         part, last = self._pipe.part, self._pipe.parts - 1
@@ -276,9 +279,11 @@ class LocalStages:
 
     def state(self) -> dict[int, list[dict[str, Any]]]:
         """See `gossamer.run.worker.stages.in_one_process.InStages`."""
-        return boundaries_state(self._by_layer)
+        return {**self._unused, **boundaries_state(self._by_layer)}
 
     def restore(self, state: Any, squares: Mapping[int, float]) -> None:
         """See `gossamer.run.worker.stages.in_one_process.InStages`."""
         restore_boundaries(self._by_layer, state)
+        cuts = {first for first, _ in spans_of(self._config)}
+        self._unused = {layer: ends for layer, ends in state.items() if layer not in cuts}
         self._saved = squares
