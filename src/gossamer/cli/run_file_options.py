@@ -62,7 +62,7 @@ class Changes:
         """All of them, as --set takes them. Raises ConfigError where the stages follow from processes."""
         if self.stages == AUTO:
             raise ConfigError(
-                "--stages auto follows the processes that torchrun starts for gossamer train; give a number of stages here"
+                f"--stages {self.stages} follows the processes that torchrun starts for gossamer train; give a number here"
             )
         short = {"pipeline.stages": self.stages, "run.shards": self.shards}
         return (*self.overrides, *(f"{key}={value}" for key, value in short.items() if value is not None))

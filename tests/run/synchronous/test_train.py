@@ -218,7 +218,7 @@ def test_a_store_that_stands_still_bounds_the_checkpoints_and_one_that_goes_on_d
     with a_store_of_its_own() as (store, pid):
         board, other = (Board(Entries(TCPStore("127.0.0.1", store.port), b"s"), i, 2, patience_s=0.2) for i in range(2))
         line = checkpoint.Lineage(digest(config))
-        save = _saver(tmp_path / "checkpoints", line, worker, board, 0)
+        save = _saver(tmp_path / "checkpoints", line, worker, board, 0, lambda round: None)
         save(1)
         other.saved(1)
         save(2)

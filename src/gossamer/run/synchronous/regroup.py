@@ -362,4 +362,6 @@ def _wait_as_spare(member: Member, group: dist.ProcessGroup) -> None:
     try:
         group.recv([torch.empty(1, dtype=torch.uint8)], 0, _OVER).wait(FOREVER)
     except RuntimeError:
-        raise PeerError("the run was interrupted while this process was spare; torchrun starts it again") from None
+        raise PeerError(
+            f"the run was interrupted while process {member.rank} was spare; torchrun starts it again"
+        ) from None

@@ -129,7 +129,7 @@ class Store(NamedTuple):
         paths = self._paths(self.sources(worker, line).get(round, self.own))
         try:
             for path in paths:
-                self._must_be_at(round, worker, checkpoint.load(path, round, worker, line))
+                self._with_checked_steps(round, worker, checkpoint.load(path, round, worker, line))
         except CheckpointError as error:
             return Fault.of(error)
         return None
@@ -152,7 +152,8 @@ class Store(NamedTuple):
         """
         source = self.sources(worker, line).get(round, self.own)
         states = [
-            self._must_be_at(round, worker, checkpoint.load(path, round, worker, line)) for path in self._paths(source)
+            self._with_checked_steps(round, worker, checkpoint.load(path, round, worker, line))
+            for path in self._paths(source)
         ]
         if source == self.own:
             return states[0]
@@ -184,7 +185,7 @@ class Store(NamedTuple):
         lost = self.config.pipeline.lost if self.own != WHOLE else ()
         return [one for one in lost if (one.worker, one.stage) == (worker, self.part)]
 
-    def _must_be_at(self, round: int, worker: int, state: dict[str, Any]) -> dict[str, Any]:
+    def _with_checked_steps(self, round: int, worker: int, state: dict[str, Any]) -> dict[str, Any]:
         """The state. Raises CheckpointError unless it has the inner steps that its worker takes in `round` rounds."""
         config, step = self.config, state.get("steps_taken")
         if config.kind != "rounds" or config.run.adapt or config.run.elastic or step is None:
@@ -217,6 +218,8 @@ class Store(NamedTuple):
 
     def _other_partitions(self) -> list[Partition]:
         """The other partitions that may have checkpoints here."""
+        if self.config.model.own:  # it has no layers to cut
+            return sorted({WHOLE} - {self.own})
         names = (path.name for path in (self.folder / "checkpoints").glob("stage-*"))
         return sorted({WHOLE, *partitions_of(names, self.config.model.shape.layers)} - {self.own})
 
