@@ -32,7 +32,7 @@ from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.connection import Endpoint
 from gossamer.transport.sockets.handshake import dial
 from gossamer.transport.sockets.header import NEWCOMER, WATCHER, LetterKind
-from gossamer.transport.sockets.letter import Letter, body_of, receive_letter, small
+from gossamer.transport.sockets.letter import Letter, body_of, letters_up_to, receive_letter
 from gossamer.transport.sockets.listener import Arrival, Listener, Refusals
 from tiny import limits
 
@@ -521,7 +521,7 @@ def test_a_membership_update_out_of_bounds_ends_its_connection_changes_nothing_a
         wrong = {1: entries[1]._replace(**entry, status=MemberStatus.LEFT)}
         say(sock, Letter(LetterKind.MEMBERSHIP, 2, body=body_of(membership_update(wrong))))
         until(lambda: transports[0].view().refused == {"worker 2: bounds": 1})
-        accepts = small(*LetterKind, most_bytes=1 << 20)
+        accepts = letters_up_to(*LetterKind, most_bytes=1 << 20)
         while (letter := receive_letter(sock, RUN, limits(3), accepts)).kind != LetterKind.REFUSAL:
             pass
         assert b"a membership update that cannot be in a run of 3 workers" in letter.content

@@ -28,7 +28,7 @@ from gossamer.transport.sockets.header import (
     decode,
     encode,
 )
-from gossamer.transport.sockets.letter import Letter, receive_letter, send_letter, small
+from gossamer.transport.sockets.letter import Letter, letters_up_to, receive_letter, send_letter
 
 RUN = 5
 LIMITS = Limits(workers=4, rounds=9, steps=90, fragments=2)
@@ -96,7 +96,7 @@ def test_a_letter_of_another_version_run_or_kind_is_refused_in_a_sentence() -> N
 def test_the_size_of_a_body_is_asked_for_before_memory_is_taken_and_its_bytes_are_under_a_checksum() -> None:
     ours, theirs = (Channel(sock, 5.0) for sock in socket.socketpair())
     letter = Letter(LetterKind.PUSH, 1, Ticket(3), body=torch.arange(24, dtype=torch.uint8))
-    accepts = small(LetterKind.PUSH, most_bytes=24)
+    accepts = letters_up_to(LetterKind.PUSH, most_bytes=24)
     with ours, theirs:
         send_letter(ours, letter, RUN)
         assert torch.equal(receive_letter(theirs, RUN, LIMITS, accepts).body, letter.body)

@@ -66,7 +66,7 @@ def flat_of(model: nn.Module, mesh: DeviceMesh | None, schedule: Schedule) -> Fl
 def must_carry_copies(codec: Codec, held: Flat, shards: int) -> None:
     """Raises ConfigError for a lossy codec where processes of a worker exchange copies of one tensor: they would diverge."""
     alike = codec.exact or (codec.blockwise == 1 and not codec.draws)
-    plain = held.plain if isinstance(held, _Copies) else []
+    plain = held.without_dtensor if isinstance(held, _Copies) else []
     if shards > 1 and plain and not alike:
         raise ConfigError(
             f"codec '{codec.name}' cuts or draws what each of the {shards} processes of a worker sends, and {len(plain)} "
@@ -210,7 +210,7 @@ class _Copies:
         self.words = self._in_words(mesh)
 
     @property
-    def plain(self) -> list[str]:
+    def without_dtensor(self) -> list[str]:
         """The parameters that are no DTensors: processes of a worker may hold copies or parts of them."""
         return [name for name, p in self._parameters.items() if as_dtensor(p) is None]
 

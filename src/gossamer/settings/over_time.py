@@ -200,21 +200,21 @@ class Timetable(NamedTuple):
 
     def steps_before(self, worker: int, round: int) -> int:
         """Inner steps that one worker takes before a round."""
-        return sum(rounds * one.of(worker) for one, rounds in self.rounds_of_each(round))
+        return sum(rounds * one.of(worker) for one, rounds in self.rounds_per_stretch(round))
 
-    def steps_of_all(self, workers: int, round: int) -> int:
+    def total_steps_before(self, workers: int, round: int) -> int:
         """Inner steps that all workers together take before a round."""
-        each = self.rounds_of_each(round)
+        each = self.rounds_per_stretch(round)
         return sum(r * (sum(h) if isinstance(h := one.local_steps, tuple) else workers * h) for one, r in each)
 
-    def rounds_of_each(self, round: int) -> list[tuple[EqualRounds, int]]:
+    def rounds_per_stretch(self, round: int) -> list[tuple[EqualRounds, int]]:
         """Each stretch that begins before a round, with the number of its rounds before it."""
         ends = [*(one.round for one in self.stretches[1:]), round]
         both = zip(self.stretches, ends, strict=True)
         return [(one, min(end, round) - one.round) for one, end in both if one.round < round]
 
 
-def steps_by_step(local_steps: Steps | Mapping[str, Any]) -> tuple[tuple[int, Steps], ...]:
+def local_steps_entries(local_steps: Steps | Mapping[str, Any]) -> tuple[tuple[int, Steps], ...]:
     """The entries of `run.local_steps`; a single one for a plain number; not for a shape."""
     return entries(local_steps) if isinstance(local_steps, Mapping) else ((0, local_steps),)
 

@@ -137,7 +137,7 @@ class RunFile(NamedTuple):
 
     def steps_before(self, round: int) -> int:
         """Inner steps of all workers before a round, at most."""
-        return self.timetable.steps_of_all(self.workers, round)
+        return self.timetable.total_steps_before(self.workers, round)
 
 
 def run_file_of(path: Path) -> RunFile:
@@ -165,7 +165,7 @@ def run_file_of(path: Path) -> RunFile:
         rate = over_time.LearningRate(**_INNER.of(_table(document, "inner"), f"[inner] of '{path}'"))
         timetable = over_time.quadratic(given["base"], given["alpha"], rate, length, start)
     else:
-        steps = over_time.steps_by_step(tuple(given) if isinstance(given, list) else given)
+        steps = over_time.local_steps_entries(tuple(given) if isinstance(given, list) else given)
         timetable = over_time.timetable_of(over_time.begun_alike(((0, steps[0][1]), *steps[1:]), start), length)
     kind = next((kind for kind in ("server", "pair") if kind in document), "rounds")
     if kind == "rounds" and not loop.get("wait", True):

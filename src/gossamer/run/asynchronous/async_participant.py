@@ -115,10 +115,10 @@ class AsyncParticipant(Participant[CallTransport], Generic[Core]):
         """Seconds since the first process that wrote these files began."""
         return time.perf_counter() - self._began
 
-    def holds(self, slot: int, steps: int) -> None:
+    def record_steps(self, slot: int, steps: int) -> None:
         """Records that its parameters include `steps` inner steps of another slot, as reported by that slot."""
         self._held[slot] = max(min(steps, self._budget), self._held.get(slot, 0))
-        self.transport.holds(slot, self._held[slot])
+        self.transport.record_steps(slot, self._held[slot])
 
     def decline(self, peer: int, why: str) -> None:
         """Records a declined message of a peer."""

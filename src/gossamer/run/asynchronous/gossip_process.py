@@ -75,7 +75,7 @@ class GossipParticipant(AsyncParticipant[GossipWorker]):
         self.log.write(Mixed(number, None if everyone else alive, mixed, now_s))
         for peer in received:
             # From now on the peer's slot continues after these steps, as they are in this worker's parameters.
-            self.holds(peer, came[peer].steps)
+            self.record_steps(peer, came[peer].steps)
             self.events.write(
                 round,
                 "fetch",

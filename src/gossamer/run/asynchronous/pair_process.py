@@ -178,7 +178,7 @@ class PairParticipant(AsyncParticipant[PairWorker]):
         # Both messages are here and the other end knows it: once logged, the meeting counts at this end.
         self.log.write(Met(appointment.peer, appointment.starter, appointment.life, appointment.number, dt, now_s))
         self.core.meet(sent, received)
-        self.holds(appointment.peer, appointment.steps)
+        self.record_steps(appointment.peer, appointment.steps)
         self.events.write(
             self._round,
             "meet",

@@ -176,7 +176,7 @@ class ResolvedRun(RunSettings):
             return replace(self, run=run)
 
         after = self.timetable.since(start)
-        parts = [alone(one.local_steps, rounds) for one, rounds in after.rounds_of_each(self.rounds - start)]
+        parts = [alone(one.local_steps, rounds) for one, rounds in after.rounds_per_stretch(self.rounds - start)]
         if isinstance(m, Method) and m.start is not None:
             parts.insert(0, replace(alone(1, start), method=m.start, schedule=m.start.schedule))
         return parts

@@ -35,8 +35,8 @@ from gossamer.settings.over_time import (
     Steps,
     Timetable,
     begun_alike,
+    local_steps_entries,
     quadratic,
-    steps_by_step,
     timetable_of,
 )
 from gossamer.settings.quantities import SECONDS, TOKENS
@@ -182,7 +182,7 @@ class LoopSettings:
     @property
     def entries(self) -> tuple[tuple[int, Steps], ...]:
         """The local steps by inner step, those of the synchronous start first."""
-        return begun_alike(steps_by_step(self.local_steps), self.synchronous_steps)
+        return begun_alike(local_steps_entries(self.local_steps), self.synchronous_steps)
 
     def __post_init__(self) -> Iterator[str]:
         wrong = [*local_steps_faults(self.local_steps)]
@@ -317,7 +317,7 @@ class RunConfig(RunLength):
             )
         if isinstance(table := self.run.local_steps, Mapping) and self.run.shape is None:
             yield from over_time.beyond_faults("run.local_steps", table, self.run.steps)
-            for step, each in steps_by_step(table):
+            for step, each in local_steps_entries(table):
                 if isinstance(each, tuple) and len(each) != self.workers:
                     yield (
                         f"run.local_steps[{step}] has {len(each)} entries for {self.workers} workers; "
@@ -377,7 +377,9 @@ class RunConfig(RunLength):
             n, each = self.workers, self.step_tokens
 
             def tokens_before(round: int) -> int:
-                return each * (n * timetable.begin(round) if self.event_driven else timetable.steps_of_all(n, round))
+                return each * (
+                    n * timetable.begin(round) if self.event_driven else timetable.total_steps_before(n, round)
+                )
 
             steps = timetable.begin(rounds_for(tokens, tokens_before))
             object.__setattr__(self, "run", replace(run, steps=steps, tokens=None, tokens_per_parameter=None))

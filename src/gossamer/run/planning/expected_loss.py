@@ -362,7 +362,7 @@ def penalty(scale: LossScale, method: str, local_steps: int, codec: str, missing
 
 def _exact(scale: LossScale, method: str, local_steps: int) -> tuple[list[tuple[float, ...]], float] | None:
     """Nats with exact messages by seed, of the runs of each measured length, and what of them is not measured."""
-    if (both := _both_lengths(scale, method, local_steps)) is None:
+    if (both := _short_and_long_losses(scale, method, local_steps)) is None:
         return None
     later = min(1.0, scale.length)
     weighed = [*zip((1 - later, later), both, strict=True)]
@@ -379,7 +379,7 @@ def _exact(scale: LossScale, method: str, local_steps: int) -> tuple[list[tuple[
 _Weighed = Sequence[tuple[float, RelativeLoss]]
 
 
-def _both_lengths(scale: LossScale, method: str, local_steps: int) -> tuple[RelativeLoss, RelativeLoss] | None:
+def _short_and_long_losses(scale: LossScale, method: str, local_steps: int) -> tuple[RelativeLoss, RelativeLoss] | None:
     """The losses of a method in runs of both lengths, in units of DiLoCo's with 30 local steps."""
     both = relative_losses(method, local_steps)
     if both is None or method == "data parallel" or local_steps >= _FEWEST_STEPS:
@@ -403,7 +403,7 @@ def _interpolated_loss(
 ) -> tuple[list[tuple[float, ...]], float]:
     """The loss of a method between the measured size and that from which a paper has its difference to DiLoCo."""
     known = PUBLISHED[method]
-    there, diloco = scale.log_fraction_to(known.parameters), _both_lengths(scale, "DiLoCo", local_steps)
+    there, diloco = scale.log_fraction_to(known.parameters), _short_and_long_losses(scale, "DiLoCo", local_steps)
     assert diloco is not None
     nats = list[tuple[float, ...]]()
     for (share, _), by_run, beside in zip(weighed, by_seed, diloco, strict=True):

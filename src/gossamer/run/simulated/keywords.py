@@ -25,7 +25,7 @@ from gossamer.run.config.run_file import LoopSettings, RunConfig, dump, local_st
 from gossamer.run.config.user_parts import GIVEN, KEYS, UserParts, own_parts
 from gossamer.run.worker.task import PASSED_BY_NAME
 from gossamer.settings import over_time
-from gossamer.settings.over_time import begun_alike, steps_by_step, timetable_of
+from gossamer.settings.over_time import begun_alike, local_steps_entries, timetable_of
 from gossamer.settings.schema import parse_toml, toml_value
 from gossamer.settings.user_code import calling, is_code, name_of
 from gossamer.topologies import Topology
@@ -313,7 +313,7 @@ def _steps(length: Mapping[str, Any], rounds: int) -> int:
             "length by settings={'run.steps': ...}"
         )
     each = tuple(local_steps) if isinstance(local_steps, list) else local_steps
-    return timetable_of(begun_alike(steps_by_step(each), start)).begin(rounds)
+    return timetable_of(begun_alike(local_steps_entries(each), start)).begin(rounds)
 
 
 def _needs(rule: Rule | str) -> Needs:

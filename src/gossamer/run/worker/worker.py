@@ -37,7 +37,7 @@ def parts_of(
     return [*parts, *((each, layout) for each in moments)]
 
 
-def _nothing() -> None:
+def _no_op() -> None:
     """A no-op callback after an inner step or a stop."""
 
 
@@ -147,7 +147,7 @@ class Worker:
             yield Segment(round, stop, start, end)
             start = end
 
-    def train_round(self, round: int, after_stop: Callable[[], None] = _nothing) -> RoundReport:
+    def train_round(self, round: int, after_stop: Callable[[], None] = _no_op) -> RoundReport:
         """One round: at each stop it sends and receives what is due.
 
         Args: `after_stop` is called after each stop, before any further send.
@@ -155,7 +155,7 @@ class Worker:
         self.begin_round(round)
         loop, report = self.loop, RoundReport([], [])
         overlaps = self.config.schedule.overlap_steps or loop.method.rule.delay_rounds
-        after_step = loop.advance if overlaps else _nothing
+        after_step = loop.advance if overlaps else _no_op
         for segment in self.segments(round):
             report.phases.append(self.train(segment, after_step))
             report.operations.append(self.send(segment))
@@ -166,7 +166,7 @@ class Worker:
             self.receive_rest()
         return report
 
-    def train(self, segment: Segment, after_step: Callable[[], None] = _nothing) -> LocalPhase:
+    def train(self, segment: Segment, after_step: Callable[[], None] = _no_op) -> LocalPhase:
         """Announces the exchanges at the stop of a segment, and takes the inner steps up to it."""
         self.loop.announce(segment.round, segment.stop)
         return self.replica.train(segment.round, segment.first, segment.last, after_step)

@@ -66,7 +66,7 @@ class Seal(Protocol):
         """Whether an object proves which key has written it."""
         ...
 
-    def may_be(self, slot: int) -> bool:
+    def may_hold_slot(self, slot: int) -> bool:
         """Whether this process may have a slot."""
         ...
 
@@ -89,7 +89,7 @@ class SecretSeal(NamedTuple):
     secret: bytes = b""
     proves_writers: bool = False
 
-    def may_be(self, slot: int) -> bool:
+    def may_hold_slot(self, slot: int) -> bool:
         """See `Seal`."""
         return True
 

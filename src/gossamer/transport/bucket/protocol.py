@@ -299,7 +299,7 @@ class Sightings:
         if after != before:
             self._beats[slot, life], self._moved_s[slot, life] = after, now
 
-    def holds(self, slot: int, now: float, timeout_s: float) -> bool:
+    def is_held(self, slot: int, now: float, timeout_s: float) -> bool:
         """Whether the holder of a slot may be alive."""
         life = self.lives.get(slot)
         if life is None or (slot, life) in self.ended:
@@ -308,7 +308,7 @@ class Sightings:
 
     def live(self, now: float, timeout_s: float) -> set[int]:
         """The slots of all holders that may be alive."""
-        return {slot for slot in self.lives if self.holds(slot, now, timeout_s)}
+        return {slot for slot in self.lives if self.is_held(slot, now, timeout_s)}
 
 
 class SlotLostError(PeerError):
@@ -381,8 +381,8 @@ class SlotHolder(Generic[P]):
             # Names after all rounds: claims, signs of life and ends.
             yield from self._look(None)
             now = self._clock()
-            for slot in filter(self.terms.seal.may_be, range(self.terms.workers)):
-                if self.seen.holds(slot, now, self.terms.timeout_s):
+            for slot in filter(self.terms.seal.may_hold_slot, range(self.terms.workers)):
+                if self.seen.is_held(slot, now, self.terms.timeout_s):
                     continue
                 life = self.seen.lives.get(slot, -1) + 1
                 name = lease_name("t", slot, life)
@@ -703,7 +703,7 @@ class Attendance(SlotHolder[StoreWorker]):
         while True:
             yield from self._look(round)
             now = self._clock()
-            commit = yield from self.read_commit(round) if self.seen.newest >= round else _nothing()
+            commit = yield from self.read_commit(round) if self.seen.newest >= round else _no_steps()
             if commit is None and self.seen.newest < round:
                 present = self.seen.messages[round] | {self.slot: self.life}
                 sent = {slot: life for slot, life in present.items() if (slot, life) not in bad}
@@ -884,7 +884,7 @@ class Attendance(SlotHolder[StoreWorker]):
         return self.commits[round]
 
 
-def _nothing() -> Steps[None]:
+def _no_steps() -> Steps[None]:
     return None
     yield
 

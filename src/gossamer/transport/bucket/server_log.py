@@ -222,7 +222,7 @@ class ServerAttendance(SlotHolder[ServerWork]):
         now = self._clock()
         for slot, life in self.lives.items():
             gone = self.seen.lives.get(slot, -1) > life or (
-                slot in self.seen.lives and not self.seen.holds(slot, now, self.terms.timeout_s)
+                slot in self.seen.lives and not self.seen.is_held(slot, now, self.terms.timeout_s)
             )
             if gone and slot != self.slot and self._work.core.is_present(slot):
                 yield from self._add("leave", slot, life)

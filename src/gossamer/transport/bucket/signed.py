@@ -46,11 +46,11 @@ class KeySeal:
         self._private, self._me = _private_key(keys), hashlib.sha256(keys.certificate).digest()
         self._listed = {hashlib.sha256(one).digest(): (one, _public_key(one)) for one in keys.certificates}
 
-    def may_be(self, slot: int) -> bool:
+    def may_hold_slot(self, slot: int) -> bool:
         """See `Seal`."""
         return slot in self._keys.numbers(self._keys.certificate)
 
-    trusts = may_be
+    trusts = may_hold_slot
     """A mean counts unchecked only where the key of this machine has closed the round."""
     proves_writers = True
 

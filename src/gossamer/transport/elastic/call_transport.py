@@ -80,7 +80,7 @@ class CallTransport(ElasticTransport):
                 for slot, entry in self.members.entries.items()
             }
 
-    def holds(self, slot: int, steps: int) -> None:
+    def record_steps(self, slot: int, steps: int) -> None:
         """Records that this worker's parameters include `steps` inner steps of a slot."""
         with self.changed:
             self.members.progress(slot, 0, steps)

@@ -21,7 +21,7 @@ from gossamer.transport.sockets.addresses import listen, loopback_warning, shown
 from gossamer.transport.sockets.connection import Endpoint, Owner, PeerConnection, refusal
 from gossamer.transport.sockets.handshake import HANDSHAKE_S
 from gossamer.transport.sockets.header import LetterKind, Limits
-from gossamer.transport.sockets.letter import Letter, receive_letter, send_letter, small
+from gossamer.transport.sockets.letter import Letter, letters_up_to, receive_letter, send_letter
 from gossamer.transport.sockets.listener import Arrival, ConnectionLimit, Listener, Refusals
 from gossamer.transport.sockets.server_client import NO_NUMBERS, NO_RUN, SETTINGS_BYTES, read_settings_in
 
@@ -325,7 +325,7 @@ class ConnectionServer:
         peer, run, limits, protocol = arrival.peer, self._endpoint.run, self._protocol.limits, self._protocol
         deadline = time.monotonic() + HANDSHAKE_S
         if not arrival.same_run:
-            accepts = small(LetterKind.SETTINGS, most_bytes=SETTINGS_BYTES)
+            accepts = letters_up_to(LetterKind.SETTINGS, most_bytes=SETTINGS_BYTES)
             theirs = read_settings_in(receive_letter(arrival.channel, NO_RUN, NO_NUMBERS, accepts, deadline=deadline))
             differ = theirs and difference(f"worker {peer}", theirs, "the server", self._settings)
             raise RefusedError(

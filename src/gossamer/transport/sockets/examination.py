@@ -109,7 +109,7 @@ class ExaminationServer:
                 return
             channel.wait_at_most(PATIENCE_S)
             _, port, number = _HELLO.unpack(channel.read(_HELLO.size))
-            reached = bool(port) and _reaches(arrival.host, port, number)
+            reached = bool(port) and _can_dial_back(arrival.host, port, number)
             channel.write(_ANSWER.pack(time.time(), reached, arrival.host.partition("%")[0].encode()))
             self._report(arrival.host, reached)
             while True:
@@ -123,7 +123,7 @@ class ExaminationServer:
                     channel.write(bytes(size))
 
 
-def _reaches(host: str, port: int, number: bytes) -> bool:
+def _can_dial_back(host: str, port: int, number: bytes) -> bool:
     try:
         with Channel(socket.create_connection((host, port), timeout=PATIENCE_S), PATIENCE_S) as back:
             return back.read(len(number), time.monotonic() + PATIENCE_S) == number

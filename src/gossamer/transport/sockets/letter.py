@@ -101,6 +101,6 @@ def receive_letter(
     return letter._replace(body=body)
 
 
-def small(*kinds: LetterKind, most_bytes: int) -> Callable[[Letter, int], bool]:
+def letters_up_to(*kinds: LetterKind, most_bytes: int) -> Callable[[Letter, int], bool]:
     """A predicate that accepts letters of these kinds only, with bodies of at most this size."""
     return lambda letter, size: letter.kind in kinds and size <= most_bytes
