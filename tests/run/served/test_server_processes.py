@@ -47,7 +47,7 @@ from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.connection_server import listener_at
 from gossamer.transport.sockets.handshake import prove_to_dialler
 from gossamer.transport.sockets.header import HEADER_BYTES, LetterHead, LetterKind, encode
-from gossamer.transport.sockets.letter import Letter, body_of, receive_letter, send_letter, small
+from gossamer.transport.sockets.letter import Letter, body_of, letters_up_to, receive_letter, send_letter
 from gossamer.transport.sockets.server_client import connect
 from tiny import OF_ONE_LAYER as PARAMETERS
 
@@ -385,7 +385,9 @@ def test_a_worker_is_told_why_it_is_refused_and_believes_no_server_that_lies(tmp
         sock, _ = listener.accept()
         with Channel(sock, 10) as liar:
             assert prove_to_dialler(liar, KNOWN.encode(), run=common(config)) == (0, True)
-            receive_letter(liar, common(config), limits_of(settings_of(config)), small(LetterKind.HELLO, most_bytes=24))
+            receive_letter(
+                liar, common(config), limits_of(settings_of(config)), letters_up_to(LetterKind.HELLO, most_bytes=24)
+            )
             body = wire.pack_frames([said, torch.zeros(PARAMETERS)])
             send_letter(liar, Letter(LetterKind.START, 1, body=body), common(config))
 
