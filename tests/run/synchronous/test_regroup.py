@@ -177,7 +177,12 @@ def test_after_twenty_kills_at_any_time_of_any_machine_half_of_them_with_their_d
 @pytest.mark.full
 def test_a_machine_that_becomes_slow_has_fewer_layers_after_some_rounds(tmp_path, forks):
     must_have_stages_in_processes()
-    (tmp_path / "run.toml").write_text(dump(tiny(**SMALL, model__layers=6)))
+    case = {
+        **SMALL,
+        "run__steps": 60,
+        "model__layers": 6,
+    }  # the speeds of all, and the request to stop, take some rounds to arrive
+    (tmp_path / "run.toml").write_text(dump(tiny(**case)))
     machines = [f"m{k}" for k in range(MACHINES)]
     code, output = start(tmp_path, machines, slow={"m4": 1})
     assert code in (2, 130) and "a process is slow; all are asked to stop" in output, output
