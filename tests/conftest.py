@@ -12,10 +12,14 @@ import sys
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
+
+if TYPE_CHECKING:
+    from s3 import S3
 
 UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # other work may share the cores
 settings.register_profile("untimed", UNTIMED)
@@ -217,6 +221,15 @@ def looked_at(request: pytest.FixtureRequest) -> set[object]:
     """Each `name` of the tests of this file that will be run, so that a fixture that trains all cases leaves out the others."""
     calls = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
     return {call.params.get("name") for call in calls if call}
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> "Generator[S3]":
+    """An object store on this machine that runs reach as s3://bucket."""
+    from s3 import s3
+
+    with s3(monkeypatch) as store:
+        yield store
 
 
 @pytest.fixture(scope="session")

@@ -729,7 +729,7 @@ def _of_checkpoints(what: str, folder: Path) -> Decoder:
     """One of the two files of a checkpoint, whose seals fit in half of the inputs: what an attacker writes, not a bad disk."""
     store = folder / "checkpoints"
     checkpoint.save(store, 2, 0, _STATE, digest="d")
-    manifest, tensors = checkpoint._paths(store, 2, 0)
+    manifest, tensors = checkpoint.files_of(store, 2, 0)
     description, content = manifest.read_bytes(), tensors.read_bytes()
     body = json.loads(description)
     del body["manifest_sha256"]

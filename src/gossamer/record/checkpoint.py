@@ -110,7 +110,7 @@ def save(
     tree = encoded(state, "state", tensors)
     check_finite(tensors, f"worker {worker} after round {round}")
     lineage = _as_lineage(digest)
-    manifest, tensor_file = _paths(folder, round, worker)
+    manifest, tensor_file = files_of(folder, round, worker)
     scratch = _scratch(folder, worker)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -168,7 +168,7 @@ def load(folder: Path, round: int, worker: int, digest: str | Lineage) -> Any:
     Raises: CheckpointError when a file is missing, cut short, changed since, of another run, or not finite as in `save`.
     Cost: three reads of the tensor file.
     """
-    manifest, tensor_file = _paths(folder, round, worker)
+    manifest, tensor_file = files_of(folder, round, worker)
     content = _manifest(manifest, round, worker, digest)
     where = f"checkpoint file '{tensor_file}'"
     instead = f"remove '{manifest}' and resume from an older round"
@@ -192,17 +192,12 @@ def load(folder: Path, round: int, worker: int, digest: str | Lineage) -> Any:
         ) from error
 
 
-def files_of(folder: Path, round: int, worker: int) -> tuple[Path, Path]:
-    """The manifest and the tensor file of one generation, whether or not they exist."""
-    return _paths(folder, round, worker)
-
-
 def take(folder: Path, round: int, worker: int, manifest: bytes, tensors: bytes) -> None:
     """Writes a generation that another process has saved, from the content of its files; `load` checks it.
 
     Raises: DiskError.
     """
-    path, tensor_file = _paths(folder, round, worker)
+    path, tensor_file = files_of(folder, round, worker)
     make_folder(tensor_file.parent)
     with writing(path):
         path.unlink(missing_ok=True)  # as in `save`: no manifest may describe the tensors of another
@@ -230,7 +225,7 @@ def generation_faults(folder: Path, worker: int, digest: str | Lineage | None = 
     None stands for one that is complete (of this configuration, if given): it has a sound manifest and a tensor file of the right
     size, whose content is checked by `load`. A round whose path is not a folder is damaged for every worker.
     """
-    places = ((round, _paths(folder, round, worker)) for round in _rounds(folder))
+    places = ((round, files_of(folder, round, worker)) for round in _rounds(folder))
     there = (round for round, some in places if _is_no_folder(some[0].parent) or any(map(os.path.lexists, some)))
     return {round: _fault(folder, round, worker, digest) for round in there}
 
@@ -242,7 +237,7 @@ def rounds(folder: Path, worker: int, digest: str | Lineage | None = None) -> li
 
 def says_what_it_is_of(folder: Path, round: int, worker: int) -> bool:
     """Whether a sound generation has a description besides the digest; those up to 0.1.0 have none."""
-    manifest, _ = _paths(folder, round, worker)
+    manifest, _ = files_of(folder, round, worker)
     return bool(_manifest(manifest, round, worker, None).get("of"))
 
 
@@ -270,7 +265,7 @@ def _sound_until(folder: Path, round: int, worker: int, digest: str | Lineage) -
 
 def _fault(folder: Path, round: int, worker: int, digest: str | Lineage | None) -> Fault | None:
     """The fault of one generation, as in `generation_faults`."""
-    manifest, tensor_file = _paths(folder, round, worker)
+    manifest, tensor_file = files_of(folder, round, worker)
     try:
         saved, size = _manifest(manifest, round, worker, digest)["bytes"], _size(tensor_file)
     except CheckpointError as error:
@@ -309,7 +304,7 @@ def rewind(folder: Path, round: int, worker: int, *, aside: bool = False) -> Non
     with contextlib.suppress(OSError):  # an unfinished file of a killed worker
         _scratch(folder, worker).unlink(missing_ok=True)
     gone = [r for r in _rounds(folder) if r > round]
-    for place in [place for r in gone if _is_no_folder(place := _paths(folder, r, worker)[0].parent)]:
+    for place in [place for r in gone if _is_no_folder(place := files_of(folder, r, worker)[0].parent)]:
         # It may be a link to a disconnected disk. If it stayed, the run could not save on reaching that round again.
         with contextlib.suppress(FileNotFoundError):  # another worker has moved it
             os.replace(place, _free_place(folder / ASIDE, f"{place.name}.no-folder"))
@@ -317,11 +312,11 @@ def rewind(folder: Path, round: int, worker: int, *, aside: bool = False) -> Non
         _forget(folder, worker, gone)
         return
     for old in gone:
-        for path in _paths(folder, old, worker):
+        for path in files_of(folder, old, worker):
             if os.path.lexists(path):
                 os.replace(path, _free_place(folder / ASIDE / path.parent.name, path.name))
         with contextlib.suppress(OSError):  # as in `_forget`
-            _paths(folder, old, worker)[0].parent.rmdir()
+            files_of(folder, old, worker)[0].parent.rmdir()
 
 
 def _free_place(folder: Path, name: str) -> Path:
@@ -341,7 +336,7 @@ def check_finite(tensors: Mapping[str, Tensor], whose: str) -> None:
     must_be_finite({f"{path} of {whose}": tensors[name] for name, path in kept.items()})
 
 
-def _paths(folder: Path, round: int, worker: int) -> tuple[Path, Path]:
+def files_of(folder: Path, round: int, worker: int) -> tuple[Path, Path]:
     """The manifest and the tensor file of one generation."""
     stem = folder / f"round-{round:06d}" / f"worker{worker_suffix(worker)}"
     return stem.with_suffix(".json"), stem.with_suffix(".safetensors")
@@ -361,7 +356,7 @@ def _rounds(folder: Path) -> list[int]:
 def _forget(folder: Path, worker: int, gone: Sequence[int]) -> None:
     """Deletes this worker's files of these rounds, and the folders that are empty then."""
     for round in gone:
-        manifest, tensor_file = _paths(folder, round, worker)
+        manifest, tensor_file = files_of(folder, round, worker)
         if _is_no_folder(manifest.parent):  # it holds no file of this worker
             continue
         manifest.unlink(missing_ok=True)  # first, so that no manifest is ever without its tensors

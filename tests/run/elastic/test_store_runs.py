@@ -5,7 +5,7 @@ import contextlib
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,7 +27,7 @@ from gossamer.stop_signals import Asked
 from gossamer.topologies import complete
 from gossamer.transport.keys import certificate_of, new_key
 from gossamer.tree import leaves
-from s3 import S3, s3
+from s3 import S3
 from tiny import single
 
 MEANS = {"rule__name": "diloco", "topology__name": "complete", "run__elastic": True}
@@ -154,12 +154,6 @@ def test_gossip_in_a_store_goes_on_without_the_dead_and_its_replay_has_the_bits_
             for where in (place.parent.parent, tmp_path / "again" / "checkpoints")
         )
         assert torch.equal(real["x"], again["x"]) and all(map(torch.equal, real["outer"], again["outer"])), worker
-
-
-@pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
-    with s3(monkeypatch) as store:
-        yield store
 
 
 @pytest.mark.timeout(120)

@@ -4,7 +4,7 @@ import base64
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from gossamer.run.config.run_file import RunConfig, digest, dump
 from gossamer.transport.bucket.bucket import Folder, SecretSeal, opened_item
 from gossamer.transport.bucket.server_log import event_in
 from gossamer.transport.keys import certificate_of, new_key
-from s3 import S3, s3
+from s3 import S3
 
 
 def until(holds: Callable[[], bool], *commands: Command) -> None:
@@ -132,12 +132,6 @@ def test_no_kill_costs_an_acknowledged_push_and_the_replay_has_the_bits_of_all(
     assert code == 0 and f"{config.rounds} of {config.rounds} rounds" in said, said
     code, said = run("train", tmp_path / "run.toml", "--store", store, "--out", tmp_path / "late")
     assert code == 0 and f"the run in the store has ended after {config.rounds} rounds" in said, said
-
-
-@pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
-    with s3(monkeypatch) as store:
-        yield store
 
 
 @pytest.mark.full

@@ -45,6 +45,7 @@ from gossamer.transport.processes.interfaces import use_interface_towards
 from gossamer.transport.processes.launch import agree, device_of, intra_op_threads, launched
 from gossamer.transport.processes.member import Member, place_of
 from gossamer.transport.processes.pipe import Flow, Pipe
+from gossamer.transport.sockets.letter import body_of
 
 LAUNCH = (
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes MIN:MAX --nproc-per-node 1 --max-restarts 100 --rdzv-backend c10d "
@@ -203,7 +204,7 @@ def copy_on(store: Store, pipe: Pipe, worker: int, round: int) -> None:
     there = pipe.gather(torch.tensor([int(has)]))
     for kind, path in zip(kinds, checkpoint.files_of(store.path, round, worker), strict=True):
         if not there[behind]:
-            pipe.send(Flow(f"copy of {kind}", pipe.part), behind, _tensor(path.read_bytes()), length_first=True)
+            pipe.send(Flow(f"copy of {kind}", pipe.part), behind, body_of(path.read_bytes()), length_first=True)
         if not has:
             pipe.expect(Flow(f"copy of {kind}", before), before, [None], _MOST_BYTES)
     if not has:
@@ -330,7 +331,7 @@ def _fetch(config: RunSettings, folder: Path, own: Partition, held: list[Held], 
 
 
 def _send(group: dist.ProcessGroup, rank: int, content: bytes, timeout_s: float) -> None:
-    for piece in (torch.tensor([len(content)]).view(torch.uint8), *_tensor(content).split(_PIECE)):
+    for piece in (torch.tensor([len(content)]).view(torch.uint8), *body_of(content).split(_PIECE)):
         group.send([piece.contiguous()], rank, 0).wait(timedelta(seconds=timeout_s))
 
 
@@ -344,10 +345,6 @@ def _receive(group: dist.ProcessGroup, rank: int, timeout_s: float) -> bytes:
     for piece in content.split(_PIECE):
         group.recv([piece], rank, 0).wait(timedelta(seconds=timeout_s))
     return _bytes(content)
-
-
-def _tensor(content: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def _bytes(content: Tensor) -> bytes:
