@@ -17,11 +17,12 @@ from gossamer.layout import Layout, Leaf
 from gossamer.record import checkpoint
 from gossamer.record.logs.outcomes import read_outcomes
 from gossamer.record.packed import packed, unpacked
+from gossamer.rounds.compatibility.modes import is_equal_after_rounds, mixes_by_pull
 from gossamer.rules import RULES, Rule
 from gossamer.rules.contract import Context
 from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import digest, dump
-from gossamer.run.elastic.store_rounds import StoreWork, is_equal_after_rounds, mixes_by_pull
+from gossamer.run.elastic.store_rounds import StoreWork
 from gossamer.run.worker.task import task_of
 from gossamer.stop_signals import Asked
 from gossamer.topologies import complete
