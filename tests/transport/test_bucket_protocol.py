@@ -65,7 +65,8 @@ class Store:
             case Create(name, content):
                 if name in self.objects:
                     return False
-                self.objects[name] = self.ever[name] = content
+                self.objects[name] = content
+                self.ever.setdefault(name, content)
                 self._shown_s[name] = now + (self._draws.uniform(0, 20) if late else 0)
                 return True
             case Get(name):
@@ -167,6 +168,22 @@ class Chain:
 
     def say(self, sentence: str) -> None:
         self.said.append(sentence)
+
+
+class Stranger(Chain):
+    """StoreWorker that begins with numbers that no other has, as the loop of a user may, and without a disk."""
+
+    numbers = itertools.count()
+
+    def begin(self, slot: int, life: int) -> int:
+        self._x, self._kept = f"start {next(self.numbers)}", (0, "")
+        return 0
+
+    def restore(self, after: int) -> str | None:
+        if not after or after != self._kept[0]:
+            return None
+        self._x = self._kept[1]
+        return hashlib.sha256(self._x.encode()).hexdigest()
 
 
 class Mixer(Chain):
@@ -348,7 +365,10 @@ def live_through(seed: int, prepare: Callable[[World], None] = lambda world: Non
 def must_hold(world: World) -> None:
     """No round is lost, no state is another than that which follows from the commits, and no step counts twice."""
     assert not world.failed
-    x, states, steps = "", {0: ""}, [0] * world.terms.workers
+    x, start = "", world.store.ever.get("s00000000")
+    if start is not None:
+        _, x = json.loads(bytes(opened_item(b"", "s00000000", start).body))
+    states, steps = {0: x}, [0] * world.terms.workers
     for commit in commits_of(world):
         name = f"r{commit.round:08d}-mean-{commit.mean}"
         mean = bytes(opened_item(b"", name, world.store.ever[name]).body)
@@ -372,6 +392,23 @@ def test_no_round_is_lost_and_no_state_is_wrong_whoever_dies_and_however_the_sto
     for seed in (FULL if request.config.getoption("--full") else SCHEDULES)[part::PARTS]:
         try:
             must_hold(live_through(seed))
+        except BaseException as error:
+            error.add_note(f"schedule {seed}")
+            raise
+
+
+def as_strangers(world: World) -> None:
+    world.kind, world.terms = Stranger, world.terms._replace(start_in_store=True)
+
+
+def test_workers_that_begin_with_different_numbers_take_those_of_the_first_whoever_dies(
+    request: pytest.FixtureRequest,
+) -> None:
+    for seed in FULL if request.config.getoption("--full") else range(8):
+        try:
+            world = live_through(seed, as_strangers)
+            assert "s00000000" in world.store.ever
+            must_hold(world)
         except BaseException as error:
             error.add_note(f"schedule {seed}")
             raise

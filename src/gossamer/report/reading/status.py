@@ -124,8 +124,8 @@ class StoreStatus(NamedTuple):
     """The status of a run in a store, read without contacting its workers."""
 
     store: str
-    rounds: int
-    """Rounds of the whole run."""
+    rounds: int | None
+    """Rounds of the whole run; None for a loop of a user's own (`Outer(store=...)`), whose end the store does not know."""
     round: int
     """Closed rounds."""
     closed_by: int | None
@@ -159,11 +159,13 @@ def store_status(url: str, *, peers: Path | None = None, now_s: float | None = N
             seal = opened_key(keys, key)
         raw = bucket.get("run", MOST_HEAD_BYTES)
         match head := None if raw is None else seal.opened("run", raw).head:
-            case {"workers": int(n), "rounds": int(rounds)} if 0 < n < 1 << 20 and 0 < rounds < 1 << 31:
+            case {"workers": int(n), "rounds": int() | None as rounds} if (
+                0 < n < 1 << 20 and 0 < (rounds or 1) < 1 << 31
+            ):
                 seen = Sightings(n)
             case _:
                 raise ConfigError(
-                    f"no run lies in the store '{url}'; give the one that gossamer train --store was given"
+                    f"no run lies in the store '{url}'; give the one that gossamer train --store or Outer(store=...) was given"
                 )
         seen.look(bucket.names("s"), 0.0)
         # From the newest state on: those before it were closed too.
