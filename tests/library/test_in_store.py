@@ -1,6 +1,7 @@
 """Training loops of users in a store that outlives all their processes, which are killed, stopped and started again."""
 
 import base64
+import gc
 import hashlib
 import json
 import os
@@ -18,7 +19,8 @@ from torch import nn
 
 import gossamer
 from commands import Command, free_port, run
-from gossamer.errors import GossamerError, PeerError
+from gossamer.errors import ConfigError, GossamerError, PeerError
+from gossamer.integrations.begin import begin_outer
 from gossamer.library.in_store import STATE_EVERY
 from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.combine import FITTING
@@ -332,6 +334,24 @@ def test_what_a_store_does_not_carry_is_refused_before_anything_is_written(
     method = gossamer.method(rule) if rule == "sparseloco" else rule
     assert sentence in refusal(lambda: gossamer.Outer(nn.Linear(3, 2), method, **given))
     assert not (tmp_path / "store").exists()
+
+
+def test_processes_of_one_group_and_trainers_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="the callback of a trainer got store='s3://bucket/run'"):
+        begin_outer(model_of(0), "diloco", {"store": "s3://bucket/run", "workers": 1}, step=0, saved=None)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 8)
+    assert "in a process group of 8 processes, and a worker in a store is one process" in refusal(
+        lambda: loop_in(tmp_path)
+    )
+
+
+def test_a_loop_that_is_forgotten_frees_its_slot(tmp_path: Path) -> None:
+    outer = loop_in(tmp_path, workers=1)
+    assert len([*train(outer, 1)]) == 1 and not [*tmp_path.glob("v*")]
+    del outer
+    gc.collect()
+    assert [path.name for path in tmp_path.glob("v*")] == ["v00000-0000"]
 
 
 def test_another_loop_and_too_many_processes_are_refused(tmp_path: Path) -> None:
