@@ -66,6 +66,7 @@ LONGEST = (
     "topology",
     "check",
     "store_runs",
+    "in_store",
     "fuzz",
     "poison",
     "results",

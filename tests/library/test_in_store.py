@@ -22,12 +22,14 @@ from commands import Command, free_port, run
 from gossamer.errors import ConfigError, GossamerError, PeerError
 from gossamer.integrations.begin import begin_outer
 from gossamer.library.in_store import STATE_EVERY
+from gossamer.record.packed import packed
 from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.combine import FITTING
 from gossamer.rounds.compatibility.incompatibilities import combination_faults
 from gossamer.rules import RULES
 from gossamer.run.config.recipes import missing
 from gossamer.topologies import make_topology
+from gossamer.transport.bucket.bucket import sealed
 from gossamer.transport.keys import certificate_of, new_key
 from s3 import S3
 
@@ -352,6 +354,28 @@ def test_a_loop_that_is_forgotten_frees_its_slot(tmp_path: Path) -> None:
     del outer
     gc.collect()
     assert [path.name for path in tmp_path.glob("v*")] == ["v00000-0000"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"no state",
+        packed([1]),
+        packed({"x": torch.ones(3), "outer": [], "rest": []}),
+        packed({"x": torch.ones(8), "outer": "two", "rest": []}),
+        packed({"x": torch.ones(8), "outer": [torch.ones(8)] * 2, "rest": [torch.ones(2)]}),
+    ],
+    ids=["no tensors", "a list", "too short", "a word", "too many"],
+)
+def test_a_state_that_is_none_of_the_loop_is_refused_in_a_sentence(tmp_path: Path, body: bytes) -> None:
+    with loop_in(tmp_path, workers=1) as outer:
+        assert len([*train(outer, STATE_EVERY)]) == STATE_EVERY
+    state = tmp_path / f"s{STATE_EVERY:08d}"
+    state.unlink()
+    state.write_bytes(sealed(b"", state.name, {"slot": 0}, body))
+    said = refusal(lambda: loop_in(tmp_path, 0, workers=1))
+    assert "a state in the store does not fit this model and rule" in said or "are no state of a worker" in said, said
+    assert (tmp_path / "v00000-0001").exists(), "it leaves its slot free"
 
 
 def test_another_loop_and_too_many_processes_are_refused(tmp_path: Path) -> None:

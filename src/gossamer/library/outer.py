@@ -118,7 +118,8 @@ class Outer(Generic[M]):
             same call starts the loop, joins it, or continues it after all processes were killed, with the parameters of the
             store; `rounds` then is that of the store. Its lease is renewed by a thread, also during training. One whose round
             was closed without it, `timeout_s` after it was expected, continues from its own last round and the means since; its
-            local phase does not count. `close` frees the slot; the state stays. A worker is one process.
+            local phase does not count. `close` frees the slot; the state stays. A worker is one process, which keeps a copy of
+            parameters and outer state in host memory.
         workers: the number of slots in the store: processes that may take part at the same time. A process that starts takes
             the first free one, which `worker` is.
     Raises: ConfigError and PairingError for what cannot work, such as WORLD_SIZE above 1 without RANK, MASTER_ADDR or

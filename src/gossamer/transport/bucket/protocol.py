@@ -5,7 +5,8 @@
     r00000012-from-00003-0001 what the worker of slot 3, the second there, sends in round 12
     r00000012-mean-HASH       the mean of some of these
     r00000012-commit          the participants and the hash of the mean of round 12: the first one created counts
-    s00000012                 the state of a worker after 12 rounds; s00000012-00003 is that of slot 3, where they differ
+    s00000012                 the state of a worker after 12 rounds; s00000012-00003 is that of slot 3, where they differ;
+                              s00000000 is that of the start, where workers cannot make it by themselves
     t00003-0001               a process takes slot 3 as the second one
     u00003-0001-00000007      its eighth sign of life
     v00003-0001               it has ended
