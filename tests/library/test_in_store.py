@@ -119,9 +119,9 @@ class Workers:
             time.sleep(0.02)
 
     def hashes(self) -> dict[int, set[str]]:
-        said = [line.split() for one in self.all for line in one._output if line.startswith("has ")]
+        output = [line.split() for one in self.all for line in one._output if line.startswith("has ")]
         rounds = dict[int, set[str]]()
-        for _, round, value in said:
+        for _, round, value in output:
             rounds.setdefault(int(round), set()).add(value)
         return rounds
 
@@ -144,20 +144,20 @@ def test_a_loop_outlives_all_its_processes_and_they_are_bitwise_equal_after_each
     fourth = workers.start()
     until(fourth, "has")
     os.kill(third.pid, signal.SIGCONT)
-    code, said = third.finish()
-    assert code == 3 and "has lost its slot to another process, as it gave no sign of life for 3 s" in said, said
+    code, output = third.finish()
+    assert code == 3 and "has lost its slot to another process, as it gave no sign of life for 3 s" in output, output
     for one in (first, fourth):
         one.kill()
     assert [one.finish()[0] for one in (first, second, fourth)] == [-signal.SIGKILL] * 3
     last = workers.closed() + 4
     ends = [one.finish() for one in (workers.start(last, 0.0), workers.start(last, 0.0))]
     assert [code for code, _ in ends] == [0, 0], ends
-    assert all("continues in round" in said and "with the state of slot" in said for _, said in ends)
+    assert all("continues in round" in output and "with the state of slot" in output for _, output in ends)
     hashes = workers.hashes()
     assert all(len(some) == 1 for some in hashes.values()) and len(hashes) > last - 4, hashes
-    code, said = run("status", workers.store, "--json")
-    status = json.loads(said)
-    assert code == 0 and status["round"] == last and status["rounds"] is None, said
+    code, output = run("status", workers.store, "--json")
+    status = json.loads(output)
+    assert code == 0 and status["round"] == last and status["rounds"] is None, output
     assert [slot["standing"] for slot in status["workers"]] == ["left", "left"]
     assert run("status", workers.store)[1].startswith(
         f"{workers.store}: {last} rounds are closed; the last was closed by"
@@ -257,7 +257,7 @@ def test_one_that_comes_late_or_whose_round_was_closed_without_it_continues_with
     assert len({hash_of(outer) for outer in (first, second, third)}) == 1
     for outer in (first, second):
         outer.close()
-    assert len([*train(third, 9)]) == 1, "it waits for nobody who has left"
+    assert len([*train(third, 9)]) == 1, "it does not wait for those that have left"
     assert "all slots are taken" not in caplog.text and third.losses(0.5) == {2: 0.5} and third.common_steps(7) == 7
     assert "mean_model() was called with store=..." in refusal(lambda: third.mean_model().__enter__())
     assert "a state was given after 9 rounds with store=..." in refusal(
@@ -305,8 +305,8 @@ def test_buffers_and_parameters_of_several_dtypes_are_part_of_the_state(tmp_path
     model, outer = made(0, tmp_path / "b")
     outer.close()
     model.get_buffer("1.running_mean").add_(1)
-    said = refusal(lambda: gossamer.Outer(model, "diloco", store=tmp_path / "b", workers=1, local_steps=1))
-    assert "frozen parameters and buffers (rest='compare') is" in said, said
+    output = refusal(lambda: gossamer.Outer(model, "diloco", store=tmp_path / "b", workers=1, local_steps=1))
+    assert "frozen parameters and buffers (rest='compare') is" in output, output
 
 
 @pytest.mark.parametrize(
@@ -373,8 +373,10 @@ def test_a_state_that_is_none_of_the_loop_is_refused_in_a_sentence(tmp_path: Pat
     state = tmp_path / f"s{STATE_EVERY:08d}"
     state.unlink()
     state.write_bytes(sealed(b"", state.name, {"slot": 0}, body))
-    said = refusal(lambda: loop_in(tmp_path, 0, workers=1))
-    assert "a state in the store does not fit this model and rule" in said or "are no state of a worker" in said, said
+    output = refusal(lambda: loop_in(tmp_path, 0, workers=1))
+    assert "a state in the store does not fit this model and rule" in output or "are no state of a worker" in output, (
+        output
+    )
     assert (tmp_path / "v00000-0001").exists(), "it leaves its slot free"
 
 
@@ -389,8 +391,8 @@ def test_another_loop_and_too_many_processes_are_refused(tmp_path: Path) -> None
     ):
         rule: Any = change.pop("rule", "diloco")
         given = {"local_steps": 2, **options, **change}
-        said = refusal(lambda: gossamer.Outer(model_of(0), rule, store=tmp_path, **given))  # noqa: B023
-        assert "the store holds another run: " in said and key.split()[0] in said, said
+        output = refusal(lambda: gossamer.Outer(model_of(0), rule, store=tmp_path, **given))  # noqa: B023
+        assert "the store holds another run: " in output and key.split()[0] in output, output
     outer.close()
 
 
@@ -416,8 +418,8 @@ def test_with_keys_a_store_shows_nothing_of_a_loop_and_only_listed_machines_take
         assert again.rounds == STATE_EVERY and hash_of(again) == hash_of(outer)
     assert "nobody in the run's [peers] has signed it" in refusal(lambda: keyed("stranger"))
     monkeypatch.setenv("GOSSAMER_KEY", str(keys["berlin"]))
-    code, said = run("status", tmp_path / "store", "--peers", tmp_path / "berlin.toml", "--json")
-    assert code == 0 and json.loads(said)["round"] == STATE_EVERY, said
+    code, output = run("status", tmp_path / "store", "--peers", tmp_path / "berlin.toml", "--json")
+    assert code == 0 and json.loads(output)["round"] == STATE_EVERY, output
 
 
 @pytest.mark.full

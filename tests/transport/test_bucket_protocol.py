@@ -401,7 +401,7 @@ def as_strangers(world: World) -> None:
     world.kind, world.terms = Stranger, world.terms._replace(start_in_store=True)
 
 
-def test_workers_that_begin_with_different_numbers_take_those_of_the_first_whoever_dies(
+def test_workers_that_begin_with_different_numbers_take_those_of_the_first_even_if_it_dies(
     request: pytest.FixtureRequest,
 ) -> None:
     for seed in FULL if request.config.getoption("--full") else range(8):

@@ -51,6 +51,13 @@ class LoopInStore(RoundsInStore):
     Raises: as `advance` does.
     """
 
+    worker: int
+    """Its slot."""
+    identity: str
+    """Of the run in the store."""
+    connection: Transport
+    """Of `loop`."""
+
     def __init__(
         self,
         bucket: Bucket,
@@ -174,9 +181,6 @@ class LoopInStore(RoundsInStore):
             membership=self.membership,
         )
         return 0
-
-    connection: Transport
-    """Of `loop`."""
 
     def restore(self, after: int) -> str | None:
         """See `StoreWorker`."""
