@@ -23,24 +23,24 @@ class OpenedStore(NamedTuple):
     task: Task
 
 
-def open_store(config: ResolvedRun, url: str, more: Mapping[str, Any] | None = None) -> OpenedStore:
+def open_store(run: ResolvedRun, url: str, more: Mapping[str, Any] | None = None) -> OpenedStore:
     """Opens the store of a run, and the data; warns where others may read or change what lies there.
 
     Args: `more` has further settings that all processes must share.
     Raises: ConfigError, DataError, PeerError.
     """
-    bucket, seal = open_sealed(url, keys_for(config.peers, config.workers))
-    task, key = prepare(config)
-    run = {
+    bucket, seal = open_sealed(url, keys_for(run.peers, run.workers))
+    task, key = prepare(run)
+    described = {
         "gossamer": 1,
         "key": f"{key:016x}",
-        "rounds": config.rounds,
-        "settings": run_settings(config, task),
-        "workers": config.workers,
+        "rounds": run.rounds,
+        "settings": run_settings(run, task),
+        "workers": run.workers,
         **(more or {}),
     }
-    deadline_s = config.run.round_deadline_s or config.run.timeout_s
-    terms = StoreTerms(run, config.workers, config.rounds, config.run.timeout_s, deadline_s, seal)
+    deadline_s = run.loop.round_deadline_s or run.loop.timeout_s
+    terms = StoreTerms(described, run.workers, run.rounds, run.loop.timeout_s, deadline_s, seal)
     return OpenedStore(bucket, paced(terms, bucket), task)
 
 
