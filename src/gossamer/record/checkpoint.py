@@ -20,7 +20,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +235,11 @@ def rounds(folder: Path, worker: int, digest: str | Lineage | None = None) -> li
     return [round for round, why in generation_faults(folder, worker, digest).items() if why is None]
 
 
+def owners(folder: Path) -> list[int]:
+    """The workers that have a manifest of any generation, ascending."""
+    return sorted({worker for _, _, worker in _numbered(folder.glob("round-*/worker-*.json"))})
+
+
 def says_what_it_is_of(folder: Path, round: int, worker: int) -> bool:
     """Whether a sound generation has a description besides the digest; those up to 0.1.0 have none."""
     manifest, _ = files_of(folder, round, worker)
@@ -246,10 +251,8 @@ def saved_text(store: Path) -> str:
 
     Cost: reads a manifest.
     """
-    for path in sorted(store.glob("**/round-*/worker-*.json")):
-        numbers = [re.fullmatch(r"[a-z]+-(\d{1,9})", name) for name in (path.parent.name, path.stem)]
+    for path, round, worker in _numbered(sorted(store.glob("**/round-*/worker-*.json"))):
         try:
-            round, worker = (int(match[1]) for match in numbers if match)
             data = dict(dict(_manifest(path, round, worker, None)["state"]["dict"])["data"]["dict"])
         except (CheckpointError, KeyError, TypeError, ValueError):
             continue  # skip damaged ones, and those without text
@@ -351,6 +354,16 @@ def _rounds(folder: Path) -> list[int]:
     """The rounds that any worker has a folder for, ascending."""
     matches = (re.fullmatch(r"round-(\d{6,})", path.name) for path in folder.glob("round-*"))
     return sorted(int(match[1]) for match in matches if match)
+
+
+def _numbered(manifests: Iterable[Path]) -> Iterator[tuple[Path, int, int]]:
+    """These manifests with their rounds and workers; without those of other names."""
+    for path in manifests:
+        match [re.fullmatch(r"[a-z]+-(\d{1,9})", name) for name in (path.parent.name, path.stem)]:
+            case [re.Match() as round, re.Match() as worker]:
+                yield path, int(round[1]), int(worker[1])
+            case _:
+                pass
 
 
 def _forget(folder: Path, worker: int, gone: Sequence[int]) -> None:

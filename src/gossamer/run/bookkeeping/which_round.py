@@ -130,7 +130,7 @@ def _due(run: RunSettings, folder: Path, owners: Iterable[int]) -> dict[int, int
     for line in read_metrics(folder):
         if line["kind"] == "train" and isinstance(line.get("worker"), int):
             trained[line["worker"]] = max(line["round"], trained.get(line["worker"], 0))
-    if (folder / "metrics.jsonl").exists():  # a simulation, which saves all owners together
+    if _is_simulation(folder):  # which saves all owners together
         trained = dict.fromkeys(owners, max(trained.values(), default=0))
     elif run.kind == "server":
         events = folder / f"events{worker_suffix(run.workers)}.jsonl"
@@ -358,12 +358,16 @@ class Agreement(NamedTuple):
     """Whether this process reports skipped rounds, and the end of the run."""
 
 
-def alone(store: Store, past: History | None, owners: Sequence[int]) -> Agreement:
+def alone(store: Store, past: History | None, owners: Iterable[int]) -> Agreement:
     """The agreement of a process that has the checkpoints of all owners, without communication. Raises: as `kept_by`."""
-    if past is None:
-        return Agreement({}, lambda round: {})
-    kept = kept_by(store, owners, past.lineage, past.before)
-    return Agreement(kept, lambda round: {owner: store.fault(round, owner, past.lineage) for owner in owners})
+    return Agreement({}, lambda round: {}) if past is None else _here(store, owners, past.lineage, past.before)
+
+
+def _here(store: Store, owners: Iterable[int], lineage: Lineage, before: RunSettings | None = None) -> Agreement:
+    """The checkpoints of these owners in a run folder. Args and Raises: as `kept_by`."""
+    kept = kept_by(store, owners, lineage, before)
+    having = lambda round: (owner for owner, one in kept.items() if round in one.whole)  # noqa: E731
+    return Agreement(kept, lambda round: {owner: store.fault(round, owner, lineage) for owner in having(round)})
 
 
 class Start(NamedTuple):
@@ -466,13 +470,10 @@ def must_end_later(run: RunSettings, folder: Path) -> None:
     past, store = history(run, folder), Store(run, folder)
     if run.rounds >= past.before.rounds:
         return
-    kept = kept_by(store, run.owners, past.lineage, past.before)
+    here = _here(store, run.owners, past.lineage, past.before)
     any_counts = run.event_driven and run.kind != "server"
     pick = newest_of_any if any_counts else round_to_resume if run.loop.elastic else newest_of_all
-    choice = choose_round(
-        kept, pick, lambda r: {i: store.fault(r, i, past.lineage) for i, one in kept.items() if r in one.whole}
-    )
-    _must_reach(run, choice.round)
+    _must_reach(run, choose_round(here.kept, pick, here.read).round)
 
 
 def warn_unverified(store: Store, round: int, owners: Iterable[int]) -> None:
@@ -524,52 +525,69 @@ def _has_never_saved(kept: KeptRounds) -> bool:
 
 def _none_counts(store: Store, choice: ChosenRound) -> CheckpointError:
     """The error for a folder without a usable round: reasons, sound parts and a remedy."""
-    run, kept, where = store.run, choice.kept, f"'{store.folder / 'checkpoints'}'"
+    kept, where, absent = choice.kept, f"'{store.folder / 'checkpoints'}'", on_other_machines(choice.kept)
     if not choice.skipped:
-        names = (path.stem.partition("-")[2] for path in (store.folder / "checkpoints").glob("round-*/worker-*.json"))
-        others = sorted({int(name) for name in names if name.isdecimal()} - kept.keys())
-        if others and others[-1] < run.workers:  # the folder of a machine whose worker had a later slot
-            here, started = ", ".join(map(str, others)), ", ".join(map(str, kept))
-            return CheckpointError(
-                f"{where} has checkpoints of worker {here} and none of what is started, worker {started}; start "
-                f"{'it' if len(others) == 1 else 'them'} too, with --local {others[-1] + 1}: a worker without a checkpoint "
-                "takes the state of one that has it"
-            )
+        return CheckpointError(f"{where} has {_only_of_others(store, kept) or _NO_CHECKPOINTS}")
+    if absent and len(absent) < len(kept) and not _is_simulation(store.folder):
+        here = ", ".join(str(owner) for owner in kept if owner not in absent)
         return CheckpointError(
-            f"{where} has no checkpoints to resume from or to score; train past the first one, or start again with another --out"
-        )
-    absent = on_other_machines(kept)
-    if absent and len(absent) < len(kept) and not (store.folder / "metrics.jsonl").exists():
-        here = [owner for owner in kept if owner not in absent]
-        return CheckpointError(
-            f"{where} has checkpoints of worker {', '.join(map(str, here))} alone and needs those of all {len(kept)}; "
-            f"{_how_to_collect(run, store.folder, absent)}"
+            f"{where} has checkpoints of worker {here} alone and needs those of all {len(kept)}; "
+            f"{_how_to_collect(store.run, store.folder, absent)}"
         )
     whys = "; ".join(f"round {round}: {_in_words(faults)}" for round, faults in choice.skipped.items())
-    kinds = {fault.kind for faults in choice.skipped.values() for fault in faults}
-    if kinds == {FaultKind.FOREIGN}:
+    if {fault.kind for faults in choice.skipped.values() for fault in faults} == {FaultKind.FOREIGN}:
         digests = {match[1] for match in re.finditer(r"has digest '(\w+)' but needs", whys)}
-        now = settings_in(store.folder) if os.path.lexists(store.folder / "run.toml") else run
+        now = settings_in(store.folder) if os.path.lexists(store.folder / "run.toml") else store.run
         return CheckpointError(
             f"no checkpoint in {where} is of this run ({whys}); {why_settings_differ(store.folder, now, digests)}",
             FaultKind.FOREIGN,
         )
     sound = [f"that of worker {owner} after round {max(one.whole)}" for owner, one in kept.items() if one.whole]
     only = f", only {' and '.join(sound)} is" if sound else ""
-    instead = "bring sound files back, and the checkpoint folders of all machines together"
-    if (store.folder / "metrics.jsonl").exists():  # a simulation: one process on one machine
-        again = (
-            f"gossamer simulate {quote(str(store.folder / 'run.toml'))} --out {quote(str(store.folder))} --resume auto"
-        )
-        instead = f"start it again there with {again}" if _may_start(run, kept) else "bring sound files back"
-    elif sound and _may_be_elastic(run):
-        instead += f", go on from what is sound with gossamer train --resume {store.folder} --set run.elastic=true"
-    if run.kind == "rounds" and run.pipeline.stages > 2:
-        instead += ", name a middle stage that is lost and the round in pipeline.lost, so that it goes on from what others have"
     whose = "" if len(kept) == 1 else f" for all {len(kept)} workers"
     return CheckpointError(
-        f"no checkpoint of {where} is sound{whose} ({whys}){only}; {instead}, or start again with another --out"
+        f"no checkpoint of {where} is sound{whose} ({whys}){only}; {_how_to_mend(store, kept)}, or start again with another "
+        "--out"
     )
+
+
+_NO_CHECKPOINTS = (
+    "no checkpoints to resume from or to score; train past the first one, or start again with another --out"
+)
+
+
+def _only_of_others(store: Store, kept: Mapping[int, KeptRounds]) -> str:
+    """What a folder has of workers that are not started, as on a machine whose worker had a later slot; empty if nothing."""
+    others = [owner for owner in checkpoint.owners(store.folder / "checkpoints") if owner not in kept]
+    if not others or others[-1] >= store.run.workers:
+        return ""
+    here, started = ", ".join(map(str, others)), ", ".join(map(str, kept))
+    return (
+        f"checkpoints of worker {here} and none of what is started, worker {started}; start "
+        f"{'it' if len(others) == 1 else 'them'} too, with --local {others[-1] + 1}: a worker without a checkpoint takes the "
+        "state of one that has it"
+    )
+
+
+def _how_to_mend(store: Store, kept: Mapping[int, KeptRounds]) -> str:
+    """How a run can resume although checkpoints are damaged or lost."""
+    run, folder = store.run, quote(str(store.folder))
+    instead = "bring sound files back"
+    if not _is_simulation(store.folder):
+        instead += ", and the checkpoint folders of all machines together"
+        if any(one.whole for one in kept.values()) and _may_be_elastic(run):
+            instead += f", go on from what is sound with gossamer train --resume {store.folder} --set run.elastic=true"
+    elif _may_start(run, kept):
+        file = quote(str(store.folder / "run.toml"))
+        instead = f"start it again there with gossamer simulate {file} --out {folder} --resume auto"
+    if run.kind == "rounds" and run.pipeline.stages > 2:
+        instead += ", name a middle stage that is lost and the round in pipeline.lost, so that it goes on from what others have"
+    return instead
+
+
+def _is_simulation(folder: Path) -> bool:
+    """Whether one process on one machine writes all of a run folder."""
+    return (folder / "metrics.jsonl").exists()
 
 
 def on_other_machines(kept: Mapping[int, KeptRounds]) -> list[int]:
@@ -622,10 +640,8 @@ def newest_of_own(
 
     Args: `before` as in `kept_by`; `read` returns the fault in the content of its checkpoint of a round.
     """
-    kept = kept_by(store, [owner], lineage, before)
-    choice = choose_round(
-        kept, newest_of_all, lambda r: {owner: store.fault(r, owner, lineage) if read is None else read(r)}
-    )
+    here = _here(store, [owner], lineage, before)
+    choice = choose_round(here.kept, newest_of_all, here.read if read is None else lambda r: {owner: read(r)})
     choice.tell(f"worker {owner}: ")
     warn_unverified(store, choice.round, [owner])
     return choice
@@ -657,14 +673,12 @@ def to_evaluate(store: Store, lineage: Lineage, round: int | None) -> tuple[int,
     """
     run = store.run
     every = run.kind == "server" or not (run.loop.elastic or run.event_driven)
-    kept = kept_by(store, run.owners, lineage)
-    requested = lambda held: round if round is not None and any(round in one for one in held.values()) else 0  # noqa: E731
+    here = _here(store, run.owners, lineage)
+    requested = lambda held: round if any(round in one for one in held.values()) else 0  # noqa: E731
     pick = requested if round is not None else newest_of_all if every else round_to_score
-    choice = choose_round(
-        kept, pick, lambda r: {i: store.fault(r, i, lineage) for i, one in kept.items() if r in one.whole}
-    )
+    choice = choose_round(here.kept, pick, here.read)
     having = [owner for owner, one in choice.kept.items() if choice.round in one.whole]
-    if round is not None and (not choice.round or (every and len(having) < len(kept))):
+    if round is not None and (not choice.round or (every and len(having) < len(choice.kept))):
         raise _cannot_be_scored(round, choice.kept, every=every)
     if not choice.round:
         raise _nothing_to_score(store, choice)
