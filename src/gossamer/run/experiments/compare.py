@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NotRequired
+from typing import Any, NotRequired
 
 from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict
@@ -81,35 +81,21 @@ def train_all(
     Raises: ConfigError when a finished run had other settings, or there is none to reuse; DataError for an invalid
         line, and for a finished run whose files lack data of its line.
     """
-    known = {place_in_experiment(one): one for one in read_results(file)} if file.exists() else {}
-    places = {place_in_experiment(run) for run in runs}
-    kept, origins = [one for place, one in known.items() if place not in places], dict[str, Origin | None]()
+    lines = {place_in_experiment(one): one for one in read_results(file)} if file.exists() else {}
     trunks = dict(zip((run.label for run in runs), shared_trunks([run.config for run in runs]), strict=True))
-    for run in runs if resume else ():
-        if trunks[run.label] and stands_at_its_trunk(run.config, folders[run.label]):
-            continue
-        line = _line_of(run, known.get(place_in_experiment(run)))
-        if is_finished(settings_of(run.config), folders[run.label]):
-            _adopt(run, folders)
-            origins[run.label] = None
-            if line is not None:
-                origins[run.label] = line.origin
-                kept.append(_as_recorded(run, folders, line))
-        elif line is not None and line.row["loss"] is not None and (folders[run.label] / "run.toml").exists():
-            raise DataError(
-                f"'{folders[run.label]}' has ended, as '{file}' says, and its metrics lack the last validation; bring them back, "
-                "or remove that folder to train the run again"
-            )
+    at_trunk = lambda run: trunks[run.label] and stands_at_its_trunk(run.config, folders[run.label])  # noqa: E731
+    over = _finished([run for run in runs if not at_trunk(run)] if resume else [], folders, file, lines)
     if reuse:
-        missing = [run for run in runs if run.label not in origins]
-        for run, run_origin in _copied(missing, folders, reuse, some=not resume):
-            origins[run.label] = run_origin
-            kept.append(_result(run, folders, run_origin))
-    waiting = {run.label: run for run in _in_turn(runs) if run.label not in origins}
+        missing = [run for run in runs if run.label not in over]
+        copies = _copied(missing, folders, reuse, some=not resume)
+        over |= {run.label: _result(run, folders, run_origin) for run, run_origin in copies}
+    waiting = {run.label: run for run in _in_turn(runs) if run.label not in over}
     jobs = min(jobs, max(1, len(waiting)))  # so that no cores are reserved for runs that do not exist
     origin("", None)  # caches the commit before the first run
     make_folder(file.parent)
-    atomic_write(file, result_lines(kept).encode())
+    places = {place_in_experiment(run) for run in runs}
+    of_others = [line for place, line in lines.items() if place not in places]
+    atomic_write(file, result_lines([*of_others, *(line for line in over.values() if line is not None)]).encode())
     with _Lines(file) as written, RunPool(jobs, began=lambda label: began(waiting[label]), asked=asked) as apart:
         for label, run in waiting.items():
             trunk = file.parent / "trunks" / trunks[label] if trunks[label] and jobs == 1 else None
@@ -117,12 +103,30 @@ def train_all(
         while apart.busy:
             for label, ended in apart.ended():
                 run = waiting[label]
-                origins[label] = run_origin = origin(digest(run.config), ended.seconds, ended.text)
-                written.write(_result(run, folders, run_origin))
+                over[label] = line = _result(run, folders, origin(digest(run.config), ended.seconds, ended.text))
+                written.write(line)
                 on_end(run, ended)
             if enough():
                 apart.drop()
-    return origins
+    return {label: line and line.origin for label, line in over.items()}
+
+
+def _finished(
+    runs: Iterable[Point], folders: Mapping[str, Path], file: Path, lines: Mapping[Any, PointResult]
+) -> dict[str, PointResult | None]:
+    """The runs that are finished in their folders, by label, each with its line; None without one. Raises: DataError."""
+    over = dict[str, PointResult | None]()
+    for run in runs:
+        folder, line = folders[run.label], _line_of(run, lines.get(place_in_experiment(run)))
+        if is_finished(settings_of(run.config), folder):
+            _adopt(run, folders)
+            over[run.label] = None if line is None else _as_recorded(run, folders, line)
+        elif line is not None and line.row["loss"] is not None and (folder / "run.toml").exists():
+            raise DataError(
+                f"'{folder}' has ended, as '{file}' says, and its metrics lack the last validation; bring them back, or remove "
+                "that folder to train the run again"
+            )
+    return over
 
 
 def _result(run: Point, folders: Mapping[str, Path], run_origin: Origin | None) -> PointResult:
