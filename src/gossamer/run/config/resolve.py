@@ -247,16 +247,32 @@ def _facts(config: RunConfig, parts: UserParts, real: bool) -> tuple[Combination
     def made(kind: str) -> Any:
         return attempt(lambda: make(parts, kind, config)) if getattr(config, kind).name else None
 
-    run, events, nothing = config.run, config.events, Combination()
+    facts = _stated(config, real)
     if config.pipeline.forward.name:
-        attempt(lambda: require_repeatable_samples(config.pipeline, config.data, run.steps))
-    timetable = config.length.timetable.since(run.synchronous_steps)
-    codec, holders = made("codec"), holders_of(config.model.experts, config.workers)
-    facts = Combination(
+        attempt(lambda: require_repeatable_samples(config.pipeline, config.data, config.run.steps))
+    codec = made("codec")
+    facts = facts._replace(codec=codec or facts.codec)
+    if config.server is not None:
+        server = made("server")
+        return facts._replace(regions=server is not None and server.regions is not None), errors
+    topology = made("topology")
+    if config.pair is not None:
+        return facts._replace(pair=made("pair"), topology=topology or facts.topology), errors
+    rule = made("rule")
+    if rule is None or topology is None or codec is None:  # checks that depend on them are skipped
+        return facts._replace(reduction="ordered", codec=Combination().codec), errors
+    facts = facts._replace(rule=rule, topology=topology)
+    return facts._replace(rule=attempt(lambda: settled_rule(facts)) or rule), errors
+
+
+def _stated(config: RunConfig, real: bool) -> Combination:
+    """The facts that a run file states, without the parts that are made of it."""
+    run, events, pipeline, model = config.run, config.events, config.pipeline, config.model
+    timetable, holders = config.length.timetable.since(run.synchronous_steps), holders_of(model.experts, config.workers)
+    return Combination(
         kind=config.kind,
         driver="train" if real else "simulate",
         wait=run.wait,
-        codec=codec or nothing.codec,
         schedule=config.schedule,
         local_steps=timetable.at(0).local_steps,
         synchronous_steps=run.synchronous_steps,
@@ -270,15 +286,14 @@ def _facts(config: RunConfig, parts: UserParts, real: bool) -> tuple[Combination
         reduction=run.reduction,
         elastic=run.elastic,
         peers=bool(config.peers),
-        stages=config.pipeline.stages,
+        stages=pipeline.stages,
         shards=run.shards if real else 1,
-        partly=config.pipeline.workers is not None,
-        scattered=config.pipeline.chunks > 1
-        or (config.model.bottleneck is not None and bool(config.model.bottleneck.cuts)),
-        lost=frozenset(donor_of(one, config.pipeline, config.workers) is not None for one in config.pipeline.lost),
+        partly=pipeline.workers is not None,
+        scattered=pipeline.chunks > 1 or (model.bottleneck is not None and bool(model.bottleneck.cuts)),
+        lost=frozenset(donor_of(one, pipeline, config.workers) is not None for one in pipeline.lost),
         hashes=config.record.hash,
         batched=run.batched,
-        holders=holders.parts if holders is not None else (),
+        holders=() if holders is None else holders.parts,
         constant_batch=config.data.constant_batch,
         fragments=events.fragments,
         overlap=events.overlap,
@@ -288,18 +303,6 @@ def _facts(config: RunConfig, parts: UserParts, real: bool) -> tuple[Combination
         clock=events.network,
         networks=config.network,
     )
-    if config.server is not None:
-        server = made("server")
-        return facts._replace(regions=server is not None and server.regions is not None), errors
-    topology = made("topology")
-    if config.pair is not None:
-        pair = made("pair")
-        return facts._replace(pair=pair, topology=topology or nothing.topology), errors
-    rule = made("rule")
-    if rule is None or topology is None or codec is None:  # checks that depend on them are skipped
-        return facts._replace(reduction="ordered", codec=nothing.codec), errors
-    facts = facts._replace(rule=rule, topology=topology)
-    return facts._replace(rule=attempt(lambda: settled_rule(facts)) or rule), errors
 
 
 def _clock(config: RunConfig, facts: Combination) -> tuple[str | None, Network | None]:
