@@ -1,8 +1,8 @@
 """`gossamer check`: what a run file will do, or all its errors, before anything is trained."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from gossamer.cli.output import Json, print_json, uncollected
 from gossamer.cli.run_file_options import NO_CHANGES, Changes, File
@@ -48,47 +48,7 @@ def command(file: File = None, /, *, changes: Changes = NO_CHANGES, json: Json =
 
 def lines(examined: "Examined") -> list[str]:
     """The table of one run, with the method as its first row."""
-    unknown = "unknown, as Python code decides it" if examined.code else "unknown without the tokenizer"
-
-    def megabytes(size: float | None) -> str:
-        return "" if size is None else f"{size / 1e6:,.4g} MB"
-
-    phase = "round" if examined.kind == "rounds" else "local phase"
-    gap = "" if examined.spectral_gap is None else f", spectral gap {examined.spectral_gap:.4g}"
-    sent, most = megabytes(examined.sent_bytes), megabytes(examined.most_bytes)
-    rows = [
-        ("method", f"{examined.method}, {_KINDS[examined.kind]}, {examined.workers} workers"),
-        *([("topology", examined.topology + gap)] if examined.topology is not None else []),
-        (
-            "parameters",
-            unknown
-            if examined.parameters is None
-            else f"{examined.parameters:,} (vocabulary of {examined.vocabulary:,})",
-        ),
-        *(("text", _files(one)) for one in examined.text),
-        *([("passes over the text", f"at least {examined.passes:,.3g}")] if examined.passes is not None else []),
-        *([("documents", _documents(examined.documents))] if examined.documents is not None else []),
-        *([("experts", _experts(examined.experts))] if examined.experts is not None else []),
-        ("sends", unknown if examined.sent_bytes is None else f"{sent} per worker and {phase}, at most {most}"),
-        *(
-            (f"keeps {kept.what}", f"{kept.copies:.3g} model{'' if kept.copies == 1 else 's'}, {megabytes(kept.bytes)}")
-            for kept in examined.kept
-        ),
-        ("memory", f"{megabytes(examined.worker_bytes)} per worker, without activations" if examined.kept else unknown),
-        *_stages(examined, megabytes),
-        *((f"on {network.name}", _seconds(network)) for network in examined.networks),
-        *(
-            [("disagreement", f"x {examined.disagreement:.3f} per round, predicted")]
-            if examined.disagreement is not None
-            else []
-        ),
-        ("length", f"{examined.rounds:,} round{'s' if examined.rounds > 1 else ''}, {examined.tokens:,} tokens"),
-        *([("peers", _peers(examined.peers))] if examined.peers else []),
-        *(("Python code", f"{name}, which is not imported here") for name in examined.code),
-        *(("this machine", sentence) for sentence in examined.here),
-        *((f"not {verb}", sentence) for verb, sentences in examined.refused.items() for sentence in sentences),
-        *(("warning", sentence) for sentence in examined.warnings),
-    ]
+    rows = [(head, text) for head, text in _rows(examined) if text is not None]
     width = max(len(head) for head, _ in rows)
     (verb, *more) = [verb for verb in ("simulate", "train") if verb not in examined.refused]
     start = "can start" if more else f"can start with gossamer {verb} only"
@@ -96,11 +56,54 @@ def lines(examined: "Examined") -> list[str]:
     return [f"{examined.name}: {start}{elsewhere}", *(f"  {head:<{width}}  {text}" for head, text in rows)]
 
 
-def _stages(examined: "Examined", megabytes: Callable[[float], str]) -> list[tuple[str, str]]:
+def _rows(run: "Examined") -> Iterator[tuple[str, str | None]]:
+    """The rows of a run's table; None for the text of a row that is left out."""
+    unknown = "unknown, as Python code decides it" if run.code else "unknown without the tokenizer"
+    gap = _known(run.spectral_gap, ", spectral gap {:.4g}".format) or ""
+    size = f"{{:,}} (vocabulary of {run.vocabulary or 0:,})".format
+    most, phase = _known(run.most_bytes, _megabytes), "round" if run.kind == "rounds" else "local phase"
+    memory = f"{_megabytes(run.worker_bytes)} per worker, without activations" if run.kept else unknown
+    yield "method", f"{run.method}, {_KINDS[run.kind]}, {run.workers} workers"
+    yield "topology", _known(run.topology, lambda name: name + gap)
+    yield "parameters", _known(run.parameters, size) or unknown
+    yield from (("text", _files(one)) for one in run.text)
+    yield "passes over the text", _known(run.passes, "at least {:,.3g}".format)
+    yield "documents", _known(run.documents, _documents)
+    yield "experts", _known(run.experts, _experts)
+    sends = _known(run.sent_bytes, lambda sent: f"{_megabytes(sent)} per worker and {phase}, at most {most}")
+    yield "sends", sends or unknown
+    for kept in run.kept:
+        models = f"{kept.copies:.3g} model{'' if kept.copies == 1 else 's'}"
+        yield f"keeps {kept.what}", f"{models}, {_megabytes(kept.bytes)}"
+    yield "memory", memory
+    yield from _stages(run)
+    yield from ((f"on {network.name}", _seconds(network)) for network in run.networks)
+    yield "disagreement", _known(run.disagreement, "x {:.3f} per round, predicted".format)
+    yield "length", f"{run.rounds:,} round{'s' if run.rounds > 1 else ''}, {run.tokens:,} tokens"
+    yield "peers", _peers(run.peers) if run.peers else None
+    yield from (("Python code", f"{name}, which is not imported here") for name in run.code)
+    yield from (("this machine", sentence) for sentence in run.here)
+    yield from ((f"not {verb}", sentence) for verb, sentences in run.refused.items() for sentence in sentences)
+    yield from (("warning", sentence) for sentence in run.warnings)
+
+
+_T = TypeVar("_T")
+
+
+def _known(value: _T | None, words: Callable[[_T], str]) -> str | None:
+    """A value in words; None, which has no row, for one that is unknown or does not apply."""
+    return None if value is None else words(value)
+
+
+def _megabytes(size: float) -> str:
+    return f"{size / 1e6:,.4g} MB"
+
+
+def _stages(examined: "Examined") -> list[tuple[str, str]]:
     rows = [
         (
             f"stage {k}",
-            f"layers {', '.join(map(str, stage.layers))}: {stage.parameters:,} parameters, {megabytes(stage.bytes)}",
+            f"layers {', '.join(map(str, stage.layers))}: {stage.parameters:,} parameters, {_megabytes(stage.bytes)}",
         )
         for k, stage in enumerate(examined.stages)
     ]

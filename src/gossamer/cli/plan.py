@@ -473,14 +473,7 @@ def _print(made: "RunPlan", cut: "StagePlan | None", priced: "Priced", choice: "
         _print_cut(cut)
     elif options.memory_bytes is not None:
         echo(f"a replica fits a process of {options.memory_bytes / 1e9:.4g} GB, without activations")
-    size, parameters, settings = options.model or made.model.size, made.parameters, made.options
-    default = settings.tokens is None and settings.hours is None
-    print_sentence(
-        f"{size} with a vocabulary of {settings.vocab_size:,} (--vocab): {parameters:,} parameters, {made.workers} "
-        f"worker{'s' * (made.workers > 1)} with inner steps of {settings.batch_size:,} x {settings.seq_len:,} tokens, "
-        f"{choice.tokens:.4g} tokens{', 20 a parameter (--tokens or --hours)' if default else ''}; "
-        f"loss in {digits_text(choice.hours)} h"
-    )
+    print_sentence(_what_is_trained(made, choice, options))
     if made.network.step_of is None and options.step_s is None and options.peak_flops is None:
         echo(
             "seconds of an inner step are those of the network file, which names no model: they are the same with any --model"
@@ -492,16 +485,28 @@ def _print(made: "RunPlan", cut: "StagePlan | None", priced: "Priced", choice: "
     parallel = next((one for one in shown if one.collective and not one.left_out), None)
     if parallel is not None:
         print_sentence(_as_ddp(choice, parallel))
-    if options.all:
-        for name, why in priced.unpriced.items():
+    for name, why in priced.unpriced.items():
+        if options.all or name == USUAL:
             echo(f"no price: {name}: {why}")
-    elif USUAL in priced.unpriced:
-        echo(f"no price: {USUAL}: {priced.unpriced[USUAL]}")
     _print_choice(made, choice)
     if options.loss is not None:
         by, hours = "law" if options.law is not None else "anchor", _hours_to_loss(made, choice, options)
         when = "not foretold" if hours is None else f"after about {digits_text(hours)} h"
         echo(f"loss {options.loss:g} by the {by}: {when if hours != math.inf else 'never'}", flush=True)
+
+
+def _what_is_trained(made: "RunPlan", choice: "Pick", options: PlanOptions) -> str:
+    """The model, the workers and the tokens of a plan, with its hours."""
+    from gossamer.report.table import digits_text
+
+    settings = made.options
+    default = settings.tokens is None and settings.hours is None
+    return (
+        f"{options.model or made.model.size} with a vocabulary of {settings.vocab_size:,} (--vocab): {made.parameters:,} "
+        f"parameters, {made.workers} worker{'s' * (made.workers > 1)} with inner steps of {settings.batch_size:,} x "
+        f"{settings.seq_len:,} tokens, {choice.tokens:.4g} tokens{', 20 a parameter (--tokens or --hours)' if default else ''}; "
+        f"loss in {digits_text(choice.hours)} h"
+    )
 
 
 def _hours_to_loss(made: "RunPlan", choice: "Pick", options: PlanOptions) -> float | None:

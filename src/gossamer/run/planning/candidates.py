@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import tomli_w
 
 from gossamer.errors import ConfigError
-from gossamer.layout import Layout, Leaf
+from gossamer.layout import Layout
 from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import Network, to_options
 from gossamer.network.timeline import format_utilisation
@@ -22,7 +22,7 @@ from gossamer.run.config.layouts import layout_for
 from gossamer.run.config.recipes import Recipe, recipe, recipes
 from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import parse
-from gossamer.run.planning.check import counted
+from gossamer.run.planning.check import counted, is_hidden
 from gossamer.run.planning.choice import Candidate, Pick, pick
 from gossamer.run.planning.measured_losses import MEASURED
 from gossamer.run.planning.plan import PlanSettings, RunPlan, back_of, choosable, optima_of, with_tables, without_text
@@ -71,38 +71,44 @@ def price_recipes(made: RunPlan, only: str | None = None, *, thorough: bool = Fa
         recipe(only)  # raises
     candidates: list[Candidate] = []
     unpriced: dict[str, str] = {}
-    layout = layout_for(made.model, made.options.vocab_size)
-    few = made.workers <= _FEW
-    teams = [*dict.fromkeys(((), *(one.left_out for one in made.candidates)))] if few else [made.best.left_out]
-    teams = [one for one in teams if made.workers - len(one) > 1] or [()]
-    between = [one for one in made.candidates if one.full_steps > 1] or made.candidates
-    usual_steps = pick(between, made.choice.scale, made.options.hours).best.full_steps
+    layout, teams = layout_for(made.model, made.options.vocab_size), _teams(made)
     for name, one in recipes().items():
         if name in PLANNED or (only is not None and name != only):
             continue
         if why := "one worker sends nothing" if made.workers == 1 else _without_price(one):
             unpriced[name] = why
             continue
-        fixed, tried = one.settings.get("run.local_steps"), [max(2, usual_steps)]
-        if fixed is not None:
-            tried = [fixed]
-        elif thorough or (few and name in SEVERAL):
-            tried = sorted({*made.options.local_steps})
-        elif name in MEASURED and name not in SEVERAL:
-            tried = [*MEASURED[name]]
-        codecs: Iterable[str | None] = (
-            made.options.codecs if name in SEVERAL and "codec.name" not in one.settings else [None]
-        )
+        several = name in SEVERAL and "codec.name" not in one.settings
+        codecs: Iterable[str | None] = made.options.codecs if several else [None]
         try:
             candidates += [
                 _candidate(name, steps, made, layout, left_out, codec)
-                for steps in tried
+                for steps in _tried_steps(name, one, made, thorough=thorough)
                 for codec in codecs
                 for left_out in (teams if name == USUAL else [()])
             ]
         except ConfigError as error:
             unpriced[name] = str(error)
     return Priced(tuple(candidates), unpriced)
+
+
+def _teams(made: RunPlan) -> list[tuple[int, ...]]:
+    """The workers that are left out where `USUAL` is priced: all choices of the plan, or its best alone among many workers."""
+    few = made.workers <= _FEW
+    teams = [*dict.fromkeys(((), *(one.left_out for one in made.candidates)))] if few else [made.best.left_out]
+    return [one for one in teams if made.workers - len(one) > 1] or [()]
+
+
+def _tried_steps(name: str, recipe: Recipe, made: RunPlan, *, thorough: bool) -> list[int]:
+    """The local steps with which a method is priced."""
+    if (fixed := recipe.settings.get("run.local_steps")) is not None:
+        return [fixed]
+    if thorough or (made.workers <= _FEW and name in SEVERAL):
+        return sorted({*made.options.local_steps})
+    if name in MEASURED and name not in SEVERAL:
+        return [*MEASURED[name]]
+    between = [one for one in made.candidates if one.full_steps > 1] or made.candidates
+    return [max(2, pick(between, made.choice.scale, made.options.hours).best.full_steps)]
 
 
 def _without_price(recipe: Recipe) -> str:
@@ -208,17 +214,12 @@ def _with_muon(network: Network, made: RunPlan) -> Network:
     An iteration on a matrix of m by n numbers, m <= n, is two products of m² n and one of m³ multiplications; the six FLOPs of a
     parameter and token are the step without them.
     """
-    hidden = (sorted(leaf.shape) for leaf in layout_for(made.model, made.options.vocab_size).leaves if _is_hidden(leaf))
+    hidden = (sorted(leaf.shape) for leaf in layout_for(made.model, made.options.vocab_size).leaves if is_hidden(leaf))
     flops = sum(_ORTHOGONALISED * (4 * m * m * n + 2 * m**3) for m, n in hidden)
     factor = 1 + flops / (6 * made.parameters * made.options.step_tokens)
     step_s = network.step_s
     assert step_s is not None, "a plan knows them"
     return replace(network, step_s=tuple(factor * s for s in step_s) if isinstance(step_s, tuple) else factor * step_s)
-
-
-def _is_hidden(leaf: Leaf) -> bool:
-    """Whether Muon updates this leaf, as `gossamer.run.planning.check.inner_copies` counts."""
-    return len(leaf.shape) == 2 and leaf.name.startswith("model.layers.")
 
 
 def _candidate(

@@ -3,7 +3,7 @@ whether its files have the field."""
 
 import importlib.util
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
@@ -16,7 +16,7 @@ from gossamer.data.settings import MANY_PASSES, passes_over, passes_warning
 from gossamer.data.token_files import opened_binaries
 from gossamer.data.tokenizer import Tokenizer, local_tokenizer, vocabulary
 from gossamer.errors import ConfigError, DataError, GossamerError, installs
-from gossamer.layout import Layout
+from gossamer.layout import Layout, Leaf
 from gossamer.network.links import doubts_of
 from gossamer.network.pricing import price
 from gossamer.network.timeline import spread_s
@@ -184,46 +184,39 @@ def examine_run(config: RunConfig, refused: Mapping[Verb, Sequence[str]] | None 
     layout, (text, most_tokens, missing) = _layout(run, vocab_size), _text_files(run, vocab_size)
     passes = None if most_tokens is None else passes_over(run.data.shards, most_tokens, run.worker_tokens)
     topology = None if isinstance(m, WithServer) else m.topology
-    predicted = None
-    if isinstance(m, Method):
-        _, least = stability.least_stable(rules_over_time(m.rule, run.loop.steps), m.topology, m.schedule.merge)
-        predicted = stability.stability_of(least, m.topology, m.schedule.merge)
     sent, most, kept, networks, partly = counted(run, layout) if layout else (None, None, (), (), ())
-    return Examined(
-        name=run.name,
-        kind=run.kind,
-        method=_words(m)
-        + (f", after {run.loop.synchronous_steps} synchronous steps" if run.loop.synchronous_steps else ""),
-        workers=run.workers,
+    warnings = [*run.warnings, *_endless(documents, run.data.tokenizer)]
+    warnings += [doubt for name, network in config.network.items() for doubt in doubts_of(network, f"network.{name}")]
+    warnings += [passes_warning(passes)] if passes is not None and passes > MANY_PASSES else []
+    starts = f", after {run.loop.synchronous_steps} synchronous steps" if run.loop.synchronous_steps else ""
+    return _known_of(config, run, vocab_size, layout, missing)._replace(
+        method=_words(m) + starts,
         topology=None if topology is None else topology.name,
         spectral_gap=None if topology is None else stability.mean_gap(topology),
-        vocabulary=vocab_size,
-        parameters=None if layout is None else layout.numel,
-        experts=None if layout is None else _experts(run, layout),
         sent_bytes=sent,
         most_bytes=most,
         kept=kept,
         networks=networks,
-        disagreement=None if predicted is None else predicted.radius,
+        disagreement=_disagreement(m, run.loop.steps),
         rounds=run.rounds,
         tokens=sum(run.worker_tokens),
-        warnings=(
-            *run.warnings,
-            *_endless(documents, run.data.tokenizer),
-            *(doubt for name, network in config.network.items() for doubt in doubts_of(network, f"network.{name}")),
-            *([passes_warning(passes)] if passes is not None and passes > MANY_PASSES else []),
-            *partly,
-        ),
-        processes=sum(run.processes),
+        warnings=(*warnings, *partly),
         stages=_stages(run, layout, kept) if layout else (),
         refused={verb: (*sentences,) for verb, sentences in refused.items() if sentences},
-        here=(*missing, *_lacking(run)),
-        peers=dealt(run.peers),
         text=text,
         passes=passes,
         documents=documents,
-        code=tuple(named(config).values()),
     )
+
+
+def _disagreement(method: Method | WithServer | InPairs, steps: int) -> float | None:
+    """The predicted factor by which the workers' disagreement changes per round; None where nothing is predicted."""
+    if not isinstance(method, Method):
+        return None
+    merge = method.schedule.merge
+    _, least = stability.least_stable(rules_over_time(method.rule, steps), method.topology, merge)
+    predicted = stability.stability_of(least, method.topology, merge)
+    return None if predicted is None else predicted.radius
 
 
 def passes_of(config: RunConfig) -> float | None:
@@ -310,18 +303,20 @@ def _experts(run: RunSettings, layout: Layout) -> HeldExperts | None:
     )
 
 
-def _known_of(config: RunConfig) -> Examined:
-    """The facts of a run whose method is the user's code: its length, and the size of its model."""
-    names, vocab_size, run = named(config), vocabulary(config.data.tokenizer), settings_of(config)
+def _known_of(
+    config: RunConfig, run: RunSettings, vocab_size: int | None, layout: Layout | None, missing: Sequence[str]
+) -> Examined:
+    """The facts of a run that do not follow from its method: its length, and the size of its model.
+
+    Args: `missing` is what this machine lacks of its text.
+    """
     kind = "server" if config.server is not None else "pair" if config.pair is not None else "rule"
-    method, topology = getattr(config, kind), None if kind == "server" else config.topology.name
-    layout = _layout(run, vocab_size)
     return Examined(
         name=config.name,
         kind=config.kind,
-        method=f"{method.name}, codec {config.codec.name}",
+        method=f"{getattr(config, kind).name}, codec {config.codec.name}",
         workers=config.workers,
-        topology=topology,
+        topology=None if kind == "server" else config.topology.name,
         spectral_gap=None,
         vocabulary=vocab_size,
         parameters=None if layout is None else layout.numel,
@@ -335,9 +330,9 @@ def _known_of(config: RunConfig) -> Examined:
         tokens=sum(run.worker_tokens),
         warnings=(),
         processes=sum(run.processes),
-        here=(*_text_files(run, vocab_size)[2], *_lacking(run)),
+        here=(*missing, *_lacking(run)),
         peers=dealt(run.peers),
-        code=tuple(names.values()),
+        code=tuple(named(config).values()),
     )
 
 
@@ -380,8 +375,9 @@ def _checked(document: Mapping[str, Any]) -> Examined | list[str]:
             both = [sentence for sentence in simulated if sentence in trained]
             return both or [*_of_verb("simulate", simulated), *_of_verb("train", trained)]
         config = parse(document)
-        if {*KINDS} & named(config).keys():
-            return _known_of(config)
+        if {*KINDS} & named(config).keys():  # its method is the user's code
+            run, vocab_size = settings_of(config), vocabulary(config.data.tokenizer)
+            return _known_of(config, run, vocab_size, _layout(run, vocab_size), _text_files(run, vocab_size)[2])
         return examine_run(config, {"simulate": simulated, "train": trained})
     except GossamerError as error:
         return [str(error)]
@@ -398,13 +394,13 @@ def inner_copies(config: InnerConfig, layout: Layout) -> float:
     if config.optimizer not in ("muon", "spectral_muon"):
         kept = {"acco_adamw": 4.0, "accum_adamw": 3.0, "adamw": 2.0, "qh_adopt": 2.0, "sgd": float(config.momentum > 0)}
         return averages + kept[config.optimizer]
-    hidden = [
-        leaf.stop - leaf.start
-        for leaf in layout.leaves
-        if len(leaf.shape) == 2 and leaf.name.startswith("model.layers.")
-    ]
     # One momentum for hidden matrices, AdamW's two moments for the rest.
-    return averages + 2.0 - sum(hidden) / layout.numel
+    return averages + 2.0 - sum(leaf.stop - leaf.start for leaf in layout.leaves if is_hidden(leaf)) / layout.numel
+
+
+def is_hidden(leaf: Leaf) -> bool:
+    """Whether Muon updates this leaf, as a matrix inside a layer."""
+    return len(leaf.shape) == 2 and leaf.name.startswith("model.layers.")
 
 
 def _words(method: Method | WithServer | InPairs) -> str:
@@ -491,29 +487,33 @@ def counted(run: ResolvedRun, layout: Layout, rounds: int = _ROUNDS) -> Counted:
         return _counted(run, layout, rounds)
     whole = sum(part.rounds for part in parts)
     weighed = [(part, part.rounds) for part in parts] if len(parts) <= _MOST_PARTS else _representative(parts)
-    some, shares = [part for part, _ in weighed], [count / whole for _, count in weighed]
-    each = [_counted(part, layout, rounds) for part in some]
+    each, shares = [_counted(part, layout, rounds) for part, _ in weighed], [count / whole for _, count in weighed]
 
-    def mean(of: Callable[[Counted], float]) -> float:
-        return math.fsum(share * of(one) for one, share in zip(each, shares, strict=True))
-
-    networks = list[OnNetwork]()
-    for k, one in enumerate(each[-1].networks):
-        if unknown := next((other.networks[k] for other in each if other.networks[k].round_s is None), None):
-            networks.append(unknown)
-            continue
-        round_s = mean(lambda other: other.networks[k].round_s or 0.0)  # noqa: B023
-        computing = mean(lambda other: (other.networks[k].utilisation or 0.0) * (other.networks[k].round_s or 0.0))  # noqa: B023
-        note = f"the mean of {len(some)} parts of the run"
-        spread_s = math.hypot(*(share * other.networks[k].spread_s for other, share in zip(each, shares, strict=True)))
-        networks.append(one._replace(round_s=round_s, utilisation=computing / round_s, spread_s=spread_s, note=note))
     return Counted(
-        mean(lambda one: one.sent_bytes),
+        _mean([one.sent_bytes for one in each], shares),
         max(one.most_bytes for one in each),
         tuple(max(rows, key=lambda row: row.copies) for rows in zip(*(one.kept for one in each), strict=True)),
-        tuple(networks),
+        tuple(_mean_network(some, shares) for some in zip(*(one.networks for one in each), strict=True)),
         each[-1].warnings,
     )
+
+
+def _mean(values: Sequence[float], shares: Sequence[float]) -> float:
+    return math.fsum(share * value for value, share in zip(values, shares, strict=True))
+
+
+def _mean_network(parts: Sequence[OnNetwork], shares: Sequence[float]) -> OnNetwork:
+    """A round on one network, averaged over the parts of a run by their shares of its rounds; unknown where one of them is."""
+    seconds = list[float]()
+    for part in parts:
+        if part.round_s is None:
+            return part
+        seconds.append(part.round_s)
+    round_s = _mean(seconds, shares)
+    computing_s = _mean([(part.utilisation or 0.0) * s for part, s in zip(parts, seconds, strict=True)], shares)
+    spread_s = math.hypot(*(share * part.spread_s for part, share in zip(parts, shares, strict=True)))
+    note = f"the mean of {len(parts)} parts of the run"
+    return parts[-1]._replace(round_s=round_s, utilisation=computing_s / round_s, spread_s=spread_s, note=note)
 
 
 def _representative(parts: Sequence[ResolvedRun]) -> list[tuple[ResolvedRun, float]]:
