@@ -51,40 +51,50 @@ def command(
     if links_only and (file is not None or overrides):
         given = file or f"--set {' '.join(overrides)}"
         raise ConfigError(f"--links-only was given with '{given}' but measures no step; remove one of the two")
-    if local is not None:
-        words = [*([] if file is None else [str(file)]), "--out", str(out), "--max-bytes", str(max_bytes)]
-        words += ["--test-s", str(test_s), *(["--links-only"] if links_only else []), "--quiet"]
-        if not links_only:
-            _run_of(
-                file, overrides, among.of if among else local
-            )  # a mistake in it is reported once, before processes are started
-        if code := _started(local, [*words, *(word for one in overrides for word in ("--set", one))], among):
-            return code
-        if among is None or among.first == 0:
+    if local is None:
+        written = _measured(file, overrides, out, links_only=links_only, max_bytes=int(max_bytes), test_s=test_s)
+        if written and (output.json or not output.quiet):
             _show(out, output)
         return 0
+    if not links_only:
+        _run_of(
+            file, overrides, among.of if among else local
+        )  # so that a mistake is reported once, before any is started
+    options = ["--out", str(out), "--max-bytes", str(max_bytes), "--test-s", str(test_s), "--quiet"]
+    code = _started(file, overrides, local, [*options, *(["--links-only"] if links_only else [])], among)
+    if not code and (among is None or among.first == 0):
+        _show(out, output)
+    return code
+
+
+def _measured(
+    file: Path | None, overrides: Sequence[str], out: Path, *, links_only: bool, max_bytes: int, test_s: float
+) -> bool:
+    """Measures as one of the processes that another launcher has started; whether this one has written the file."""
     from gossamer.network.links import to_toml
     from gossamer.network.probe import probe
     from gossamer.record.whole_files import atomic_write
 
     world = os.environ.get("WORLD_SIZE", "")
     config = None if links_only or not world.isdigit() else _run_of(file, overrides, int(world))
-    network = probe(None if config is None else _timer(config), max_bytes=int(max_bytes), test_s=test_s)
+    network = probe(None if config is None else _timer(config), max_bytes=max_bytes, test_s=test_s)
     if network is not None:
         atomic_write(out, to_toml(network).encode())
-        if not output.quiet or output.json:
-            _show(out, output)
-    return 0
+    return network is not None
 
 
-def _started(local: int, words: Sequence[str], among: "Among | None") -> int:
+def _started(
+    file: Path | None, overrides: Sequence[str], local: int, options: Sequence[str], among: "Among | None"
+) -> int:
     """Starts all workers on this machine, and waits for them; returns their exit code."""
     from gossamer.cli import main
     from gossamer.cli.train import import_early
     from gossamer.transport.processes.local import run_local
 
     import_early()
-    return run_local(local, main, ["probe", *words], parts=1 if among is None else (1,) * among.of, among=among)
+    words = ["probe", *([] if file is None else [str(file)]), *options]
+    words += [word for one in overrides for word in ("--set", one)]
+    return run_local(local, main, words, parts=1 if among is None else (1,) * among.of, among=among)
 
 
 def _run_of(file: Path | None, overrides: Sequence[str], workers: int) -> "RunConfig":

@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import os
 import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -32,6 +33,7 @@ from gossamer.stop_signals import start_forkserver
 if TYPE_CHECKING:
     from gossamer.run.bookkeeping.resume import Resume
     from gossamer.run.config.resolved import ResolvedRun
+    from gossamer.run.config.run_file import RunConfig
     from gossamer.run.synchronous.regroup import Meeting
     from gossamer.transport.processes.local import Among
 
@@ -103,12 +105,8 @@ def command(
     """
     if local is not None and (file is None or file.is_file()):  # otherwise it is refused before torch is imported
         import_early()
-    way = _WayIn(local, join, machines.entered(), served)
-    if restarts < 0 or (restarts and (local is None or way.among is not None or served.listen is not None)):
-        raise ConfigError(
-            f"--restarts is {restarts}, and only who has started all processes can start them again; give it with --local N and "
-            "without --rank and --listen"
-        )
+    way = _WayIn(local, join, machines.entered(), served, restarts)
+    way.must_start_all_to_restart()
     meeting = None
     if changes.stages == AUTO:
         meeting = _meet(file, changes, out, resume, way, allowed=allow_code)
@@ -117,33 +115,22 @@ def command(
         changes, resume = replace(changes, stages=None, overrides=(*changes.overrides, *meeting.words)), Path(AUTO)
     config, folder, resumed = run_and_folder(file, changes.words, out, resume)
     from gossamer.record.locks import must_be_idle
-    from gossamer.run.config.resolve import resolve
 
     # One process reports imports: our launcher, or worker 0 under another launcher.
     tells = multiprocessing.parent_process() is None and os.environ.get("RANK", "0") == "0"
-    # Before processes are started, so that a mistake in the file is reported once.
-    joins = join is not None or served.store is not None
-    parts = parts_to_train(config, folder, resumed, allowed=allow_code, speaks=tells, joins=joins)
-    run = resolve(config, parts, real=True)
-    for sentence in run.warnings if tells else ():
-        log.warning(sentence)
+    run = _resolved(config, folder, resumed, way, allowed=allow_code, speaks=tells)
     way = _opened(way, run, resumes=bool(resumed))
     if way.local is not None and way.among is None:
         must_be_idle(folder)  # before a table shows how far it is
     code = 0
-    with resume_hint(folder), contextlib.ExitStack() as open_:
-        open_.enter_context(output.silenced())
-        if tells:
-            open_.enter_context(output.watching(folder))
-        if _shows_progress():
-            open_.enter_context(output.showing()).follow(run.name, folder, run.record.print_every)
+    with resume_hint(folder), _shown(output, run, folder, page=tells):
         if way.local is not None:
             words = _words_of_workers(file, folder, changes, resumed, silent=output.silent, allow_code=allow_code)
-            code = _start_workers(run, folder, way.local, words, way.among, resume=resumed, restarts=restarts)
+            code = _start_workers(run, folder, way.local, way, words, resume=resumed)
         else:
-            _train_one(run, folder, join, served, resume=resumed, meeting=meeting)
+            _train_one(run, folder, way, resume=resumed, meeting=meeting)
     if code == 0 and output.json:
-        print_json(_result(run, folder, way.local, served))
+        print_json(_result(run, folder, way))
     elif way.local is not None or (run.kind == "rounds" and not _survives_a_worker(run) and _shows_progress()):
         _say_how_it_ended(run, folder, code)
     return code
@@ -157,6 +144,17 @@ class _WayIn(NamedTuple):
     join: str | None
     among: "Among | None"
     served: ServerOptions
+    restarts: int
+
+    def must_start_all_to_restart(self) -> None:
+        """Raises ConfigError for restarts by one that starts some of the processes at most."""
+        if self.restarts < 0 or (
+            self.restarts and (self.local is None or self.among is not None or self.served.listen is not None)
+        ):
+            raise ConfigError(
+                f"--restarts is {self.restarts}, and only who has started all processes can start them again; give it with "
+                "--local N and without --rank and --listen"
+            )
 
     def given(self, *, resumes: bool) -> dict[str, object]:
         """The options of this way, with their values."""
@@ -188,15 +186,39 @@ _APART = {
 """For each way into a run the options that contradict it, each with the remedy."""
 
 
+def _resolved(
+    config: "RunConfig", folder: Path, resumed: "Resume", way: _WayIn, *, allowed: bool, speaks: bool
+) -> "ResolvedRun":
+    """The run, before processes are started, so that a mistake in its file is reported once, and so are its warnings."""
+    from gossamer.run.config.resolve import resolve
+
+    joins = way.join is not None or way.served.store is not None
+    parts = parts_to_train(config, folder, resumed, allowed=allowed, speaks=speaks, joins=joins)
+    run = resolve(config, parts, real=True)
+    for sentence in run.warnings if speaks else ():
+        log.warning(sentence)
+    return run
+
+
+@contextlib.contextmanager
+def _shown(output: Watchable, run: "ResolvedRun", folder: Path, *, page: bool) -> Iterator[None]:
+    """A context in which this process shows the run as far as that was asked for, on a page and in the terminal."""
+    with output.silenced(), output.watching(folder) if page else contextlib.nullcontext():
+        if not _shows_progress():
+            yield
+            return
+        with output.showing() as terminal:
+            terminal.follow(run.name, folder, run.record.print_every)
+            yield
+
+
 def _opened(way: _WayIn, run: "ResolvedRun", *, resumes: bool) -> _WayIn:
     """The way into this run, once its other requirements are there: secret, key, address. Raises: ConfigError."""
     from gossamer.transport.keys import KEY, keys_for
     from gossamer.transport.secret import SECRET, read_secret
 
-    served, given = way.served, way.given(resumes=resumes)
-    for option, (others, instead) in _APART.items():
-        if option in given and (wrong := [f"{other} {given[other]}".strip() for other in given if other in others]):
-            raise ConfigError(f"{option} was given with {' and '.join(wrong)}; {instead}")
+    _must_not_contradict(way.given(resumes=resumes))
+    served = way.served
     if served.secret is not None:
         os.environ[SECRET] = read_secret(served.secret)
     if served.key is not None:
@@ -204,12 +226,12 @@ def _opened(way: _WayIn, run: "ResolvedRun", *, resumes: bool) -> _WayIn:
     if served.listen is not None:
         # The first of a run that others join.
         local = 1 if way.local is None and way.join is None else way.local
-        way = way._replace(among=_listen_at(served.listen, run, way.join, way.among), local=local)
+        way = way._replace(among=_listen_at(served.listen, run, way), local=local)
     _must_be_dialled("--join", way.join)
     _must_be_dialled("--server", served.server if served.worker is not None else None)
     keys = keys_for(run.peers, run.workers)  # before processes are started, so that a missing key is reported once
     if keys is None and served.store is None:
-        _warn_of_plain(run, served, way.among, way.join)
+        _warn_of_plain(run, way)
     starts = way.among is None or way.among.first == 0
     if keys is not None and way.local is not None and run.kind != "server" and starts:
         keys.must_start(way.local)
@@ -218,6 +240,14 @@ def _opened(way: _WayIn, run: "ResolvedRun", *, resumes: bool) -> _WayIn:
     among = way.among._replace(keys=keys)
     _check_place(run, among, way.local)
     return way._replace(among=among)
+
+
+def _must_not_contradict(given: Mapping[str, object]) -> None:
+    """Raises ConfigError for options that contradict each other, of those given with their values."""
+    for option, (others, instead) in _APART.items():
+        wrong = [f"{other} {value}".strip() for other, value in given.items() if other in others]
+        if option in given and wrong:
+            raise ConfigError(f"{option} was given with {' and '.join(wrong)}; {instead}")
 
 
 def _words_of_workers(
@@ -254,17 +284,17 @@ def _must_be_dialled(option: str, address: str | None) -> None:
         )
 
 
-def _warn_of_plain(run: "ResolvedRun", served: ServerOptions, among: "Among | None", join: str | None) -> None:
+def _warn_of_plain(run: "ResolvedRun", way: _WayIn) -> None:
     """Warns once where others may read what this run sends, with the remedy; for a worker its launcher does so."""
     from gossamer.stop_signals import is_launched
     from gossamer.transport.sockets.addresses import is_loopback, split
 
     hosts = list[str]()
-    for given in (served.listen, served.server, join):
+    for given in (way.served.listen, way.served.server, way.join):
         with contextlib.suppress(ValueError):  # none, or what is refused later
             hosts.append(split(given or "")[0])
-    if among is not None:
-        hosts.append(among.host)
+    if way.among is not None:
+        hosts.append(way.among.host)
     elif os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE") and os.environ.get("LOCAL_RANK") == "0":
         hosts.append(os.environ.get("MASTER_ADDR", "localhost"))  # torchrun on several machines
     if is_launched() or all(host == "localhost" or is_loopback(host) for host in hosts):
@@ -275,7 +305,7 @@ def _warn_of_plain(run: "ResolvedRun", served: ServerOptions, among: "Among | No
     )
 
 
-def _listen_at(address: str, run: "ResolvedRun", join: str | None, among: "Among | None") -> "Among | None":
+def _listen_at(address: str, run: "ResolvedRun", way: _WayIn) -> "Among | None":
     """Has the workers here listen at an address, before any are started; returns their place among those of all machines.
 
     The first machine of a run in rounds gets its place here: the store of the run is at this address, and the workers listen at
@@ -296,8 +326,8 @@ def _listen_at(address: str, run: "ResolvedRun", join: str | None, among: "Among
             "of the two, or start the run on all machines with --rank I --of N --address HOST"
         )
     os.environ[LISTEN] = address
-    if may_be_joined or join is not None or among is not None:
-        return among
+    if may_be_joined or way.join is not None or way.among is not None:
+        return way.among
     os.environ[LISTEN] = shown(host, port + 1)
     where = shown(announced_address(host), port)
     say(f"the run starts once all {run.workers} workers are there: the others take part with --join {where}")
@@ -392,16 +422,9 @@ def _meet(
     return meet(runs, folder)
 
 
-def _train_one(
-    run: "ResolvedRun",
-    folder: Path,
-    join: str | None,
-    served: ServerOptions,
-    *,
-    resume: "Resume",
-    meeting: "Meeting | None",
-) -> None:
+def _train_one(run: "ResolvedRun", folder: Path, way: _WayIn, *, resume: "Resume", meeting: "Meeting | None") -> None:
     """Trains as one of the workers of the run, or as its server."""
+    served, join = way.served, way.join
     if served.store is not None and run.kind == "server":
         from gossamer.run.served.in_store import train_served_in_store
 
@@ -440,15 +463,15 @@ def _train_one(
         train(run, folder, resume=resume, meeting=meeting)
 
 
-def _result(run: "ResolvedRun", folder: Path, local: int | None, served: ServerOptions) -> dict[str, Any]:
+def _result(run: "ResolvedRun", folder: Path, way: _WayIn) -> dict[str, Any]:
     """The last validations that this process knows of: those of all workers where it has started them, else its own."""
     from gossamer.record.folder import newest_evaluation, read_metrics
     from gossamer.record.lineage import read_branches
 
     lines = read_metrics(folder)
     validated = {line["worker"]: line for line in lines if line["kind"] == "validation" and "worker" in line}
-    if local is None:
-        me = served.worker if run.kind == "server" else _worker_here(run)
+    if way.local is None:
+        me = way.served.worker if run.kind == "server" else _worker_here(run)
         validated = {worker: line for worker, line in validated.items() if me in (worker, -1)}
     scored = newest_evaluation(lines, read_branches(folder))
     # An evaluation may be of an earlier round than what the workers have validated since.
@@ -492,36 +515,14 @@ def import_early(*more: str) -> None:
         start_forkserver(["gossamer.transport.processes.local", *work, *more])
 
 
-def _start_workers(
-    run: "ResolvedRun",
-    folder: Path,
-    n: int,
-    words: list[str],
-    among: "Among | None",
-    *,
-    resume: "Resume",
-    restarts: int,
-) -> int:
+def _start_workers(run: "ResolvedRun", folder: Path, n: int, way: _WayIn, words: list[str], *, resume: "Resume") -> int:
     """Starts all workers of a run, and its server if it has one, on this machine; or some of them, among those of others."""
     from gossamer.cli import main
-    from gossamer.record.folder import must_be_new
-    from gossamer.run.bookkeeping.which_round import ended, has_ended, lost_stages, must_end_later
-    from gossamer.settings.schema import toml_value
-    from gossamer.transport.processes.local import STOPPED, run_local, run_served
+    from gossamer.run.bookkeeping.which_round import ended, has_ended
+    from gossamer.transport.processes.local import run_served
     from gossamer.transport.secret import folder_secret
 
-    goes_on = _survives_a_worker(run)
-    if restarts and (goes_on or run.kind == "server"):
-        raise ConfigError(
-            f"--restarts is {restarts}, and the others of this run go on without a worker that dies; start that one alone again"
-        )
-    if n != run.workers and not ((goes_on or among) and n < run.workers):
-        instead = f"give --local {run.workers}" + ("" if resume or n < 1 else f", or add --set workers={n}")
-        raise ConfigError(f"--local {n} but the run file has workers = {run.workers}; {instead}")
-    if among is None and resume:
-        must_end_later(run, folder)
-    elif among is None:
-        must_be_new(folder, None)  # once here, as each worker would report it
+    _must_start_here(run, folder, n, way, resume=resume)
     if resume and has_ended(run, folder):
         say(ended(folder, run.rounds))
         return 0
@@ -529,12 +530,48 @@ def _start_workers(
         again = ["train", str(folder / "run.toml"), "--out", str(folder), "--resume", AUTO]
         again += [_ALLOW_CODE] if _ALLOW_CODE in words else []
         return run_served(n, main, words, folder_secret(folder, make=True), resume=again)
-    if goes_on:
-        return _start_participants(run, folder, n, words, among)
-    code = run_local(n, main, words, parts=run.processes, among=among)
-    # torch admits no new process to a group after a death, so that all restart; a restart would only repeat a user's mistake.
-    while restarts and code > _SIGNAL and code != STOPPED:
-        restarts -= 1
+    if _survives_a_worker(run):
+        return _start_participants(run, folder, n, words, way.among)
+    return _start_in_rounds(run, folder, n, way, words, resume=resume)
+
+
+def _must_start_here(run: "ResolvedRun", folder: Path, n: int, way: _WayIn, *, resume: "Resume") -> None:
+    """Refuses, once and before any process is started, what each worker would refuse. Raises: ConfigError, DataError."""
+    from gossamer.record.folder import must_be_new
+    from gossamer.run.bookkeeping.which_round import must_end_later
+
+    goes_on = _survives_a_worker(run)
+    if way.restarts and (goes_on or run.kind == "server"):
+        raise ConfigError(
+            f"--restarts is {way.restarts}, and the others of this run go on without a worker that dies; start that one alone "
+            "again"
+        )
+    if n != run.workers and not ((goes_on or way.among) and n < run.workers):
+        instead = f"give --local {run.workers}" + ("" if resume or n < 1 else f", or add --set workers={n}")
+        raise ConfigError(f"--local {n} but the run file has workers = {run.workers}; {instead}")
+    if way.among is None and resume:
+        must_end_later(run, folder)
+    elif way.among is None:
+        must_be_new(folder, None)
+
+
+def _start_in_rounds(
+    run: "ResolvedRun", folder: Path, n: int, way: _WayIn, words: list[str], *, resume: "Resume"
+) -> int:
+    """Starts workers of a run in rounds, and all of them again when a signal has ended one, as often as was asked for.
+
+    torch admits no new process to a group after a death, so that all restart; a restart would only repeat a user's mistake.
+    """
+    from gossamer.cli import main
+    from gossamer.run.bookkeeping.which_round import lost_stages
+    from gossamer.settings.schema import toml_value
+    from gossamer.transport.processes.local import STOPPED, run_local
+
+    again = [*words, *([] if resume else ["--resume", AUTO])]
+    code = run_local(n, main, words, parts=run.processes, among=way.among)
+    for _ in range(way.restarts):
+        if code <= _SIGNAL or code == STOPPED:
+            break
         lost = lost_stages(folder)
         tables = ", ".join("{" + ", ".join(f"{k} = {v!r}" for k, v in toml_value(one).items()) + "}" for one in lost)
         log.warning(
@@ -542,12 +579,8 @@ def _start_workers(
             code - _SIGNAL,
             sum(run.processes),
         )
-        again = [
-            *words,
-            *([] if resume else ["--resume", AUTO]),
-            *(["--set", f"pipeline.lost=[{tables}]"] if lost else []),
-        ]
-        code = run_local(n, main, again, parts=run.processes)
+        sets = ["--set", f"pipeline.lost=[{tables}]"] if lost else []
+        code = run_local(n, main, [*again, *sets], parts=run.processes)
     return code
 
 
