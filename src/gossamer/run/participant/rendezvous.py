@@ -183,24 +183,22 @@ def started(
         speaks = start_facts.one_round and me == 0
         start = begin_or_resume(store, task, past, Agreement(kept, read, start_facts.pick, speaks))
         after, kept = start.round, start.choice.kept
-        newest = _own_round(own, kept[me], after)
-        lineage = start.go_on([me], back_to=after if start_facts.one_round else newest)
+        newest = after if start_facts.one_round else _own_round(own, kept[me], after)
+        lineage = start.go_on([me], back_to=newest)
     finally:  # also on refusal, so that each reports the reason rather than a lost store
         part(member, wait_s)
     warn_of_loopback(address, [one.address for one in known])
     held = {slot: one.whole for slot, one in kept.items()}
     # If each resumes from its own round, one too far behind takes the newest state, like a newcomer.
-    oldest = max(0, after - run.loop.rejoin_rounds)
-    has_own = after == 0 or (after in held[me] if start_facts.one_round else newest >= oldest)
-    donor = me if has_own else next(slot for slot in held if after in held[slot])
+    has_own = after in held[me] if start_facts.one_round else newest >= max(0, after - run.loop.rejoin_rounds)
+    donor = me if has_own or after == 0 else next(slot for slot in held if after in held[slot])
     facts = [one.fact for one in known]
     how_far = [start_facts.progress(slot, facts, held, after) for slot in range(run.workers)]
     endpoint = Endpoint(listener, key, member.secret, wait_s, run.loop.round_deadline_s, keys)
     announce(folder, Address(me, address, key))
     members = Members(limits_of(run), me, _entries(known, how_far))
-    return RendezvousResult(
-        members, endpoint, lineage, after, donor, past is not None, own.content if has_own and after else None
-    )
+    content = own.content if donor == me and after else None
+    return RendezvousResult(members, endpoint, lineage, after, donor, past is not None, content)
 
 
 def _own_round(own: Own, kept: KeptRounds, after: int) -> int:
