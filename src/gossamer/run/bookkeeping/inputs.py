@@ -137,22 +137,24 @@ def must_have_inputs(run: RunSettings, task: Task, folder: Path, purpose: Purpos
     if not recorded and (fingerprint := text.fingerprint if text else saved_text(folder / "checkpoints")):
         hashes[TEXT] = fingerprint
     now = common_inputs(task, run.parts)
-    repeats = purpose == "repeat"
-    names = [TOKENIZER, *([TEXT, FILES] if purpose != "score" else []), *([MODEL] if repeats else [])]
-    for name in names:
+    for name, remedy in _COMPARED[purpose].items():
         # Empty for a stream, which is read during training, and compares its data then.
         then, here = hashes.get(name), now.get(name)
         if then and here and then != here:
             key = name.rpartition(" ")[2]
             raise ConfigError(
                 f"{name} {_input_source(run, key)} is not the one that the run in '{folder}' had: it hashes to {here} and "
-                f"hashed to {then}; {_REMEDY[name, purpose]}"
+                f"hashed to {then}; {remedy}"
             )
-    for name, then in {k: v for one in recorded.values() for k, v in one["own"].items()}.items() if repeats else ():
+    if purpose == "repeat" and isinstance(task.data, OwnBatches):
+        _must_have_batches(run, task.data, folder, {k: v for one in recorded.values() for k, v in one["own"].items()})
+
+
+def _must_have_batches(run: RunSettings, data: OwnBatches, folder: Path, recorded: Mapping[str, str]) -> None:
+    """Compares the first batches of the user's function with those recorded. Raises: ConfigError."""
+    for name, then in recorded.items():
         worker = name.rpartition(" ")[2]
-        if not (isinstance(task.data, OwnBatches) and worker.isdecimal() and int(worker) < run.workers):
-            continue
-        if (here := task.data.fingerprint(int(worker))) != then:
+        if worker.isdecimal() and int(worker) < run.workers and (here := data.fingerprint(int(worker))) != then:
             raise ConfigError(
                 f"data.source {run.data.source!r:.80} returns another first batch for worker {worker} than in the run in "
                 f"'{folder}': it hashes to {here} and hashed to {then}; restore what the function reads"
@@ -160,17 +162,24 @@ def must_have_inputs(run: RunSettings, task: Task, folder: Path, purpose: Purpos
 
 
 _FILES = "restore its files as they were"
-_REMEDY: dict[tuple[str, Purpose], str] = {
-    (TEXT, "evaluate"): f"{_FILES}, or score the model on another text with --source",
-    (TEXT, "resume"): f"{_FILES}, or train on this text in another folder with --out",
-    (TEXT, "repeat"): _FILES,
-    (TOKENIZER, "evaluate"): _FILES,
-    (TOKENIZER, "score"): _FILES,
-    (TOKENIZER, "repeat"): _FILES,
-    (TOKENIZER, "resume"): f"{_FILES}, or train with this one in another folder with --out",
-    (MODEL, "repeat"): "restore what the function that makes the model reads",
+_ON_TEXT = f"{_FILES}, or train on this text in another folder with --out"
+_ANOTHER = f"{_FILES}, or score the model on another text with --source"
+_COMPARED: dict[Purpose, dict[str, str]] = {
+    "evaluate": {TOKENIZER: _FILES, TEXT: _ANOTHER, FILES: _ANOTHER},
+    "score": {TOKENIZER: _FILES},
+    "resume": {
+        TOKENIZER: f"{_FILES}, or train with this one in another folder with --out",
+        TEXT: _ON_TEXT,
+        FILES: _ON_TEXT,
+    },
+    "repeat": {
+        TOKENIZER: _FILES,
+        TEXT: _FILES,
+        FILES: _FILES,
+        MODEL: "restore what the function that makes the model reads",
+    },
 }
-_REMEDY |= {(FILES, purpose): remedy for (name, purpose), remedy in _REMEDY.items() if name == TEXT}
+"""For each purpose the inputs that are compared, each with the remedy where it differs."""
 
 
 def _input_source(run: RunSettings, key: str) -> str:
@@ -211,24 +220,31 @@ def changed_code(
             ", ".join(KEYS[kind] for kind in sorted(used)),
             folder,
         )
-    now, is_changed = {one["kind"]: one for one in code_of(run.code) if one["kind"] in used}, False
-    for then in (code for one in recorded.values() for code in one["code"]):
-        here = now.get(then["kind"])
-        if here is None or here["name"] != then["name"] or here["sha256"] == then["sha256"] or is_changed:
-            continue
-        what = (
-            f"the code of {KEYS[then['kind']]} '{then['name']}' has changed since the run in '{folder}' began: "
-            f"'{here['path'] or then['path']}', with what it imports from its folder, hashes to {here['sha256'][:12]} and hashed "
-            f"to {then['sha256'][:12]}"
-        )
-        if purpose == "repeat":
-            raise ConfigError(f"{what}; restore it as it was")
-        if not allowed:
-            raise ConfigError(f"{what}; restore it, or give --allow-code to go on with it as it is now")
-        if speaks:
-            log.warning("%s; it is taken as it is now", what)
-        is_changed = True
-    return is_changed
+    changed = _first_change([code for one in recorded.values() for code in one["code"] if code["kind"] in used], run)
+    if changed is None:
+        return False
+    then, here = changed
+    what = (
+        f"the code of {KEYS[then['kind']]} '{then['name']}' has changed since the run in '{folder}' began: "
+        f"'{here['path'] or then['path']}', with what it imports from its folder, hashes to {here['sha256'][:12]} and hashed "
+        f"to {then['sha256'][:12]}"
+    )
+    if purpose == "repeat":
+        raise ConfigError(f"{what}; restore it as it was")
+    if not allowed:
+        raise ConfigError(f"{what}; restore it, or give --allow-code to go on with it as it is now")
+    if speaks:
+        log.warning("%s; it is taken as it is now", what)
+    return True
+
+
+def _first_change(recorded: Collection[CodeInput], run: RunSettings) -> tuple[CodeInput, CodeInput] | None:
+    """The first recorded code whose files differ now, as it was and as it is; None without one."""
+    now = {one["kind"]: one for one in code_of(run.code)}
+    both = ((then, here) for then in recorded if (here := now.get(then["kind"])) is not None)
+    return next(
+        (pair for pair in both if pair[0]["name"] == pair[1]["name"] and pair[0]["sha256"] != pair[1]["sha256"]), None
+    )
 
 
 # --- where checkpoints are of other settings -----------------------------------------------------------------------------
