@@ -112,6 +112,28 @@ def sweep(
     >>> result.best().at
     {'inner.lr': 0.1}
     """
+    _check_sweep(grid, seeds, given)
+    folder, runs, doubts = Path(mkdtemp(prefix="gossamer-") if out is None else out), list[SweptRun](), list[str]()
+    all_at = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    for (at, words), seed in itertools.product(zip(all_at, words_of(all_at), strict=True), seeds):
+        place = folder / f"{len(runs):03d}"
+        try:
+            done = simulate(run, place, progress=progress, **_keywords(at, label_of(words, seed), seed, given))
+        except TrainingError as error:
+            runs.append(SweptRun(at, seed, math.nan, None, str(error)))
+            continue
+        runs.append(SweptRun(at, seed, done.loss, RecordedRun(done.config, place)))
+        for sentence in doubts_about([done.resolved]):
+            if sentence not in doubts:
+                doubts.append(sentence)
+                log.warning("%s", sentence)
+    if len(seeds) > 1 and callable(given.get("data")):
+        doubts.append(_ONE_ORDER)
+    return Sweep(runs, folder if out is None else None, doubts)
+
+
+def _check_sweep(grid: Mapping[str, Sequence[Any]], seeds: Sequence[int], given: Keywords) -> None:
+    """Raises ConfigError for what is no sweep: no lists of values, no list of seeds, or a setting that was given twice."""
     lists = [isinstance(values, Sequence) and not isinstance(values, str) and values for values in grid.values()]
     if not lists or not all(lists):
         raise ConfigError(f"grid is {grid!r:.80}; give lists of values by name, such as {{'inner.lr': [1e-3, 2e-3]}}")
@@ -123,34 +145,14 @@ def sweep(
         )
     if twice := grid.keys() & {*given, *flat(dict(given.get("settings", {})))}:
         raise ConfigError(f"{min(twice)} is in the grid and was given for all runs too; leave one of them out")
-    folder, runs = Path(mkdtemp(prefix="gossamer-") if out is None else out), list[SweptRun]()
-    all_at = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
-    doubts = list[str]()
-    for at, words in zip(all_at, words_of(all_at), strict=True):
-        for seed in seeds:
-            label = label_of(words, seed)
-            keywords = {name: value for name, value in at.items() if name in Keywords.__annotations__}
-            dotted = {name: value for name, value in at.items() if name not in keywords}
-            here = {
-                **given,
-                **keywords,
-                "seed": seed,
-                "settings": {"name": label, **given.get("settings", {}), **dotted},
-            }
-            place = folder / f"{len(runs):03d}"
-            try:
-                done = simulate(run, place, progress=progress, **cast(Keywords, here))
-                for sentence in doubts_about([done.resolved]):
-                    if sentence not in doubts:
-                        doubts.append(sentence)
-                        log.warning("%s", sentence)
-            except TrainingError as error:
-                runs.append(SweptRun(at, seed, math.nan, None, str(error)))
-            else:
-                runs.append(SweptRun(at, seed, done.loss, RecordedRun(done.config, place)))
-    if len(seeds) > 1 and callable(given.get("data")):
-        doubts.append(_ONE_ORDER)
-    return Sweep(runs, folder if out is None else None, doubts)
+
+
+def _keywords(at: Mapping[str, Any], label: str, seed: int, given: Keywords) -> Keywords:
+    """The keywords of `simulate` for one run; those of the grid that are no keywords are keys of its run file."""
+    keywords = {name: value for name, value in at.items() if name in Keywords.__annotations__}
+    dotted = {name: value for name, value in at.items() if name not in keywords}
+    settings = {"name": label, **given.get("settings", {}), **dotted}
+    return cast(Keywords, {**given, **keywords, "seed": seed, "settings": settings})
 
 
 _ONE_ORDER = (
