@@ -106,18 +106,23 @@ def with_settings(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
             for other in {*others} - given:
                 result.pop(other, None)
     for key, value in sorted(overrides.items(), key=lambda item: not item[0].endswith(".name")):
-        *path, last = key.split(".")
-        node: Any = result
-        for part in path:
-            if part in _CHOICES and isinstance(node.get(part), str):
-                node[part] = {"name": node[part]}  # the name alone stands for a table with it
-            node = node.setdefault(part, {})
-            if not isinstance(node, dict):
-                raise ConfigError(f"cannot set '{key}': '{part}' is a value, not a table; correct the key")
-        if last == "name" and path and path[-1] in _CHOICES and node.get("name") != value:
-            node.clear()
-        node[last] = copy.deepcopy(value)  # the next override must not write into the recipe's own table
+        _set(result, key, value)
     return result
+
+
+def _set(document: dict[str, Any], key: str, value: Any) -> None:
+    """Sets a dotted key; another name in a table of a choice drops the options of the old one. Raises: ConfigError."""
+    *path, last = key.split(".")
+    node: Any = document
+    for part in path:
+        if part in _CHOICES and isinstance(node.get(part), str):
+            node[part] = {"name": node[part]}  # the name alone stands for a table with it
+        node = node.setdefault(part, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"cannot set '{key}': '{part}' is a value, not a table; correct the key")
+    if last == "name" and path and path[-1] in _CHOICES and node.get("name") != value:
+        node.clear()
+    node[last] = copy.deepcopy(value)  # the next override must not write into the recipe's own table
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

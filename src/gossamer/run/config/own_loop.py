@@ -10,10 +10,10 @@ from gossamer.errors import PairingError
 from gossamer.library import OuterMethod
 from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.modes import OUTER
-from gossamer.rules import make_rule
+from gossamer.rules import Rule, make_rule
 from gossamer.run.config.document import flat, with_settings
 from gossamer.run.config.recipes import recipe
-from gossamer.run.config.run_file import parse
+from gossamer.run.config.run_file import RunConfig, parse
 
 log = logging.getLogger("gossamer")
 
@@ -55,10 +55,31 @@ def method(
     given = {"rule": rule, "topology": topology, "codec": codec, "schedule": schedule}
     config = parse(with_settings({}, {"method": name, **flat({k: v for k, v in given.items() if v is not None})}))
     made = make_rule(config.rule.name, **config.rule.options)
+    _must_fit(name, config, made, settings)
+    words = ", ".join(
+        f"{key.removeprefix('inner.')} = {value}" for key, value in settings.items() if key.startswith("inner.")
+    )
+    if words:
+        log.warning("method '%s' was published with an inner optimizer (%s); yours should be like it", name, words)
+    return OuterMethod(
+        name,
+        made,
+        config.topology.name,
+        config.topology.options,
+        make_codec(config.codec.name, **config.codec.options),
+        config.schedule,
+        config.length.full_steps if "run.local_steps" in settings else None,
+        settings.get("workers"),
+        config.inner if words else None,
+    )
+
+
+def _must_fit(name: str, config: RunConfig, rule: Rule, settings: Mapping[str, Any]) -> None:
+    """Raises PairingError for a method that cannot run in the user's own loop."""
     facts = Combination(
         kind=config.kind,
         driver="library",
-        rule=made,
+        rule=rule,
         schedule=config.schedule,
         adapt=config.run.adapt,
         server=config.server.name if config.server else "",
@@ -77,21 +98,5 @@ def method(
         words = ", ".join(f"{key} = {value!r}" for key, value in foreign.items())
         raise PairingError(
             f"method '{name}' cannot run in your own loop: it sets {words}, and your model and your loop stay as they are; "
-            f"use gossamer simulate or gossamer train, or its rule alone, '{made.name}'"
+            f"use gossamer simulate or gossamer train, or its rule alone, '{rule.name}'"
         )
-    words = ", ".join(
-        f"{key.removeprefix('inner.')} = {value}" for key, value in settings.items() if key.startswith("inner.")
-    )
-    if words:
-        log.warning("method '%s' was published with an inner optimizer (%s); yours should be like it", name, words)
-    return OuterMethod(
-        name,
-        made,
-        config.topology.name,
-        config.topology.options,
-        make_codec(config.codec.name, **config.codec.options),
-        config.schedule,
-        config.length.full_steps if "run.local_steps" in settings else None,
-        settings.get("workers"),
-        config.inner if words else None,
-    )
