@@ -102,42 +102,55 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network] | None) 
     followed.begin()
     metrics, branches = read_metrics(folder, seen=followed.take), read_branches(folder)
     evals = {line["round"]: line for line in metrics if line["kind"] == "eval" and "worker" not in line}
-    trained = [line["round"] for line in metrics if line["kind"] == "train"]
-    first, own_losses = max((branch["round"] for branch in branches), default=0), dict[int, tuple[float, ...]]()
-    for line in metrics:
-        if line["kind"] == "validation" and line["round"] >= first:
-            loss = _as_number(line.get("loss"), "loss", line["round"])
-            own_losses[line["round"]] = (*own_losses.get(line["round"], ()), loss)
     config = _read_text(folder / "run.toml")
     if networks is None:
         networks = {} if config is None else networks_in(parse_toml(config, f"'{folder / 'run.toml'}'"))
-    sent_bytes, timelines, sent_until, per_round = None, {}, (), 1
-    if (events := read_events(folder, seen=followed.take)) is not None:
-        sent_bytes = float(events.sent_bytes.mean())
-        timelines = {events.network: _recorded_timeline(events)} if len(events.end_s) else {}
-    elif has_trace(folder) and (trace := read_trace(folder, seen=followed.take)).rounds:  # empty if it has just begun
-        sent_bytes = float(trace.sent_bytes.mean())
-        sent_until = tuple((trace.round_bytes.cumsum() / trace.workers).tolist())
-        per_round = max(1, round(trace.rounds / (1 + max(trained, default=trace.rounds - 1))))
-        if trace.workers > 1:  # a single worker does not send
-            timelines = prices_of(folder, config or "", trace, networks)
-    return RunData(
+    run = RunData(
         followed,
         list(evals.values()),
         newest_evaluation(metrics, branches),
-        1 + max(trained, default=-1),
-        sent_bytes,
-        timelines,
+        1 + max((line["round"] for line in metrics if line["kind"] == "train"), default=-1),
+        None,
+        {},
         config,
         _read_text(folder / "sample.txt"),
         networks,
         (*map(described, branches), *(f"before round {r + 1}: {words}" for r, words in recoveries(metrics))),
-        sent_until[per_round - 1 :: per_round],
-        ends_of(timelines, per_round),
-        tuple(line for line in metrics if line["kind"] in {metric.kind for metric in MEANS}),
-        None if config is None else _passes(folder, config, metrics),
-        own_losses,
+        averaged=tuple(line for line in metrics if line["kind"] in {metric.kind for metric in MEANS}),
+        passes=None if config is None else _passes(folder, config, metrics),
+        own=_own_losses(metrics, since=max((branch["round"] for branch in branches), default=0)),
     )
+    return _with_costs(run, folder)
+
+
+def _with_costs(run: RunData, folder: Path) -> RunData:
+    """The run with its bytes and seconds: by its events if it is asynchronous, else by its trace."""
+    if (events := read_events(folder, seen=run.followed.take)) is not None:
+        timelines = {events.network: _recorded_timeline(events)} if len(events.end_s) else {}
+        sent_bytes = float(events.sent_bytes.mean())
+        return run._replace(sent_bytes=sent_bytes, timelines=timelines, ends_s=ends_of(timelines, 1))
+    if not has_trace(folder) or not (trace := read_trace(folder, seen=run.followed.take)).rounds:  # it has just begun
+        return run
+    per_round = max(1, round(trace.rounds / (run.rounds or trace.rounds)))
+    sent_until = (trace.round_bytes.cumsum() / trace.workers).tolist()[per_round - 1 :: per_round]
+    # A single worker does not send.
+    timelines = prices_of(folder, run.config or "", trace, run.networks) if trace.workers > 1 else {}
+    return run._replace(
+        sent_bytes=float(trace.sent_bytes.mean()),
+        timelines=timelines,
+        sent_until=tuple(sent_until),
+        ends_s=ends_of(timelines, per_round),
+    )
+
+
+def _own_losses(metrics: Iterable[Mapping[str, Any]], since: int) -> dict[int, tuple[float, ...]]:
+    """By round the validation losses of workers from a round on."""
+    losses = dict[int, tuple[float, ...]]()
+    for line in metrics:
+        if line["kind"] == "validation" and line["round"] >= since:
+            loss = _as_number(line.get("loss"), "loss", line["round"])
+            losses[line["round"]] = (*losses.get(line["round"], ()), loss)
+    return losses
 
 
 def _passes(folder: Path, config: str, metrics: Iterable[Mapping[str, Any]]) -> float | None:
