@@ -87,21 +87,13 @@ def audit(
     real = any(folder.glob("metrics-[0-9]*.jsonl"))
     run = _repeatable(recorded_run(folder, parts, real=real), folder, real=real)
     recorded = _hashes(folder)
-    if not recorded:
-        raise ConfigError(
-            f"'{folder}' has no hashes to compare; train it again with --set record.hash=true, which records them"
-        )
-    first, last = (its if one is None else one for one, its in zip(rounds, (min(recorded), max(recorded)), strict=True))
-    if not 0 <= first <= last <= max(recorded) or not (worker is None or 0 <= worker < run.workers):
-        raise ConfigError(
-            f"rounds {first}..{last} of {'all workers' if worker is None else f'worker {worker}'} were asked for, and recorded "
-            f"are rounds {min(recorded)}..{max(recorded)} of workers 0..{run.workers - 1}; name some of these"
-        )
+    first, last = _asked_for(recorded, rounds, worker, run.workers)
     some = _stretches(run, folder, real=real)
-    _must_be_of_this_run(recorded, folder, run.workers, max(one.run.rounds for one in some), real=real)
+    ends = max(one.run.rounds for one in some)
+    _must_be_of_this_run(recorded, folder, run.workers, ends, real=real)
     lives, lineage, device = read_outcomes(folder), lineage_of(run, folder), one_device(run.loop.device)
     if lives:
-        script = script_of(lives, run.in_rounds, max(one.run.rounds for one in some), run.seed, folder)
+        script = script_of(lives, run.in_rounds, ends, run.seed, folder)
     else:
         script = calm(run.timetable, run.workers, max(recorded) + 1)
     sound = _sound_checkpoints(folder, sorted(script.lives), lineage)
@@ -112,25 +104,36 @@ def audit(
     worker_threads, like = WorkerThreads(device, run, threads), Probe(run, task, device).x
     repeat = Repeat(some, task, script, folder, like, logged=bool(lives), threads=threads)
     repeat.restore(folder, snapshot, lineage)
-    compared = 0
+    compared, difference = 0, None
     with worker_threads.opened():
         for round, reports in repeat.rounds(worker_threads.each, snapshot, last):
-            workers = [one for one, _ in reports]
-            repeated_hashes = {one.index: one.hashes() for one in workers}
-            recorded_hashes = {
-                i: some for i, some in recorded.get(round, {}).items() if i in repeated_hashes and worker in (None, i)
-            }
+            # Taken in every round, as a worker keeps its hashes until they are.
+            repeated = {one.index: (one, one.hashes()) for one, _ in reports if worker in (None, one.index)}
             if round < first:
                 continue
-            compared += sum(map(len, recorded_hashes.values()))
+            hashes = {i: some for i, some in recorded.get(round, {}).items() if i in repeated}
+            compared += sum(map(len, hashes.values()))
             overruled = script.turns[round].overruled
-            checked = [one for one in workers if worker in (None, one.index) and one.index not in overruled]
-            difference = _difference(round, recorded_hashes, repeated_hashes) or _spoilt(
-                round, checked, folder, lineage, sound
+            saved = [one for one, _ in repeated.values() if one.index not in overruled]
+            difference = _difference(round, hashes, {i: some for i, (_, some) in repeated.items()}) or _spoilt(
+                round, saved, folder, lineage, sound
             )
             if difference is not None:
-                return Audit(first, last, snapshot, compared, difference)
-    return Audit(first, last, snapshot, compared, None)
+                break
+    return Audit(first, last, snapshot, compared, difference)
+
+
+def _asked_for(
+    recorded: Hashes, rounds: tuple[int | None, int | None], worker: int | None, workers: int
+) -> tuple[int, int]:
+    """The first and the last round to compare. Raises: ConfigError for rounds and a worker that are not recorded."""
+    first, last = (its if one is None else one for one, its in zip(rounds, (min(recorded), max(recorded)), strict=True))
+    if not 0 <= first <= last <= max(recorded) or not (worker is None or 0 <= worker < workers):
+        raise ConfigError(
+            f"rounds {first}..{last} of {'all workers' if worker is None else f'worker {worker}'} were asked for, and recorded "
+            f"are rounds {min(recorded)}..{max(recorded)} of workers 0..{workers - 1}; name some of these"
+        )
+    return first, last
 
 
 def _repeatable(run: ResolvedRun, folder: Path, *, real: bool) -> ResolvedRun:
@@ -175,7 +178,10 @@ def _stretches(run: ResolvedRun, folder: Path, *, real: bool) -> list[Stretch]:
 
 
 def _hashes(folder: Path) -> Hashes:
-    """The recorded hashes of each worker. Invalid ones match none. Raises: DataError for a round with two."""
+    """The recorded hashes of each worker. Invalid ones match none.
+
+    Raises: ConfigError where there are none; DataError for a round with two.
+    """
     by_round: Hashes = {}
     for line in read_metrics(folder):
         match line:
@@ -188,6 +194,10 @@ def _hashes(folder: Path) -> Hashes:
                     )
             case _:
                 pass
+    if not by_round:
+        raise ConfigError(
+            f"'{folder}' has no hashes to compare; train it again with --set record.hash=true, which records them"
+        )
     return by_round
 
 
@@ -202,16 +212,12 @@ def _must_be_of_this_run(recorded: Hashes, folder: Path, workers: int, rounds: i
     simulated = folder / "machines.jsonl"
     files = [folder / f"machines{worker_suffix(one)}.jsonl" for one in owners]
     # Without it an audit on another machine would report false differences.
-    missing = [one for one in files if not any(map(_has_content, (one, simulated)))]
+    missing = [one for one in files if not any(path.is_file() and path.stat().st_size for path in (one, simulated))]
     if missing:
         raise DataError(
             f"'{missing[0] if real else simulated}' is missing or empty, and says by which processor and "
             "version of torch the hashes were computed; bring it back, as others round differently"
         )
-
-
-def _has_content(path: Path) -> bool:
-    return path.is_file() and path.stat().st_size > 0
 
 
 def _must_be_whole(

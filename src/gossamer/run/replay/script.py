@@ -5,7 +5,7 @@ A worker killed after a send leaves no line for the round, although others may h
 in the round as lost.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -157,24 +157,13 @@ class _Reader:
         return self.script.turns.setdefault(round, RoundScript({}, set(), {}, set()))
 
     def _read_life(self, process: Process, life: Life) -> None:
-        (slot, _), n, script, rounds = process, self._n, self.script, self._rounds
+        (slot, _), script = process, self.script
         begun, trained, ended, exchanges = life
-        # A worker left out of the last round begins after it with the state of one that completed it, and trains no
-        # more.
-        if begun.after > begun.round or begun.donor >= n or begun.round > rounds:
-            raise self._contradiction(
-                slot, begun.round, f"a process begins there, of {rounds} rounds, with a state after {begun.after}"
-            )
-        self._turn(begun.round)
         if self._method.exchanges_once:
             exchanges = [ExchangeOutcome(one.round, one.round, 0, *one[1:4]) for one in trained]
+        self._check_life(slot, begun, [*trained, *exchanges])
+        self._turn(begun.round)
         outcomes = self._exchanges.setdefault(process, {})
-        for one in [*trained, *exchanges]:
-            of = one.of if isinstance(one, ExchangeOutcome) else one.round
-            if of >= rounds or not {slot} <= (one.alive or {slot}) <= set(range(n)):
-                raise self._contradiction(
-                    slot, of, f"the run has {rounds} rounds and {n} slots, and a worker is alive itself"
-                )
         for one in exchanges:
             outcomes[one.of, one.fragment] = one._replace(alive=self._or_all(one.alive))
         script.next[process, begun.round - 1] = before = begun.round
@@ -187,6 +176,22 @@ class _Reader:
             last = trained[-1].round if trained else begun.round
             behind = trained[-1].round + 1 if trained else begun.after
             self._turn(last).ends[slot] = ProcessExit(ended.why == "left", behind, bool(trained))
+
+    def _check_life(self, slot: int, begun: Begun, outcomes: Iterable[RoundOutcome | ExchangeOutcome]) -> None:
+        """Raises DataError for rounds and workers that the run does not have."""
+        n, rounds = self._n, self._rounds
+        # A worker left out of the last round begins after it with the state of one that completed it, and trains no
+        # more.
+        if begun.after > begun.round or begun.donor >= n or begun.round > rounds:
+            raise self._contradiction(
+                slot, begun.round, f"a process begins there, of {rounds} rounds, with a state after {begun.after}"
+            )
+        for one in outcomes:
+            of = one.of if isinstance(one, ExchangeOutcome) else one.round
+            if of >= rounds or not {slot} <= (one.alive or {slot}) <= set(range(n)):
+                raise self._contradiction(
+                    slot, of, f"the run has {rounds} rounds and {n} slots, and a worker is alive itself"
+                )
 
     def _or_all(self, alive: frozenset[int] | None) -> frozenset[int] | None:
         return None if alive is not None and len(alive) == self._n else alive
