@@ -3,7 +3,7 @@
 import math
 import shlex
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -20,6 +20,8 @@ from gossamer.settings.quantities import MINUTES
 
 if TYPE_CHECKING:
     from gossamer.report.paired import Standing
+    from gossamer.report.results import PointResult
+    from gossamer.run.config.experiment_file import Point
     from gossamer.run.experiments.race import Course
     from gossamer.run.planning.choice import Candidate, Pick
     from gossamer.run.planning.plan import RunPlan
@@ -121,20 +123,17 @@ def race(
     Raises: ConfigError for minutes in which nothing fits, and a folder that exists; as `simulate`, but for runs that diverge.
     """
     from gossamer.models.sizes import ModelConfig, parameter_count
-    from gossamer.report.page.page import write_pages
     from gossamer.report.results import read_results
     from gossamer.run.config.experiment_file import points
     from gossamer.run.experiments.race import (
-        FILE,
         MOST_SEEDS,
-        carried_over,
+        VOCABULARY,
         label_of,
         opened_race,
         race_standings,
         with_single_machine,
     )
     from gossamer.run.planning.choice import shortlist
-    from gossamer.run.planning.expected_loss import LossScale
     from gossamer.settings.schema import build
 
     began, some = time.monotonic(), with_single_machine(made, shortlist(choice, candidates))
@@ -169,20 +168,35 @@ def race(
         )
         raise KeyboardInterrupt(words) from None
     ended = read_results(outcomes)
-    done = {(one.method, one.seed) for one in ended}
-    report, words = folder / "report.html", shlex.join(["gossamer", "compare", str(folder / FILE)])
-    write_pages(
-        {run.label: folders[run.label] for run in runs if (run.method, run.seed) in done}, report, None, command=words
-    )
+    report = _written_page(runs, folders, ended, folder)
     seeds, losses, standing = race_standings(runs, ended)
-    parameters = parameter_count(build(ModelConfig, text["model"], "model"), 256)
+    parameters = parameter_count(build(ModelConfig, text["model"], "model"), VOCABULARY)
     result = Race(folder, report, text, raced, tuple(seeds), losses, standing, None, left, parameters, made.parameters)
-    if standing is None:
-        return result
-    step_tokens = made.workers * text["data"]["seq_len"] * text["data"]["batch_size"]
-    tokens = result.tokens(result.choice)
-    scale = LossScale(parameters, made.workers, tokens, 256, steps=tokens / step_tokens, seconds=result.seconds)
-    return result._replace(planned_standing=carried_over(losses, raced, choice, scale))
+    return result if standing is None else result._replace(planned_standing=_as_planned(result, made, choice))
+
+
+def _written_page(
+    runs: "Iterable[Point]", folders: Mapping[str, Path], ended: "Iterable[PointResult]", folder: Path
+) -> Path:
+    """Writes the page of the runs that have ended."""
+    from gossamer.report.page.page import write_pages
+    from gossamer.run.experiments.race import FILE
+
+    report, done = folder / "report.html", {(one.method, one.seed) for one in ended}
+    shown = {run.label: folders[run.label] for run in runs if (run.method, run.seed) in done}
+    write_pages(shown, report, None, command=shlex.join(["gossamer", "compare", str(folder / FILE)]))
+    return report
+
+
+def _as_planned(raced: Race, made: "RunPlan", choice: "Pick") -> "Standing":
+    """The standing of the candidates for the planned model, with what the plan expects to change."""
+    from gossamer.run.experiments.race import VOCABULARY, carried_over
+    from gossamer.run.planning.expected_loss import LossScale
+
+    data, tokens = raced.text["data"], raced.tokens(raced.choice)
+    steps = tokens / (made.workers * data["seq_len"] * data["batch_size"])
+    scale = LossScale(raced.parameters, made.workers, tokens, VOCABULARY, steps=steps, seconds=raced.seconds)
+    return carried_over(raced.losses, raced.candidates, choice, scale)
 
 
 def _begun(

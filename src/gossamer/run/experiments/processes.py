@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -166,12 +166,7 @@ class RunPool:
             all runs in progress have saved.
         """
         if self._jobs == 1:
-            if self._asked():
-                raise KeyboardInterrupt
-            key, config, folder, trunk = self._waiting.pop(0)
-            if self._began is not None:
-                self._began(key)
-            return [(key, _trained(config, folder, trunk, warns=self._began is not None, asked=self._asked))]
+            return [self._train_here()]
         ends = list[tuple[Any, RunEnd]]()
         while not ends:
             if self._asked() and not self._is_stopping:
@@ -189,12 +184,24 @@ class RunPool:
             for member in ended:
                 member.key = None
             ends = [(key, end) for key, end in results if end is not None]
+        self._warn(ends)
+        return ends
+
+    def _train_here(self) -> tuple[Any, RunEnd]:
+        if self._asked():
+            raise KeyboardInterrupt
+        key, config, folder, trunk = self._waiting.pop(0)
+        if self._began is not None:
+            self._began(key)
+        return key, _trained(config, folder, trunk, warns=self._began is not None, asked=self._asked)
+
+    def _warn(self, ends: Iterable[tuple[Any, RunEnd]]) -> None:
+        """Reports each warning of other processes once."""
         for key, end in ends if self._began is not None else ():
             for sentence in end.warnings:
                 if sentence not in self._warned:
                     self._warned.add(sentence)
                     log.warning("%s: %s", key, sentence)
-        return ends
 
     def _start(self, key: Hashable, config: RunConfig, folder: Path) -> None:
         member = next((member for member in self._members if member.key is None), None)

@@ -60,7 +60,8 @@ _VALIDATIONS, _VALIDATED = 8, 65_536
 """Validations of a run, and their tokens, reduced for short runs to a tenth of the time."""
 _COMPILED_FROM = 300
 """Inner steps from which compiling pays for itself."""
-_BYTES = 256
+VOCABULARY = 256
+"""Tokens of the vocabulary of a race, which are bytes."""
 _PLAYED, _LOOKS = 8, 4
 """Rounds simulated for the price of a shorter one, and search iterations for more steps that fit."""
 
@@ -156,7 +157,7 @@ def courses(made: RunPlan, some: Sequence[Candidate]) -> Iterator[Course]:
         yield course_of(made, few, SMALL, LENGTHS[-1])._replace(
             left={label_of(one): "the minutes do not suffice for it" for one in others[count:]}
         )
-    sizes = [(model, each, parameter_count(model, _BYTES)) for model in _SIZES for each in LENGTHS]
+    sizes = [(model, each, parameter_count(model, VOCABULARY)) for model in _SIZES for each in LENGTHS]
     for model, each, _ in sorted(sizes, key=lambda one: one[1] * one[2] ** 2):
         yield course_of(made, some, model, each)
 
@@ -175,7 +176,7 @@ def course_of(
     """
     n, choice = made.workers, some[0]
     batch_size = max(1, _SEQUENCES // n)
-    parameters = parameter_count(model, 256)
+    parameters = parameter_count(model, VOCABULARY)
     if horizon_s is None:
         of_round = choice.taken * _SEQ_LEN * batch_size
         horizon_s = max(_ROUNDS, round(tokens_per_parameter * parameters / of_round)) * choice.round_s
@@ -235,7 +236,7 @@ def _round_s(course: Course, made: RunPlan, candidate: Candidate, local_steps: t
     base = {"model": toml_value(course.model), "data": {"source": "stdlib", "seq_len": 8, "batch_size": 1}}
     drafted = {key: value for key, value in text.items() if key != "label"}
     run = resolve(parse(with_settings(base, flat(drafted))))
-    (priced,) = counted(run, layout_for(course.model, _BYTES), _PLAYED).networks
+    (priced,) = counted(run, layout_for(course.model, VOCABULARY), _PLAYED).networks
     assert priced.round_s is not None, priced.note
     return priced.round_s
 
