@@ -113,10 +113,10 @@ def in_force(value: Mapping[Any, Any], step: int, steps: int) -> float:
     return value["to"] + (value["from"] - value["to"]) * (1 + math.cos(math.pi * share)) / 2
 
 
-def moments(value: Mapping[Any, Any], steps: int, some: int = 33) -> list[int]:
-    """The inner steps at which a table changes; for a shape, `some` of them, spread evenly over the run."""
+def moments(value: Mapping[Any, Any], steps: int) -> list[int]:
+    """The inner steps at which a table changes; for a shape, 33 of them, spread evenly over the run."""
     if "shape" in value:
-        return [(steps or value.get("steps", 0)) * k // (some - 1) for k in range(some)]
+        return [(steps or value.get("steps", 0)) * k // 32 for k in range(33)]
     return [step for step, _ in entries(value)]
 
 

@@ -197,7 +197,7 @@ def _wait(processes: Sequence[BaseProcess], deadline: float) -> None:
         wait([process.sentinel for process in running], timeout=max(0.0, min(0.5, deadline - time.monotonic())))
 
 
-def _where(processes: Sequence[BaseProcess], folder: Path, patience_s: float = 1.0) -> str:
+def _where(processes: Sequence[BaseProcess], folder: Path) -> str:
     """Stack traces of the running processes; empty if none is running."""
     asked = {
         i: process.pid for i, process in enumerate(processes) if process.exitcode is None and process.pid is not None
@@ -206,7 +206,7 @@ def _where(processes: Sequence[BaseProcess], folder: Path, patience_s: float = 1
     for i, pid in asked.items():
         if files[i].exists():  # else the signal's default action would end it
             os.kill(pid, signal.SIGUSR1)
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + 1.0
     while any(file.exists() and not file.stat().st_size for file in files.values()) and time.monotonic() < deadline:
         time.sleep(0.02)
     traces = {

@@ -16,8 +16,8 @@ _EXACTLY = 1 + 1e-9
 """Tolerance within which a round that ends with the time counts as inside of it."""
 _MARGIN = 0.02
 """Nats above which a higher expected loss counts as decided, however wide the interval."""
-_HOPELESS = 0.1
-"""Nats."""
+_HOPELESS, _MOST_RACED = 0.1, 6
+"""Nats above the choice from which a candidate is not raced, and the most candidates of a race."""
 _IN_PAIRS = ("GASLoC 1-Peer", "noloco", "gossip", "gasloc_drift", "fgd_pairs")
 """Measured with eight workers, all of whom have a partner."""
 ALONE, SITE_ALONE = "one machine alone", "one site alone"
@@ -266,7 +266,7 @@ def best_of_each(choice: Pick, candidates: Sequence[Candidate]) -> Iterator[Cand
         yield choice.best if family == choice.best.family else pick(members, choice.scale).best
 
 
-def shortlist(choice: Pick, candidates: Iterable[Candidate], most: int = 6) -> list[Candidate]:
+def shortlist(choice: Pick, candidates: Iterable[Candidate]) -> list[Candidate]:
     """The candidates that a race tries: the choice, the same with fewer and more local steps, and the best of other families.
 
     Families come in the order of their expected loss. Left out are those whose loss is not known, and those that are expected to
@@ -289,7 +289,7 @@ def shortlist(choice: Pick, candidates: Iterable[Candidate], most: int = 6) -> l
 
     others = [one for one in best_of_each(choice, known) if one.family != best.family]
     tried += sorted(others, key=lambda one: above(one).nats)
-    return [one for one in tried if one is best or above(one).nats - above(one).half <= _HOPELESS][:most]
+    return [one for one in tried if one is best or above(one).nats - above(one).half <= _HOPELESS][:_MOST_RACED]
 
 
 PLAN_HEADINGS = (
@@ -349,10 +349,10 @@ def plan_rows(choice: Pick, candidates: Iterable[Candidate]) -> list[tuple[str, 
     return rows
 
 
-def leading(choice: Pick, candidates: Sequence[Candidate], most: int = 8) -> list[Candidate]:
+def leading(choice: Pick, candidates: Sequence[Candidate]) -> list[Candidate]:
     """The rows that are shown: of each family the best, in the order of their expected loss, the choice first.
 
-    Of more than `most` the highest are left out, but none of data parallelism with all workers, of one machine and of one site.
+    Of more than eight the highest are left out, but none of data parallelism with all workers, of one machine and of one site.
     """
     rows = list(best_of_each(choice, candidates))
 
@@ -362,9 +362,10 @@ def leading(choice: Pick, candidates: Sequence[Candidate], most: int = 8) -> lis
 
     rows.sort(key=stands)
     kept = [one for one in rows if one == choice.best or one.family in _ALWAYS or one.method in (ALONE, SITE_ALONE)]
-    kept += [one for one in rows if one not in kept][: most - len(kept)]
+    kept += [one for one in rows if one not in kept][: _MOST_SHOWN - len(kept)]
     return [one for one in rows if one in kept]
 
 
+_MOST_SHOWN = 8
 _ALWAYS = (("data parallel", False),)
 """Families that are shown in any case."""

@@ -67,10 +67,10 @@ def _warn_of_others(cores: int) -> None:
         )
 
 
-def _busy_cores(window_s: float = 0.1) -> float:
-    """The number of this process's cores that are busy while it sleeps; 0 if unknown."""
+def _busy_cores() -> float:
+    """The number of this process's cores that are busy while it sleeps for 0.1 s; 0 if unknown."""
     if not hasattr(os, "sched_getaffinity"):
         return 0.0
     ours = os.sched_getaffinity(0)  # each concurrent run has its own cores
-    percent = psutil.cpu_percent(window_s, percpu=True)
+    percent = psutil.cpu_percent(0.1, percpu=True)
     return sum(percent[core] for core in ours if core < len(percent)) / 100
