@@ -230,20 +230,7 @@ def plan(
         )
     parameters = parameter_count(model, options.vocab_size)
     network = stepped(network, parameters, options)
-    teams: list[tuple[tuple[int, ...], PerWorker]] = [((), computing)]
-    if not options.keep_all:
-        teams += [(left_out, 1.0) for left_out in slow_teams(network, n, parameters)]
-    candidates = list[Candidate]()
-    sites = site_teams(network, n)
-    for without, part in teams:
-        team = network_without(network, n, without)
-        sketches = [
-            one for one in _sketches(n - len(without), options) if one.method != "data parallel" or without not in sites
-        ]
-        for one in _all_priced(sketches, team, parameters, options, part):
-            candidates.append(one._replace(left_out=without))
-    candidates += _alone(network, n, parameters, options, computing)
-    candidates += _of_sites(network, parameters, options, candidates)
+    candidates = _candidates(network, n, parameters, options, computing)
     tokens, seconds = options.tokens or TOKENS_PER_PARAMETER * parameters, None
     if options.hours is not None:
         seconds = 3600 * options.hours
@@ -253,6 +240,23 @@ def plan(
     scale = LossScale(parameters, n, tokens, options.vocab_size, per_e_fold, steps=steps, seconds=seconds)
     chosen = pick(choosable(candidates, options), scale, options.hours)
     return RunPlan(tuple(candidates), chosen, network, model, parameters, options)
+
+
+def _candidates(
+    network: Network, n: int, parameters: int, options: PlanSettings, computing: PerWorker
+) -> list[Candidate]:
+    """The priced candidates: of all workers, without slow ones, of one machine alone, and of sites."""
+    teams: list[tuple[tuple[int, ...], PerWorker]] = [((), computing)]
+    if not options.keep_all:
+        teams += [(left_out, 1.0) for left_out in slow_teams(network, n, parameters)]
+    candidates, sites = list[Candidate](), site_teams(network, n)
+    for without, part in teams:
+        team, sketches = network_without(network, n, without), _sketches(n - len(without), options)
+        kept = [one for one in sketches if one.method != "data parallel" or without not in sites]
+        priced = _all_priced(kept, team, parameters, options, part)
+        candidates += [one._replace(left_out=without) for one in priced]
+    candidates += _alone(network, n, parameters, options, computing)
+    return [*candidates, *_of_sites(network, parameters, options, candidates)]
 
 
 def choosable(candidates: Iterable[Candidate], options: PlanSettings) -> list[Candidate]:

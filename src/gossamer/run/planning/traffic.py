@@ -100,13 +100,13 @@ def play_rounds(
 def _played(
     run: RunSettings, m: Method, layout: Layout, rounds: int, workers: Sequence[int]
 ) -> tuple[Traffic, list[Entry]]:
-    n, x = len(workers), torch.empty(layout.numel, device="meta")
+    x = torch.empty(layout.numel, device="meta")
     loops = _loops(run, m, layout, workers, x)
     sent: list[list[Operation]] = [[] for _ in loops]
     entries: list[Entry] = []
     flight = 0.0
     for t in range(rounds):
-        done, part = [0] * n, t * m.sends_per_round
+        done, part = [0] * len(loops), t * m.sends_per_round
         for stop in loops[0].stops(t):
             for loop in loops:
                 loop.announce(t, stop)
@@ -122,19 +122,23 @@ def _played(
                 loop.pop_due(t, stop)  # and never finished: what is received changes no byte
             in_flight = [sum(nbytes(tuple(one["sent"])) for one in loop.state_in_flight()) for loop in loops]
             flight = max(flight, *in_flight)
+    state = max(sum(nbytes(leaf) for leaf in leaves(tuple(one.part.s for one in loop.fragments))) for loop in loops)
+    return _counted(sent, rounds, state / nbytes(x), flight / nbytes(x)), entries
+
+
+def _counted(sent: Sequence[Sequence[Operation]], rounds: int, state_copies: float, flight_copies: float) -> Traffic:
+    """The averages of what each worker has sent in some rounds."""
     totals = [sum(operation.sent_bytes for operation in of_worker) / rounds for of_worker in sent]
     every = [operation for of_worker in sent for operation in of_worker]
-    counted = Traffic(
-        sum(totals) / n,
+    return Traffic(
+        sum(totals) / len(sent),
         max(totals),
-        sum(op.peers * (2 if op.kind == "mean" else 1) for op in every) / n / rounds,
+        sum(op.peers * (2 if op.kind == "mean" else 1) for op in every) / len(sent) / rounds,
         sum(op.peers for op in every) / max(1, len(every)),
         tuple(dict.fromkeys(op.kind for op in every)),
-        max(sum(nbytes(leaf) for leaf in leaves(tuple(setup.part.s for setup in loop.fragments))) for loop in loops)
-        / nbytes(x),
-        flight / nbytes(x),
+        state_copies,
+        flight_copies,
     )
-    return counted, entries
 
 
 def _loops(run: RunSettings, m: Method, layout: Layout, workers: Sequence[int], x: Tensor) -> list[OuterLoop]:
