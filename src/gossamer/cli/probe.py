@@ -56,10 +56,8 @@ def command(
         if written and (output.json or not output.quiet):
             _show(out, output)
         return 0
-    if not links_only:
-        _run_of(
-            file, overrides, among.of if among else local
-        )  # so that a mistake is reported once, before any is started
+    if not links_only:  # so that a mistake in the run is reported once, before any process is started
+        _run_of(file, overrides, among.of if among else local)
     options = ["--out", str(out), "--max-bytes", str(max_bytes), "--test-s", str(test_s), "--quiet"]
     code = _started(file, overrides, local, [*options, *(["--links-only"] if links_only else [])], among)
     if not code and (among is None or among.first == 0):

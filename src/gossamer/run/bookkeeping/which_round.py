@@ -149,7 +149,8 @@ def _newest_due(run: RunSettings, passed: int) -> int:
 def encode_kept(kept: KeptRounds) -> list[Any]:
     """A worker's checkpoints as JSON, to report to the others."""
     newest = sorted(kept.faults.items())[-_MOST_SAID:]
-    return [kept.due, [[r, fault and fault.encoded, _sorted_or_none(kept.seen.get(r))] for r, fault in newest]]
+    seen = {r: sorted(slots) for r, slots in kept.seen.items() if slots is not None}
+    return [kept.due, [[r, fault and fault.encoded, seen.get(r)] for r, fault in newest]]
 
 
 def decode_kept(worker: int, value: object) -> KeptRounds:
@@ -201,10 +202,6 @@ def together(processes: Sequence[KeptRounds]) -> KeptRounds:
     return KeptRounds(
         {r: next(filter(None, each), None) for r, each in by_round.items()}, max(one.due for one in processes)
     )
-
-
-def _sorted_or_none(slots: frozenset[int] | None) -> list[int] | None:
-    return None if slots is None else sorted(slots)
 
 
 def lost_stages(folder: Path) -> tuple[LostStage, ...]:
@@ -674,8 +671,9 @@ def to_evaluate(store: Store, lineage: Lineage, round: int | None) -> tuple[int,
     run = store.run
     every = run.kind == "server" or not (run.loop.elastic or run.event_driven)
     here = _here(store, run.owners, lineage)
-    requested = lambda held: round if any(round in one for one in held.values()) else 0  # noqa: E731
-    pick = requested if round is not None else newest_of_all if every else round_to_score
+    pick = newest_of_all if every else round_to_score
+    if round is not None:
+        pick = lambda held: round if any(round in one for one in held.values()) else 0  # noqa: E731
     choice = choose_round(here.kept, pick, here.read)
     having = [owner for owner, one in choice.kept.items() if choice.round in one.whole]
     if round is not None and (not choice.round or (every and len(having) < len(choice.kept))):

@@ -373,7 +373,8 @@ def _checked(document: Mapping[str, Any]) -> Examined | list[str]:
         simulated, trained = document_faults(document), document_faults(document, real=True)
         if simulated and trained:
             both = [sentence for sentence in simulated if sentence in trained]
-            return both or [*_of_verb("simulate", simulated), *_of_verb("train", trained)]
+            by_verb = {"simulate": simulated, "train": trained}
+            return both or [f"gossamer {verb} cannot run it: {one}" for verb, some in by_verb.items() for one in some]
         config = parse(document)
         if {*KINDS} & named(config).keys():  # its method is the user's code
             run, vocab_size = settings_of(config), vocabulary(config.data.tokenizer)
@@ -381,10 +382,6 @@ def _checked(document: Mapping[str, Any]) -> Examined | list[str]:
         return examine_run(config, {"simulate": simulated, "train": trained})
     except GossamerError as error:
         return [str(error)]
-
-
-def _of_verb(verb: Verb, sentences: Sequence[str]) -> list[str]:
-    return [f"gossamer {verb} cannot run it: {sentence}" for sentence in sentences]
 
 
 def inner_copies(config: InnerConfig, layout: Layout) -> float:
