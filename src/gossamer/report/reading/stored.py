@@ -125,15 +125,13 @@ class _Look(NamedTuple):
     """Outcomes of rounds, or events of a server, by number."""
     unread: int
     """The number of those that are left for the next look."""
-    again: StoredRun | None = None
-    """The run that lies there now, where the known one was removed."""
 
 
 class FollowedStore(FollowedRun):
     """The data of a run in a store, as far as its objects show it. Raises: as `stored_run`, and for too many workers."""
 
     def __init__(self, url: str, peers: Path | None = None) -> None:
-        self._peers, self._run = peers, stored_run(url, peers)
+        self._run = stored_run(url, peers)
         self._asking: threading.Thread | None = None
         self._answer: _Look | Exception | None = None
         self._failed: tuple[float, str] | None = None
@@ -175,7 +173,6 @@ class FollowedStore(FollowedRun):
         """The longest time between two signs of a life."""
         self._since: dict[int, tuple[int, str]] = {}
         """The life of each slot, and since when it holds the slot."""
-        self._ended: set[tuple[int, int]] = set()
         self._moments: dict[int, dict[str, Any]] = {}
         self._pushed: dict[int, int | None] = {}
         """The workers that have pushed since the last round of a server, with the bytes of their messages."""
@@ -232,18 +229,17 @@ class FollowedStore(FollowedRun):
     def more(self) -> dict[str, Any]:
         """What a store knows besides."""
         names = {slot: name for name, slots in dealt(self._run.peers).items() for slot in slots}
-        holders = [
-            f"process {life + 1}{f' of {names[slot]}' if slot in names else ''}, {since}" if life >= 0 else "nobody yet"
-            for slot in range(self._run.workers)
-            for life, since in [self._since.get(slot, (-1, ""))]
-        ]
+        holders = ["nobody yet"] * self._run.workers
+        for slot, (life, since) in self._since.items():
+            until = "has left" if (slot, life) in self._seen.ended else since
+            holders[slot] = f"process {life + 1}{f' of {names[slot]}' if slot in names else ''} {until}"
         return {"folder": self._run.url, "rounds": self._run.rounds, "store": True, "holders": holders}
 
     def notes(self) -> list[str]:
-        """What is to be known now: that the store does not answer, or that nobody trains."""
+        """What is to be known now: that the store cannot be read, or that nobody trains."""
         if self._failed is not None:
             return [
-                f"{self.label} does not answer since {_clock(self._failed[0])}, and is asked again: {self._failed[1]}"
+                f"{self.label} cannot be read since {_clock(self._failed[0])}, and is tried again: {self._failed[1]}"
             ]
         words = {*self.standings()} - {"empty"}
         if self._first_s == math.inf:
@@ -281,7 +277,9 @@ class FollowedStore(FollowedRun):
         bucket, newest = self._run.bucket, self._newest
         names = bucket.names(f"r{max(newest, 0):08d}")
         if newest >= 0 and commit_name(newest) not in names:
-            return _Look([], [], 0, stored_run(self._run.url, self._peers))
+            raise ConfigError(
+                "what was read is gone, as somebody has emptied it; watch it again for what lies there now"
+            )
         numbers = [int(name[1:9]) for name in names if name[1:9].isdecimal() and name == commit_name(int(name[1:9]))]
         unread = [number for number in numbers if number > newest and number not in self._bad]
         objects: list[tuple[int, Item | TransportError]] = []
@@ -306,11 +304,6 @@ class FollowedStore(FollowedRun):
         if not isinstance(answer, _Look):
             raise answer or AssertionError("a look has ended without an answer")
         self._failed, self._due_s = None, now + shortest_s
-        if answer.again is not None:
-            self._run = answer.again
-            self._restart()
-            self.revision += 1
-            return
         if self._take_names(answer.names, now) or answer.objects:
             self._changed_s = now
         for number, item in answer.objects:
@@ -328,13 +321,6 @@ class FollowedStore(FollowedRun):
             if life > self._since.get(slot, (-1, ""))[0]:
                 self._since[slot] = life, f"since {'' if was_begun else 'before '}{_clock(time_s)}"
                 self.revision += 1
-                if was_begun:
-                    self._happen(self._done, f"worker {slot}: process {life + 1} has taken the slot")
-            if (slot, life) in self._seen.ended - self._ended:
-                self._ended.add((slot, life))
-                self.revision += 1
-                if was_begun:
-                    self._happen(self._done, f"worker {slot}: process {life + 1} has left")
             sign_s, last_s = self._seen.moved_s(slot), self._signs.get((slot, life))
             if sign_s is not None and sign_s > (self._first_s if last_s is None else last_s):
                 self._gap_s = self._gap_s if last_s is None else max(self._gap_s, sign_s - last_s)
@@ -352,12 +338,8 @@ class FollowedStore(FollowedRun):
         commit, event = commit_in(number, item.head, n), event_in(number, item, n) if self._run.has_server else None
         rounds = number if event is None else event.rounds - 1
         is_event = (event is not None) == self._run.has_server
-        if (
-            commit is None
-            or not item.is_of(commit.closer[0])
-            or not is_event
-            or rounds >= (self._run.rounds or _ENDLESS)
-        ):
+        is_in_run = is_event and rounds < (self._run.rounds or _ENDLESS)
+        if commit is None or not item.is_of(commit.closer[0]) or not is_in_run:
             self._bad.add(number)
             self.complain(
                 f"{self.label}: the object '{name}' is none that a worker of this run writes, and is left out"
@@ -410,7 +392,8 @@ class FollowedStore(FollowedRun):
             self.sent.put(round, closer, mean_bytes)
         who = ", ".join(map(str, sorted(sent))) if len(sent) <= _MOST_NAMED else f"{len(sent)} workers"
         self._last = f"round {round} was closed by worker {closer} at {_clock(commit.time_s)}, by its clock"
-        total = f" Their messages have {sum(known.values()):,} bytes, and the mean {mean_bytes:,}." if known else ""
+        mean = f", and the mean {mean_bytes:,}" if mean_bytes else ""
+        total = f" Their messages have {sum(known.values()):,} bytes{mean}." if known else ""
         self._moments[round] = {
             "alive": None if len(sent) == self._run.workers else sorted(sent),
             "everyone": bool(commit.mean),
