@@ -9,10 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from test_follow import RUN_TOML, write_round
 
 from commands import run
 from gossamer.errors import ConfigError
+from gossamer.record.folder import RunFolder
 from gossamer.report.page.live import LiveRuns
+from gossamer.report.page.web import Page
 from gossamer.report.reading import stored
 from gossamer.report.reading.status import store_status
 from gossamer.report.reading.stored import NO_LOSSES, FollowedStore
@@ -77,8 +80,9 @@ def look(run: FollowedStore, clock: Clock | None = None, after_s: float = 0.0) -
         clock.now_s += after_s
     else:
         run._due_s = 0.0
-    while run.look() and run.progress < 1:
-        pass
+    run.look()
+    while run.progress < 1:
+        run.look()
     return run
 
 
@@ -143,10 +147,18 @@ def test_a_page_of_a_run_of_which_nobody_is_alive_shows_what_was_and_says_so(sto
     assert view(page)["standings"][0] == "silent", "it was silent for more than three of its pauses"
 
 
-def test_the_end_of_a_run_in_a_store_is_shown_and_a_loop_of_ones_own_has_none(store: Folder, tmp_path: Path) -> None:
+def test_the_end_of_a_run_in_a_store_is_shown_and_a_loop_of_ones_own_has_none(
+    store: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored, "_MOST_KEPT", 4)
+    monkeypatch.setattr(stored, "_MOST_READ", 3)
     for round in range(10):
         put(store, commit_name(round), commit(round))
-    shown = view(LiveRuns([], stores=[look(FollowedStore(store.root))]))
+    run = FollowedStore(store.root)
+    assert not run.look() and run.progress == 0.3
+    page = LiveRuns([], stores=[look(run)])
+    shown = view(page)
+    assert "is not kept" in json.loads(page.moment(0, 5))["words"] and json.loads(page.moment(0, 6))["everyone"]
     assert (shown["state"], shown["standings"]) == ("finished", ["finished"] * 2)
     own = begun(tmp_path / "own", None, settings=None, rule="gasloc(lr=0.5)")
     put(own, commit_name(0), commit(0, mean="", payload_bytes=None))
@@ -253,6 +265,22 @@ def test_a_page_makes_at_most_twenty_requests_a_minute_and_none_while_nobody_rea
     for _ in range(600):
         look(run, clock, 1)
     assert len(requests) <= 15, "one a minute while nothing happens"
+
+
+def test_the_verb_serves_a_store_beside_run_folders(
+    store: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, commit_name(0), commit(0))
+    with RunFolder(tmp_path / "a", RUN_TOML) as run_folder:
+        write_round(run_folder, 0)
+    served: list[dict[str, Any]] = []
+    monkeypatch.setattr(Page, "serve_forever", lambda page: served.append(json.loads(page.answers["data.json"]({}))))
+    code, said = run("watch", tmp_path / "a", f"file://{store.root}", "--port", 0)
+    assert code == 0 and "watch: http://127.0.0.1:" in said, said
+    (contents,) = served
+    assert contents["command"] == f"gossamer watch {tmp_path / 'a'} file://{store.root}"
+    assert [(view["name"], view["done"]) for view in contents["runs"]] == [(f"file://{store.root}", 1), ("x", 1)]
+    assert contents["verdict"] and contents["table"]["rows"][1][1] != "–", "that of the folder"
 
 
 def test_what_can_not_be_watched_is_refused_in_a_sentence(tmp_path: Path) -> None:

@@ -401,7 +401,7 @@ class FollowedStore(FollowedRun):
             "pairs": [[-1, slot, size or 0] for slot, size in sent.items()] if self._run.has_server else [],
             "words": f"{self._last[0].upper()}{self._last[1:]}. Took part: {who}.{total}",
         }
-        while len(self._moments) > max(8, min(_MOST_KEPT, _MOST_PARTS // self._run.workers)):
+        while len(self._moments) > min(_MOST_KEPT, _MOST_PARTS // self._run.workers):
             del self._moments[min(self._moments)]
 
 
