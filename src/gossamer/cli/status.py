@@ -23,13 +23,13 @@ def command(run: Annotated[str, Parameter(name="RUN")], /, *, peers: Path | None
         peers: run file, or file of peers, of a run with [peers] that lies in a store, which this machine's key opens
     """
     from gossamer.report.reading.status import run_status, store_status
+    from gossamer.report.reading.stored import is_store
 
-    folder = Path(run)
-    if "://" in run or (not (folder / "run.toml").exists() and (folder / "run").is_file()):
+    if is_store(run):
         of_store = store_status(run, peers=peers)
         print_json(of_store) if json else _print_store(of_store)
     else:
-        status = run_status(folder)
+        status = run_status(Path(run))
         print_json(status) if json else _print(status)
 
 

@@ -46,6 +46,8 @@ AHEAD = 8
 _LOOK_SHARE = 0.25
 """The pause until the next look, as a share of the time waited so far: long waits make few requests."""
 _STRIKES = 5
+_MOST_TIME_S = 1e11
+"""A bound on Unix time in objects."""
 _NAMES = re.compile(
     r"r(?P<round>\d{8})-(?:(?P<commit>commit)|from-(?P<sender>\d{5})-(?P<of>\d{4})|mean-[0-9a-f]{64})"
     r"|s(?P<state>\d{8})(?:-(?P<holder>\d{5}))?|(?P<kind>[tuv])(?P<slot>\d{5})-(?P<life>\d{4})(?:-(?P<beat>\d{8}))?"
@@ -312,6 +314,10 @@ class Sightings:
         if life is None or (slot, life) in self.ended:
             return False
         return now - self._moved_s.get((slot, life), now) < timeout_s
+
+    def moved_s(self, slot: int) -> float | None:
+        """When the lease or a message of the last holder of a slot was first seen, by the clock of the looks."""
+        return self._moved_s.get((slot, self.lives.get(slot, -1)))
 
     def live(self, now: float, timeout_s: float) -> set[int]:
         """The slots of all holders that may be alive."""
@@ -802,6 +808,10 @@ class Attendance(SlotHolder[StoreWorker]):
             "mean": sha256,
             "closer": [self.slot, self.life],
             "time_s": round(self._wall(), 3),
+            "payload_bytes": {
+                **{str(slot): len(item.body) for slot, item in items.items()},
+                **({"mean": len(mean)} if sha256 else {}),
+            },
         }
         if sha256:
             yield from self._create(_mean(self.round, sha256), {}, mean)
@@ -964,6 +974,7 @@ def commit_in(round: int, head: object, workers: int) -> Commit | None:
             counts = all(type(one) is int and 0 <= one < 1 << 62 for one in steps) and len(steps) == workers
             begun = [part.begun for part in kept.values() if part.begun is not None]
             begins = all(one.after <= round and one.donor < workers for one in begun)
-            if 0 < len(kept) == len(parts) and counts and begins and re.fullmatch("([0-9a-f]{64})?", mean):
+            sane = 0 <= slot < workers and 0 <= life < 1 << 31 and 0 <= time_s < _MOST_TIME_S
+            if 0 < len(kept) == len(parts) and counts and begins and sane and re.fullmatch("([0-9a-f]{64})?", mean):
                 return Commit(round, kept, tuple(steps), mean, (slot, life), float(time_s))
     return None
