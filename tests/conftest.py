@@ -1,16 +1,14 @@
 """What all tests share: one intra-op thread, an option for what takes too long in CI, and markers for what a machine may lack."""
 
-import contextlib
 import functools
 import gc
-import importlib
 import logging
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +17,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
 if TYPE_CHECKING:
+    from execnet.xspec import XSpec
+
     from s3 import S3
 
 UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # other work may share the cores
@@ -27,9 +27,6 @@ settings.register_profile("repeatable", UNTIMED, derandomize=True)
 settings.load_profile("untimed")
 
 TESTS = sorted(Path(__file__).parent.rglob("test_*.py"))
-sys.path += sorted({str(path.parent) for path in TESTS} - {*sys.path})
-"""Tests take helpers from each other, so no two files share a name."""
-
 LONGEST = (
     "parity",
     "flat",
@@ -145,16 +142,19 @@ class _OfExamples:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-        return  # this process runs no tests
+    # Tests take helpers from each other, so no two files share a name.
+    sys.path += sorted({str(path.parent) for path in TESTS} - {*sys.path})
+    if not hasattr(config, "workerinput"):
+        # What this user has run is none of theirs, and theirs is nothing that this user has run.
+        os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="gossamer-tests-")
+        config.add_cleanup(functools.partial(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True))
+        if config.getoption("numprocesses", None):
+            return  # this process runs no tests
     if config.getoption("hypothesis_profile", None) == "repeatable":
         # Examples would be drawn from the constants of those modules, too, that this process happens to have imported by then.
         setattr(providers, "_get_local_constants", lambda: providers._local_constants)  # noqa: B010  which stay none
     gc.disable()  # until all is collected: what is imported and what describes the tests stays
     config.pluginmanager.register(_OfExamples())  # for src and docs too
-    # What this user has run is none of theirs, and theirs is nothing that this user has run.
-    os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="gossamer-tests-")
-    config.add_cleanup(functools.partial(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True))
     import torch
 
     torch.set_num_threads(1)  # tests run beside their own worker processes
@@ -163,19 +163,13 @@ def pytest_configure(config: pytest.Config) -> None:
             logger.propagate = True  # else pytest hangs three handlers into each of some forty loggers, for every test
 
 
-def pytest_collection(session: pytest.Session) -> None:
-    """Begins to import at another file in each process of tests.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: "Sequence[XSpec]") -> None:
+    if sys.platform == "linux" and all(spec.popen for spec in specs):
+        from prefork import fork_workers
 
-    Every process needs all files, and compiling them takes longer than all else when there are no compiled ones yet. This way
-    each compiles a part, and reads what the others have written. What cannot be imported is reported when it is collected.
-    """
-    # What xdist sets in the environment would be seen by what tests start, too.
-    if (worker := getattr(session.config, "workerinput", None)) is not None:
-        names = sorted(path.stem for path in TESTS)
-        first = len(names) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
-        for name in [*names[first:], *names[:first]]:
-            with contextlib.suppress(Exception, pytest.skip.Exception):
-                importlib.import_module(name)
+        given = [Path(one.partition("::")[0]).resolve() for one in config.args]
+        fork_workers(config, specs, [path for path in TESTS if any(path.is_relative_to(one) for one in given)])
 
 
 @pytest.hookimpl(wrapper=True)
