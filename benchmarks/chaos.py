@@ -248,7 +248,7 @@ def partition(run: Running, net: Network) -> None:
 
 def stop(run: Running) -> None:
     """Everything is killed at a random moment and resumed, ten times: one time in four while the workers start."""
-    had, last = 8, run.config.rounds - 4  # the first stop comes after the first checkpoint
+    had, last = 8, run.config.length.rounds - 4  # the first stop comes after the first checkpoint
     for i in range(STOPS):
         if i and run.rng.random() < 0.25:
             time.sleep(3 * run.rng.random())
@@ -381,7 +381,8 @@ def calm(trial: Trial, out: Path) -> dict[str, str]:
         config, folder = parse(document(trial)), out / f"calm-{trial.method}-{trial.workers}"
         simulate(config, folder)
         states = [
-            checkpoint.load(folder / "checkpoints", config.rounds, i, digest(config)) for i in range(config.workers)
+            checkpoint.load(folder / "checkpoints", config.length.rounds, i, digest(config))
+            for i in range(config.workers)
         ]
         file.write_text(
             json.dumps({str(i): hashlib.sha256(s["x"].numpy().tobytes()).hexdigest() for i, s in enumerate(states)})

@@ -72,7 +72,7 @@ def write_log(config: RunConfig, folder: Path, kind: str) -> int:
     again by the newcomer, which begins in the next round. In a calm run the slot takes them again too: both runs of a pair have
     the same text in each slot and round, as other text alone makes a difference.
     """
-    draw, rounds = random.Random(f"churn {config.seed}"), config.rounds
+    draw, rounds = random.Random(f"churn {config.seed}"), config.length.rounds
     topology = resolve(config).in_rounds.topology
     everyone, lost_rounds = frozenset(range(WORKERS)), 0
     logs = [OutcomeWriter(folder, slot) for slot in range(WORKERS)]

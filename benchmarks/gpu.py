@@ -162,7 +162,7 @@ def training(steps: int, compile: bool = False) -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         seconds = simulate(config, Path(folder) / "run").trace.compute_s[-1].sum()  # of a round in which nothing is new
-    simulated = config.workers * config.full_steps * sequences * seq_len / seconds
+    simulated = config.workers * config.length.full_steps * sequences * seq_len / seconds
     model = build_model(ModelConfig(size="134m"), 256, seq_len, 0).cuda()
     forward = torch.compile(model) if compile else model
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)

@@ -139,7 +139,7 @@ def measure(arm: str, rate_mbps: float, steps: int, places: list[str]) -> Line:
     network = Network(uplink_bps=1e9, downlink_bps=1e9, step_s=sum(own_s), stages=links)
     long = parse(document(arm, 1000 * steps))  # of which a first visit is no part worth counting, as of the timed steps
     priced_s = elapsed_s(price(trace, in_stages(network, settings_of(long), layout).network).end_s.max(axis=1), steps)
-    tokens = config.step_tokens
+    tokens = config.length.step_tokens
     there, back = np.mean(crossed, axis=0) / tokens
     return Line(
         arm,

@@ -89,16 +89,16 @@ def bare(config) -> float:
     ]
     optimizers = [build_optimizer(config.inner, model) for model in models]
     began = time.perf_counter()
-    for first in range(0, config.run.steps, config.full_steps):  # worker by worker, a local phase at a time
+    for first in range(0, config.run.steps, config.length.full_steps):  # worker by worker, a local phase at a time
         for worker, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            for step in range(first, first + config.full_steps):
+            for step in range(first, first + config.length.full_steps):
                 optimizer.zero_grad()
                 value = loss(model, corpus.batch(worker, step))
                 value.backward()
                 value.item()
                 clip_gradients(model.parameters(), 1.0)
                 optimizer.step()
-    return config.run.steps * config.workers * config.step_tokens / (time.perf_counter() - began)
+    return config.run.steps * config.workers * config.length.step_tokens / (time.perf_counter() - began)
 
 
 def main() -> None:

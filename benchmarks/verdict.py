@@ -88,9 +88,9 @@ def problems(seen: Seen) -> list[str]:
             continue
         try:
             states = [
-                checkpoint.load(f / "checkpoints", seen.config.rounds, slot, digest(seen.config))
+                checkpoint.load(f / "checkpoints", seen.config.length.rounds, slot, digest(seen.config))
                 for f in seen.folders
-                if seen.config.rounds in checkpoint.rounds(f / "checkpoints", slot)
+                if seen.config.length.rounds in checkpoint.rounds(f / "checkpoints", slot)
             ]
         except CheckpointError as error:
             found.append(f"the last checkpoint of slot {slot} cannot be read: {error}")
@@ -107,7 +107,7 @@ def final_hashes(seen: Seen) -> dict[int, str]:
     found: dict[int, str] = {}
     for process in seen.processes:
         mark = process.last_mark("kept")
-        if mark is not None and mark.round == seen.config.rounds:
+        if mark is not None and mark.round == seen.config.length.rounds:
             found[mark.slot] = mark.x
     return found
 

@@ -138,7 +138,7 @@ class Folders:
                 code, said = run("train", there.parent / "run.toml", "--local", 2, "--out", there, "--quiet")
                 assert code == 0, said
             else:
-                simulate(config, there, until=config.rounds - 1)
+                simulate(config, there, until=config.length.rounds - 1)
         return there
 
     def _branch(self, kind: str, config: RunConfig, there: Path) -> None:
@@ -151,7 +151,7 @@ class Folders:
             code, said = run("train", "--resume", there, "--local", 2, "--set", lr, "--quiet")
             assert code == 0, said
         else:
-            simulate(config, there, resume=True, until=config.rounds - 1)
+            simulate(config, there, resume=True, until=config.length.rounds - 1)
         assert (there / "branches.json").exists()
 
     def other(self, kind: str) -> Path:

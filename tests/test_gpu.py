@@ -163,7 +163,7 @@ def test_real_and_simulated_workers_agree_in_micro_batches_that_are_long_enough_
     assert losses[0] == losses[1] and losses[0]
     for worker in range(2):
         ours, theirs = (
-            checkpoint.load(tmp_path / name / "checkpoints", config.rounds, worker, digest(config))["x"]
+            checkpoint.load(tmp_path / name / "checkpoints", config.length.rounds, worker, digest(config))["x"]
             for name in ("real", "simulated")
         )
         assert torch.equal(ours, theirs)

@@ -31,9 +31,9 @@ def branches(
 
     Args: `runs` are all runs of the file, with the seeds of `ended`.
     """
-    rounds = {place_in_experiment(run): run.config.rounds for run in runs}
+    rounds = {place_in_experiment(run): run.config.length.rounds for run in runs}
     known = [(rounds[place], one) for one in ended if (place := place_in_experiment(one)) in rounds]
-    asked = {run.config.rounds for run in runs if run.method == target and run.config.run.steps == steps}
+    asked = {run.config.length.rounds for run in runs if run.method == target and run.config.run.steps == steps}
     length = max(asked or {own for own, one in known if one.method == target}, default=0)
     ends = {one.seed: one for own, one in known if one.method == target and own == length}
     return [

@@ -110,7 +110,7 @@ def _cells(file: Path, runs: Sequence[Point], found: Sequence[PointResult]) -> l
 
 def _branches(found: Sequence[PointResult], runs: Sequence[Point], document: Mapping[str, Any]) -> list[Branch]:
     """The annealed runs of variants that differ in their lengths; the target is the first, of as many steps as the file says."""
-    if any(run.config.inner.schedule != "wsd" for run in runs) or len({run.config.rounds for run in runs}) < 2:
+    if any(run.config.inner.schedule != "wsd" for run in runs) or len({run.config.length.rounds for run in runs}) < 2:
         return []
     return branches(runs, found, runs[0].method, document["run"]["steps"])
 

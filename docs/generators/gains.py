@@ -142,8 +142,8 @@ def _gain(name: str, plain: str, config: RunConfig, both: Sequence[tuple[PointRe
         "shards": config.data.shards,
         "graph": graph,
         "workers": config.workers,
-        "H": config.full_steps,
-        "rounds": config.rounds,
+        "H": config.length.full_steps,
+        "rounds": config.length.rounds,
     }
     return Gain(name, plain, where, pairs, statistics.fmean(aligned) if aligned else None)
 

@@ -142,7 +142,7 @@ def counted_for() -> str:
         size=base.model.size,
         parameters=parameters,
         megabytes=4 * parameters / 1e6,
-        steps=base.full_steps,
+        steps=base.length.full_steps,
     )
 
 

@@ -98,7 +98,7 @@ def _head(document: Mapping[str, Any], found: Sequence[_Priced]) -> str:
         steps=base.run.steps,
         step_s=step_s,
         minutes=base.run.steps * step_s / _MINUTE,
-        local_steps=base.full_steps,
+        local_steps=base.length.full_steps,
         fragments=_listed(name for name, own in _SETTINGS.items() if "schedule.fragments" in own),
         rank=_listed(name for name, own in _SETTINGS.items() if "rule.rank" in own),
         notes="; ".join(f"{_listed(one.method for one in found if note in one.notes)} {note}" for note in said) + ".",
@@ -115,7 +115,7 @@ def _priced(document: Mapping[str, Any], method: str) -> _Priced:
     runs = [_run_of(document, method, name) for name in names]
     if runs[0].kind == "rounds":  # of the others the seconds of one network decide what is computed
         runs = runs[:1]
-    steps, rounds = runs[0].full_steps, runs[0].rounds
+    steps, rounds = runs[0].length.full_steps, runs[0].length.rounds
     if runs[0].workers == 1:
         return _Priced(method, steps, 0.0, rounds, (None,) * len(names), frozenset())
     examined = [examine_run(run) for run in runs]

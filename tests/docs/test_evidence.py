@@ -280,7 +280,7 @@ def test_momentum_is_compared_with_none_in_each_cell_and_its_gain_with_the_align
     gain = {(2, 1): 0.01, (2, 2): 0.02, (2, 3): 0.03, (3, 1): 0.04, (3, 2): 0.05, (3, 3): 0.06}
 
     def outcome(run: Point) -> PointResult:
-        cell = run.config.workers, run.config.full_steps
+        cell = run.config.workers, run.config.length.full_steps
         lower = gain[cell] * (1 + 0.01 * run.seed) if run.method == "GASLoC" else 0.0
         return ended(run, 2.0 + run.seed - lower, alignment=10 * gain[cell])
 
@@ -317,7 +317,7 @@ def test_annealed_branches_stand_at_their_share_of_the_time_in_which_the_target_
     runs = runs_of(variant=rows, inner__schedule="wsd")
 
     def outcome(run: Point) -> PointResult:
-        rounds, pairs = run.config.rounds, run.method == "pairs"
+        rounds, pairs = run.config.length.rounds, run.method == "pairs"
         return ended(
             run,
             3.0 - 0.1 * rounds + 0.1 * pairs + 0.05 * pairs * run.seed,
@@ -338,7 +338,9 @@ def test_annealed_branches_stand_at_their_share_of_the_time_in_which_the_target_
     beside = annealed.branches(runs, [outcome(run) for run in runs], "DiLoCo", 8)
     assert {one.share for one in beside if one.method == "DiLoCo"} == {1.0, 1.5}, "the target's runs of 8 steps"
     assert annealed.annealed_page(beside, "DiLoCo").startswith("Beside DiLoCo after 4 rounds")
-    shorter = annealed.branches(runs, [outcome(run) for run in runs if run.config.rounds != 6 or run.seed], "DiLoCo")
+    shorter = annealed.branches(
+        runs, [outcome(run) for run in runs if run.config.length.rounds != 6 or run.seed], "DiLoCo"
+    )
     assert {one.seed for one in shorter} == {1}, "the longest that has ended is that of one seed"
     never = [one for one in found if one.rounds < 8]
     assert annealed.time_shares(never, "pairs", "straggler") == {0: 35 / 60, 1: None}

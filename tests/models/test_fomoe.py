@@ -67,7 +67,8 @@ def some_tokens(rows: int = 3) -> Tensor:
 
 def states(folder: Path, config: RunConfig) -> list[Tensor]:
     return [
-        checkpoint.load(folder / "checkpoints", config.rounds, i, digest(config))["x"] for i in range(config.workers)
+        checkpoint.load(folder / "checkpoints", config.length.rounds, i, digest(config))["x"]
+        for i in range(config.workers)
     ]
 
 
@@ -218,7 +219,7 @@ def test_each_worker_sends_the_bytes_of_a_ring_over_the_holders_of_each_part(run
         resident = sum(b - a for p, (a, b) in enumerate(parts, 1) if worker in held.holders.parts[p])
         values = 2 * (1 - 1 / m) * shared + 2 * (1 - 1 / copies) * resident
         assert held.ring_numbers(worker) == values
-        assert trace.sent_bytes[worker] == 4 * values * config.rounds
+        assert trace.sent_bytes[worker] == 4 * values * config.length.rounds
     said = examine_run(config)
     assert said.sent_bytes == said.most_bytes == 4 * held.ring_numbers(0)
     f = 1 - shared / held.layout.numel

@@ -36,7 +36,7 @@ def by_hand(config: RunConfig) -> Replica:
     """One worker after all its inner steps, without a driver."""
     task = task_of(settings_of(config))
     worker = Replica(0, settings_of(config), task, torch.device(DEVICE))
-    for round in range(config.rounds):
+    for round in range(config.length.rounds):
         worker.train(round, 0, worker.local_steps)
     return worker
 
@@ -104,7 +104,7 @@ def test_a_run_with_an_average_that_is_stopped_and_resumed_equals_the_uninterrup
     assert all(map(torch.equal, parameters(tmp_path / "whole", config), parameters(tmp_path / "parts", config)))
     assert read_metrics(tmp_path / "whole") == read_metrics(tmp_path / "parts")
     whole, parts = (
-        checkpoint.load(tmp_path / name / "checkpoints", config.rounds, 0, digest(config))["inner"]["state"]
+        checkpoint.load(tmp_path / name / "checkpoints", config.length.rounds, 0, digest(config))["inner"]["state"]
         for name in ("whole", "parts")
     )
     assert all(torch.equal(whole[k][name], parts[k][name]) for k in whole for name in ("x", "z"))
@@ -126,7 +126,9 @@ def test_a_real_run_with_an_average_leaves_what_its_simulation_leaves(tmp_path):
 def test_gossip_mixes_the_average_and_the_iterate_and_the_parameters_follow_from_them(tmp_path):
     config = single(**GOSSIP)
     simulate(config, tmp_path / "run")
-    states = [checkpoint.load(tmp_path / "run" / "checkpoints", config.rounds, w, digest(config)) for w in range(3)]
+    states = [
+        checkpoint.load(tmp_path / "run" / "checkpoints", config.length.rounds, w, digest(config)) for w in range(3)
+    ]
     for name in ("x", "z"):
         kept = [torch.cat([own[name].flatten() for own in state["inner"]["state"].values()]) for state in states]
         torch.testing.assert_close(kept[0], kept[1])  # all mix with all
@@ -169,7 +171,7 @@ def test_schedule_free_workers_exchange_average_and_iterate_and_the_average_is_e
     result = simulate(config, tmp_path)
     (x, z), y = schedule_free_by_hand(config)
     torch.testing.assert_close(parameters(tmp_path, config)[0], x.float(), rtol=0, atol=2e-6)
-    final = checkpoint.load(tmp_path / "checkpoints", config.rounds, 0, digest(config))
+    final = checkpoint.load(tmp_path / "checkpoints", config.length.rounds, 0, digest(config))
     kept = [torch.cat([own[name].flatten() for own in final["inner"]["state"].values()]) for name in ("x", "z")]
     for ours, theirs in zip(kept, (x, z), strict=True):
         assert sorted(ours.tolist()) == pytest.approx(sorted(theirs.tolist()), abs=2e-6)
@@ -190,11 +192,11 @@ def schedule_free_by_hand(config):
     lr, beta, (_, beta2), decay = config.inner.lr, config.inner.mu_y, config.inner.betas, config.inner.weight_decay
     squares = [torch.zeros_like(x) for _ in workers]
     total = 0.0
-    for round in range(config.rounds):
+    for round in range(config.length.rounds):
         ends, weight = [], total
         for i, worker in enumerate(workers):
             own_x, own_z, total = x, z, weight
-            for t in range(round * config.full_steps + 1, (round + 1) * config.full_steps + 1):
+            for t in range(round * config.length.full_steps + 1, (round + 1) * config.length.full_steps + 1):
                 y = (1 - beta) * own_z + beta * own_x
                 worker.x.copy_(y)
                 worker.train(round, 0, 1)

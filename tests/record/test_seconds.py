@@ -164,7 +164,9 @@ def test_a_simulation_in_rounds_is_priced_on_each_of_its_networks(tmp_path):
     assert set(result.time_s) == {"home", "lan"}
     for name, network in config.network.items():
         own = [one for one in seconds if one.network == name]
-        assert [(one.round, one.worker) for one in own] == [(r, i) for r in range(config.rounds) for i in range(3)]
+        assert [(one.round, one.worker) for one in own] == [
+            (r, i) for r in range(config.length.rounds) for i in range(3)
+        ]
         assert result.time_s[name] == price(trace, network).total_s == max(one.end_s for one in own)
     slow = of(1, [one for one in seconds if one.network == "home"])
     assert all(one.compute_s == 1.0 and not one.waiting_for for one in slow)

@@ -111,8 +111,8 @@ def test_a_run_whose_local_steps_change_is_shown_with_its_own_rounds(tmp_path: P
         config = tiny(run__steps=steps, run__local_steps=local_steps, run__synchronous_steps=2)
         (tmp_path / "run.toml").write_text(dump(config))
         shown = run_file_of(tmp_path / "run.toml")
-        assert shown.timetable == config.timetable and shown.rounds == config.rounds
-        assert shown.steps_before(shown.rounds) * config.step_tokens == sum(settings_of(config).worker_tokens)
+        assert shown.timetable == config.length.timetable and shown.rounds == config.length.rounds
+        assert shown.steps_before(shown.rounds) * config.length.step_tokens == sum(settings_of(config).worker_tokens)
     (tmp_path / "run.toml").write_text(dump(config).replace('"qsr"', '"x"'))
     with pytest.raises(DataError, match="local_steps"):
         run_file_of(tmp_path / "run.toml")

@@ -217,7 +217,7 @@ def test_status_of_runs_that_are_not_elastic_comes_from_their_files(tmp_path, ca
     config = tiny(workers=2)
     for folder, worker in ((tmp_path / "real", 1), (tmp_path / "simulated", None)):
         with RunFolder(folder, dump(config), RecordConfig(tensorboard=False), worker=worker) as record:
-            for r in range(config.rounds):
+            for r in range(config.length.rounds):
                 record.log("train", round=r, worker=1, step=r, loss=2.0, lr=0.1, tokens=64)
     found = [run_status(tmp_path / name) for name in ("real", "simulated")]
     assert [one.kind for one in found] == ["rounds", "simulation"]

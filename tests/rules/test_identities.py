@@ -136,7 +136,7 @@ def test_muloco_with_adamw_inside_is_diloco_to_the_last_bit():
 def states_of(run, folder):
     """What each worker of a run had at its end."""
     simulate(run, folder)
-    return [checkpoint.load(folder / "checkpoints", run.rounds, i, digest(run)) for i in range(run.workers)]
+    return [checkpoint.load(folder / "checkpoints", run.length.rounds, i, digest(run)) for i in range(run.workers)]
 
 
 AVERAGING = {"rule__name": "local_sgd", "topology__name": "complete"}

@@ -33,28 +33,28 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *,
     from gossamer.run.planning.teams import left_out_of, network_without
     from gossamer.run.worker.stages.timing import in_stages
 
-    config = settings_in(folder)
+    run = settings_in(folder)
     if has_events(folder):
         raise ConfigError(
             f"cannot re-price '{folder}': in an asynchronous run the network affects the result; simulate it again with "
             f"'{network}' as its [network.NAME]"
         )
-    planned, n = config.networks.get("planned"), links.workers
-    if planned is not None and n is not None and n > config.workers:
-        left_out = left_out_of(links, n, planned, config.workers)
+    planned, n = run.networks.get("planned"), links.workers
+    if planned is not None and n is not None and n > run.workers:
+        left_out = left_out_of(links, n, planned, run.workers)
         if left_out is not None:
             links = network_without(links, n, left_out)
             gone = f"{len(left_out)} workers" if len(left_out) > 8 else f"worker {', '.join(map(str, left_out))}"
             echo(f"gossamer: '{network}' is priced without {gone}, whom the plan of this run left out", file=sys.stderr)
     try:
-        links_of(links, config.workers)
+        links_of(links, run.workers)
     except ConfigError as error:
         raise ConfigError(f"'{network}' does not fit '{folder}': {error}") from None
     with working("reading the trace"):
         trace = read_trace(folder)
     computing: PerWorker = 1.0
-    if config.pipeline.stages > 1:
-        steps = in_stages(links, config, layout_for(config.model, vocabulary(config.data.tokenizer) or 256))
+    if run.pipeline.stages > 1:
+        steps = in_stages(links, run, layout_for(run.model, vocabulary(run.data.tokenizer) or 256))
         links, computing = steps.network, steps.computing
     with working(f"pricing {trace.rounds} rounds of {trace.workers} workers"):
         timeline = price(trace, links, computing)

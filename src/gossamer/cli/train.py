@@ -254,7 +254,7 @@ def _must_be_dialled(option: str, address: str | None) -> None:
         )
 
 
-def _warn_of_plain(config: "ResolvedRun", served: ServerOptions, among: "Among | None", join: str | None) -> None:
+def _warn_of_plain(run: "ResolvedRun", served: ServerOptions, among: "Among | None", join: str | None) -> None:
     """Warns once where others may read what this run sends, with the remedy; for a worker its launcher does so."""
     from gossamer.stop_signals import is_launched
     from gossamer.transport.sockets.addresses import is_loopback, split
@@ -275,7 +275,7 @@ def _warn_of_plain(config: "ResolvedRun", served: ServerOptions, among: "Among |
     )
 
 
-def _listen_at(address: str, config: "ResolvedRun", join: str | None, among: "Among | None") -> "Among | None":
+def _listen_at(address: str, run: "ResolvedRun", join: str | None, among: "Among | None") -> "Among | None":
     """Has the workers here listen at an address, before any are started; returns their place among those of all machines.
 
     The first machine of a run in rounds gets its place here: the store of the run is at this address, and the workers listen at
@@ -289,8 +289,8 @@ def _listen_at(address: str, config: "ResolvedRun", join: str | None, among: "Am
         host, port = split(address)
     except ValueError:
         raise ConfigError(f"--listen got '{address}'; give HOST:PORT, such as 10.0.0.1:29400") from None
-    may_be_joined = config.kind == "server" or _survives_a_worker(config)
-    if not (may_be_joined or config.peers):
+    may_be_joined = run.kind == "server" or _survives_a_worker(run)
+    if not (may_be_joined or run.peers):
         raise ConfigError(
             f"--listen got '{address}', and the run has neither [peers] nor run.elastic = true, so nobody can join it; add one "
             "of the two, or start the run on all machines with --rank I --of N --address HOST"
@@ -300,11 +300,11 @@ def _listen_at(address: str, config: "ResolvedRun", join: str | None, among: "Am
         return among
     os.environ[LISTEN] = shown(host, port + 1)
     where = shown(announced_address(host), port)
-    say(f"the run starts once all {config.workers} workers are there: the others take part with --join {where}")
-    return Machines(rank=0, of=config.workers, address=where).entered()
+    say(f"the run starts once all {run.workers} workers are there: the others take part with --join {where}")
+    return Machines(rank=0, of=run.workers, address=where).entered()
 
 
-def _join_at(address: str, config: "ResolvedRun") -> None:
+def _join_at(address: str, run: "ResolvedRun") -> None:
     """Makes this process join a starting run in rounds, as a worker of its key. Raises: ConfigError."""
     from gossamer.transport.sockets.addresses import split
 
@@ -316,25 +316,25 @@ def _join_at(address: str, config: "ResolvedRun") -> None:
         ) from None
     for name in ("RANK", "TORCHELASTIC_USE_AGENT_STORE"):  # of a launcher: the number follows from the key
         os.environ.pop(name, None)
-    rendezvous = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "WORLD_SIZE": str(config.workers)}
+    rendezvous = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "WORLD_SIZE": str(run.workers)}
     os.environ.update({**rendezvous, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
 
 
-def _survives_a_worker(config: "ResolvedRun") -> bool:
+def _survives_a_worker(run: "ResolvedRun") -> bool:
     """Whether the others continue without a worker that dies, and another may join."""
-    return config.run.elastic or config.kind in ("pair", "no waiting")
+    return run.loop.elastic or run.kind in ("pair", "no waiting")
 
 
-def _check_place(config: "ResolvedRun", among: "Among", local: int | None) -> None:
+def _check_place(run: "ResolvedRun", among: "Among", local: int | None) -> None:
     """Refuses a place among processes that the run does not have, before any are started, and warns where it has no secret."""
     from gossamer.transport.processes.member import place_of
     from gossamer.transport.secret import SECRET, environment_secret
     from gossamer.transport.sockets.addresses import is_loopback
 
-    if config.kind == "server":
+    if run.kind == "server":
         raise ConfigError(f"--rank was given for a run with a [server]; {_APART['--rank'][1]}")
     if local is not None:
-        sizes = config.processes
+        sizes = run.processes
         worker, part = place_of(among.first, sizes)
         here = sum(sizes[worker : worker + local])
         if part or among.first + here > among.of or len(sizes[worker : worker + local]) < local:
@@ -342,7 +342,7 @@ def _check_place(config: "ResolvedRun", among: "Among", local: int | None) -> No
                 f"--rank {among.first} --of {among.of} with --local {local}, but the run's workers have {[*sizes]} processes; "
                 "give the number of the first process of the first worker here, and no more workers than begin there"
             )
-    if among.first == 0 and not config.peers and not environment_secret() and not is_loopback(among.host):
+    if among.first == 0 and not run.peers and not environment_secret() and not is_loopback(among.host):
         log.warning(
             "this run has no secret, so whoever reaches its ports may take part, and nobody can --join it later; write one into "
             "a file with `openssl rand -hex 32`, copy it to all machines and give --secret FILE, or set %s",
@@ -393,7 +393,7 @@ def _meet(
 
 
 def _train_one(
-    config: "ResolvedRun",
+    run: "ResolvedRun",
     folder: Path,
     join: str | None,
     served: ServerOptions,
@@ -402,45 +402,45 @@ def _train_one(
     meeting: "Meeting | None",
 ) -> None:
     """Trains as one of the workers of the run, or as its server."""
-    if served.store is not None and config.kind == "server":
+    if served.store is not None and run.kind == "server":
         from gossamer.run.served.in_store import train_served_in_store
 
-        train_served_in_store(config, folder, served.store)
+        train_served_in_store(run, folder, served.store)
     elif served.store is not None:
         from gossamer.run.elastic.store_rounds import train_in_store
 
-        train_in_store(config, folder, served.store)
-    elif config.kind in ("pair", "no waiting"):
+        train_in_store(run, folder, served.store)
+    elif run.kind in ("pair", "no waiting"):
         from gossamer.run.asynchronous.train_asynchronous import train_asynchronous
 
         if (served.server, served.worker) != (None, None):
             raise ConfigError(
-                f"{served.given} was given, and this run ({config.kind}) has no server; start it with --local {config.workers} "
+                f"{served.given} was given, and this run ({run.kind}) has no server; start it with --local {run.workers} "
                 "or on machines with --rank, or --join it"
             )
-        train_asynchronous(config, folder, join=join, resume=resume)
-    elif config.run.elastic:
+        train_asynchronous(run, folder, join=join, resume=resume)
+    elif run.loop.elastic:
         from gossamer.run.elastic.train_elastic import train_elastic
 
-        train_elastic(config, folder, join=join, resume=resume)
-    elif join is not None and (config.kind == "server" or not config.peers):
+        train_elastic(run, folder, join=join, resume=resume)
+    elif join is not None and (run.kind == "server" or not run.peers):
         raise ConfigError(f"--join got '{join}' and run.elastic is false, so nobody can join this run; set it to true")
-    elif config.kind == "server":
-        _train_served(config, folder, served, resume=resume)
+    elif run.kind == "server":
+        _train_served(run, folder, served, resume=resume)
     elif served.server is not None or served.worker is not None:
         raise ConfigError(
-            f"{served.given} was given but the run file has no [server]; start it with --local {config.workers}, or on machines "
+            f"{served.given} was given but the run file has no [server]; start it with --local {run.workers}, or on machines "
             "with --rank I --of N --address HOST"
         )
     else:
         from gossamer.run.synchronous.train import train
 
         if join is not None:
-            _join_at(join, config)
-        train(config, folder, resume=resume, meeting=meeting)
+            _join_at(join, run)
+        train(run, folder, resume=resume, meeting=meeting)
 
 
-def _result(config: "ResolvedRun", folder: Path, local: int | None, served: ServerOptions) -> dict[str, Any]:
+def _result(run: "ResolvedRun", folder: Path, local: int | None, served: ServerOptions) -> dict[str, Any]:
     """The last validations that this process knows of: those of all workers where it has started them, else its own."""
     from gossamer.record.folder import newest_evaluation, read_metrics
     from gossamer.record.lineage import read_branches
@@ -448,7 +448,7 @@ def _result(config: "ResolvedRun", folder: Path, local: int | None, served: Serv
     lines = read_metrics(folder)
     validated = {line["worker"]: line for line in lines if line["kind"] == "validation" and "worker" in line}
     if local is None:
-        me = served.worker if config.kind == "server" else _worker_here(config)
+        me = served.worker if run.kind == "server" else _worker_here(run)
         validated = {worker: line for worker, line in validated.items() if me in (worker, -1)}
     scored = newest_evaluation(lines, read_branches(folder))
     # An evaluation may be of an earlier round than what the workers have validated since.
@@ -457,9 +457,9 @@ def _result(config: "ResolvedRun", folder: Path, local: int | None, served: Serv
     finished_losses = [] if None in losses else [float(loss) for loss in losses if loss is not None]
     return {
         "folder": folder,
-        "name": config.name,
-        "workers": config.workers,
-        "rounds": config.rounds,
+        "name": run.name,
+        "workers": run.workers,
+        "rounds": run.rounds,
         "round": newest + 1,
         "loss": scored.get("loss") if scored is not None and scored["round"] == newest else None,
         "loss_of_workers": math.fsum(finished_losses) / len(finished_losses) if finished_losses else None,
@@ -467,12 +467,12 @@ def _result(config: "ResolvedRun", folder: Path, local: int | None, served: Serv
     }
 
 
-def _worker_here(config: "ResolvedRun") -> int:
+def _worker_here(run: "ResolvedRun") -> int:
     """The worker that this process is, by its place among all processes; -1 where it has none."""
     from gossamer.transport.processes.member import place_of
 
     rank = int(os.environ.get("RANK", "-1"))
-    return rank if rank < 0 else place_of(rank, config.processes)[0]
+    return rank if rank < 0 else place_of(rank, run.processes)[0]
 
 
 def import_early(*more: str) -> None:
@@ -493,7 +493,7 @@ def import_early(*more: str) -> None:
 
 
 def _start_workers(
-    config: "ResolvedRun",
+    run: "ResolvedRun",
     folder: Path,
     n: int,
     words: list[str],
@@ -510,28 +510,28 @@ def _start_workers(
     from gossamer.transport.processes.local import STOPPED, run_local, run_served
     from gossamer.transport.secret import folder_secret
 
-    goes_on = _survives_a_worker(config)
-    if restarts and (goes_on or config.kind == "server"):
+    goes_on = _survives_a_worker(run)
+    if restarts and (goes_on or run.kind == "server"):
         raise ConfigError(
             f"--restarts is {restarts}, and the others of this run go on without a worker that dies; start that one alone again"
         )
-    if n != config.workers and not ((goes_on or among) and n < config.workers):
-        instead = f"give --local {config.workers}" + ("" if resume or n < 1 else f", or add --set workers={n}")
-        raise ConfigError(f"--local {n} but the run file has workers = {config.workers}; {instead}")
+    if n != run.workers and not ((goes_on or among) and n < run.workers):
+        instead = f"give --local {run.workers}" + ("" if resume or n < 1 else f", or add --set workers={n}")
+        raise ConfigError(f"--local {n} but the run file has workers = {run.workers}; {instead}")
     if among is None and resume:
-        must_end_later(config, folder)
+        must_end_later(run, folder)
     elif among is None:
         must_be_new(folder, None)  # once here, as each worker would report it
-    if resume and has_ended(config, folder):
-        say(ended(folder, config.rounds))
+    if resume and has_ended(run, folder):
+        say(ended(folder, run.rounds))
         return 0
-    if config.kind == "server":
+    if run.kind == "server":
         again = ["train", str(folder / "run.toml"), "--out", str(folder), "--resume", AUTO]
         again += [_ALLOW_CODE] if _ALLOW_CODE in words else []
         return run_served(n, main, words, folder_secret(folder, make=True), resume=again)
     if goes_on:
-        return _start_participants(config, folder, n, words, among)
-    code = run_local(n, main, words, parts=config.processes, among=among)
+        return _start_participants(run, folder, n, words, among)
+    code = run_local(n, main, words, parts=run.processes, among=among)
     # torch admits no new process to a group after a death, so that all restart; a restart would only repeat a user's mistake.
     while restarts and code > _SIGNAL and code != STOPPED:
         restarts -= 1
@@ -540,18 +540,18 @@ def _start_workers(
         log.warning(
             "a process was ended by signal %d; all %d start again, and go on from the newest round that they have",
             code - _SIGNAL,
-            sum(config.processes),
+            sum(run.processes),
         )
         again = [
             *words,
             *([] if resume else ["--resume", AUTO]),
             *(["--set", f"pipeline.lost=[{tables}]"] if lost else []),
         ]
-        code = run_local(n, main, again, parts=config.processes)
+        code = run_local(n, main, again, parts=run.processes)
     return code
 
 
-def _start_participants(config: "ResolvedRun", folder: Path, n: int, words: list[str], among: "Among | None") -> int:
+def _start_participants(run: "ResolvedRun", folder: Path, n: int, words: list[str], among: "Among | None") -> int:
     """Starts workers on this machine that continue without dead ones, and reports at the end which were lost."""
     from gossamer.cli import main
     from gossamer.record.logs.order import read_order
@@ -564,9 +564,7 @@ def _start_participants(config: "ResolvedRun", folder: Path, n: int, words: list
 
     def recorded() -> HowFar:
         return (
-            far_in_rounds(read_outcomes(folder), config.rounds)
-            if config.run.elastic
-            else far_in_phases(read_order(folder))
+            far_in_rounds(read_outcomes(folder), run.rounds) if run.loop.elastic else far_in_phases(read_order(folder))
         )
 
     def fell(worker: int, code: int, left: str) -> None:
@@ -582,7 +580,7 @@ def _start_participants(config: "ResolvedRun", folder: Path, n: int, words: list
     return end.code
 
 
-def _train_served(config: "ResolvedRun", folder: Path, served: ServerOptions, *, resume: "Resume") -> None:
+def _train_served(run: "ResolvedRun", folder: Path, served: ServerOptions, *, resume: "Resume") -> None:
     """The server of a run, or one of its workers."""
     from gossamer.run.served.protocol import parse_address
     from gossamer.run.served.served_worker import work
@@ -590,11 +588,11 @@ def _train_served(config: "ResolvedRun", folder: Path, served: ServerOptions, *,
 
     if served.server is None:
         raise ConfigError(
-            f"this run needs server '{config.with_server.rule.name}': add --local {config.workers} to start all "
+            f"this run needs server '{run.with_server.rule.name}': add --local {run.workers} to start all "
             "of it here, or --server HOST:PORT on the server's machine, and the same with --worker I for each worker"
         )
     host, port = parse_address(served.server)
     if served.worker is not None:
-        work(config, folder, host, port, served.worker, resume=resume)
+        work(run, folder, host, port, served.worker, resume=resume)
     else:
-        serve(config, folder, host, port, resume=resume)
+        serve(run, folder, host, port, resume=resume)

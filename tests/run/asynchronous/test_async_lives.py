@@ -288,6 +288,6 @@ def test_a_replay_counts_a_phase_once_where_the_slot_has_gone_back_behind_it_twi
     result = replay_asynchronous(resolve(config, real=True), tmp_path / "again", folder)
     lines = read_metrics(tmp_path / "again")
     assert [line["step"] for line in lines if line["kind"] == "train"] == [2, 4, 6, 8, 10]
-    assert result.tokens == 10 * config.step_tokens
+    assert result.tokens == 10 * config.length.step_tokens
     scored = [(line["round"], line["step"]) for line in lines if line["kind"] == "eval"]
     assert scored == [(-1, 0), (1, 4)], "as far as its events go, and not to the end of the run"

@@ -34,7 +34,7 @@ from tiny import tiny
 
 def started(store: Store, kept: dict[int, KeptRounds]) -> Start:
     """Where a run begins or goes on whose owners have kept this."""
-    past = resumed(store.config, store.folder, "auto")
+    past = resumed(store.run, store.folder, "auto")
     task = task_of(resolve(tiny()))  # whose text is compared where a round counts
     return begin_or_resume(store, task, past, Agreement(kept, lambda round: {}))
 

@@ -149,12 +149,12 @@ def test_a_round_that_the_other_verb_trains_again_is_recorded_once(first: str, t
     code, said = run(first, tmp_path / "run.toml", "--out", folder, *more[first])
     assert code == 0, said
     # As of one that was killed before it had saved: what it has recorded of its last rounds is trained again.
-    shutil.rmtree(folder / "checkpoints" / f"round-{config.rounds:06}")
+    shutil.rmtree(folder / "checkpoints" / f"round-{config.length.rounds:06}")
     code, said = run(second, "--resume", folder, *more[second])
     assert code == 0, said
     trained = [(line["round"], line["worker"]) for line in read_metrics(folder) if line["kind"] == "train"]
-    assert trained == [(r, i) for r in range(config.rounds) for i in range(3)]
-    assert len(read_trace(folder).compute_s) == config.rounds
+    assert trained == [(r, i) for r in range(config.length.rounds) for i in range(3)]
+    assert len(read_trace(folder).compute_s) == config.length.rounds
     assert same(parameters(folder, config), parameters(simulated(tmp_path / "whole", config), config))
 
 
@@ -165,7 +165,7 @@ def test_real_processes_refuse_to_go_on_from_a_simulation_over_virtual_time(kind
     more = {"server.name": "heloco"} if kind == "a server" else {"run.wait": False}
     config = parse(with_settings(settings, more))
     simulate(config, tmp_path)
-    shutil.rmtree(tmp_path / "checkpoints" / f"round-{config.rounds:06}")
+    shutil.rmtree(tmp_path / "checkpoints" / f"round-{config.length.rounds:06}")
     before = (tmp_path / "metrics.jsonl").read_bytes()
     code, said = run("train", "--resume", tmp_path, "--local", 3)
     assert code == 2 and "of a simulation over virtual time" in said and "gossamer simulate --resume" in said, said
@@ -318,7 +318,7 @@ def test_torchrun_restarts_a_run_of_which_a_process_was_killed_to_the_same_bits(
     simulate(config, tmp_path / "simulated")
     assert same(parameters(folder, config), parameters(tmp_path / "simulated", config))
     lines = map(json.loads, (folder / "metrics-001.jsonl").read_text().splitlines())
-    assert [line["round"] for line in lines if line["kind"] == "train"] == [*range(config.rounds)]
+    assert [line["round"] for line in lines if line["kind"] == "train"] == [*range(config.length.rounds)]
 
 
 @pytest.mark.full

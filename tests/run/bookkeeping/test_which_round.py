@@ -77,7 +77,7 @@ def test_a_simulation_whose_checkpoints_are_damaged_does_not_begin_again_over_th
     kind: str, damage: str, tmp_path: Path
 ) -> None:
     config = SIMULATED[kind]
-    simulate(config, tmp_path, until=7 // config.full_steps)
+    simulate(config, tmp_path, until=7 // config.length.full_steps)
     owner = config.workers if kind == "server" else 0
     if damage == "tensors":
         truncate_tensors(tmp_path)
@@ -167,7 +167,7 @@ def test_an_evaluation_goes_back_and_says_so_and_refuses_a_damaged_round_by_its_
 ) -> None:
     config = SIMULATED[kind]
     simulate(config, tmp_path)
-    newest = config.rounds
+    newest = config.length.rounds
     older = newest - 2
     for path in tmp_path.glob(f"checkpoints/round-{newest:06}/*.safetensors"):
         flip(path)

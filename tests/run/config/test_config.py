@@ -307,7 +307,7 @@ def test_local_steps_that_change_are_read_back_and_count_in_the_digest():
         (40, qsr, [9, 9, 18, 4]),
     ):
         config = tiny(run__steps=steps, run__local_steps=table)
-        assert [config.local_steps_of(0, round) for round in range(config.rounds)] == rounds
+        assert [config.length.local_steps_of(0, round) for round in range(config.length.rounds)] == rounds
         assert parse(schema.parse_toml(dump(config), "a run")) == config
         assert digest(config) != digest(tiny(run__steps=steps, run__local_steps=1))
     assert digest(tiny()) == digest(tiny(run__synchronous_steps=0)) != digest(tiny(run__synchronous_steps=2))

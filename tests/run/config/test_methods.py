@@ -214,7 +214,7 @@ def test_the_comparison_trains_every_method_once():
 
 def tokens_of(run):
     """On how many tokens a run trains."""
-    return run.workers * run.run.steps * run.step_tokens
+    return run.workers * run.run.steps * run.length.step_tokens
 
 
 def test_the_methods_are_compared_on_the_same_tokens_and_equal_inner_learning_rates():
@@ -237,18 +237,18 @@ def test_a_method_trains_and_sends_and_keeps_what_the_page_counts_and_a_check_sa
     layout, held = layout_for(run.model, 256), 1.0
     if run.model.experts is not None:  # each worker has less than all of a mixture
         held = Replica(0, settings_of(run), task_of(settings_of(run)), torch.device("cpu")).x.numel() / layout.numel
-    counted = traffic(resolve(run), layout, run.rounds)
+    counted = traffic(resolve(run), layout, run.length.rounds)
     trace = read_trace(tmp_path)
     if name in PRICED:
         sends_the_bytes_and_takes_the_seconds_that_a_check_says(run, trace)
     near = (
         0.5 if run.schedule.sends else 1e-6
     )  # which fragments are chosen, and so how large they are, is not known before
-    assert counted.sent_bytes == pytest.approx(trace.sent_bytes.mean() / run.rounds, rel=near)
-    assert counted.most_bytes == pytest.approx(trace.sent_bytes.max() / run.rounds, rel=near)
+    assert counted.sent_bytes == pytest.approx(trace.sent_bytes.mean() / run.length.rounds, rel=near)
+    assert counted.most_bytes == pytest.approx(trace.sent_bytes.max() / run.length.rounds, rel=near)
     listed = trace.listed().messages
     means = int((listed.kind == KINDS.index("mean")).sum())  # of two legs each
-    assert len(listed.bytes) + means == pytest.approx(counted.messages * run.rounds * run.workers)
+    assert len(listed.bytes) + means == pytest.approx(counted.messages * run.length.rounds * run.workers)
     m = resolve(run).in_rounds
     wide = 2 if run.inner.averaging is not None and m.rule.site == "parameters" else 1
     most_peers = max(len(m.topology.mixing(0).receives_from(i)) for i in range(run.workers))
@@ -260,13 +260,13 @@ def test_a_method_trains_and_sends_and_keeps_what_the_page_counts_and_a_check_sa
 def sends_the_bytes_and_takes_the_seconds_that_a_check_says(run, trace):
     slow = from_options(SLOW, "slow")
     said = examine_run(dataclasses.replace(run, network={"slow": slow}))
-    assert said.sent_bytes == pytest.approx(trace.sent_bytes.mean() / run.rounds, rel=1e-12)
-    assert said.most_bytes == trace.sent_bytes.max() / run.rounds
+    assert said.sent_bytes == pytest.approx(trace.sent_bytes.mean() / run.length.rounds, rel=1e-12)
+    assert said.most_bytes == trace.sent_bytes.max() / run.length.rounds
     (priced,) = said.networks
     timeline = price(trace, slow)
-    assert priced.round_s == pytest.approx(timeline.total_s / run.rounds)
+    assert priced.round_s == pytest.approx(timeline.total_s / run.length.rounds)
     assert priced.utilisation == pytest.approx(timeline.mean_utilisation)
-    assert said.tokens == trace.steps.sum() * run.step_tokens and said.rounds == run.rounds
+    assert said.tokens == trace.steps.sum() * run.length.step_tokens and said.rounds == run.length.rounds
 
 
 def sends_after_a_phase_what_the_page_counts(run, folder):

@@ -473,7 +473,7 @@ def test_each_kind_of_run_resolves_to_what_runs():
     assert rule.options["alpha"] == pytest.approx(1, abs=0.5)
     served = resolve(timed(server__name="delayed_nesterov", events__dylu=True))
     assert isinstance(served.method, WithServer) and served.network_name == "clock"
-    assert served.run.local_steps == dylu_steps(tuple(UNEVEN["step_s"]), 2)
+    assert served.loop.local_steps == dylu_steps(tuple(UNEVEN["step_s"]), 2)
     pairs = resolve(timed(pair__name="a2cid2", topology__name="ring", events__meetings=2.0))
     assert isinstance(pairs.method, InPairs) and len(pairs.method.rates) == 3
     assert sum(pairs.method.rates.values()) * 2 / 3 == pytest.approx(2.0 / (2 * sum(UNEVEN["step_s"]) / 3))

@@ -23,7 +23,11 @@ def without(*keys: str, **overrides: Any) -> dict[str, Any]:
 
 
 def tokens_of(config: RunConfig) -> int:
-    return config.rounds * sum(config.local_steps_of(i) for i in range(config.workers)) * config.step_tokens
+    return (
+        config.length.rounds
+        * sum(config.length.local_steps_of(i) for i in range(config.workers))
+        * config.length.step_tokens
+    )
 
 
 def test_a_sweep_over_workers_at_one_global_batch_and_budget_trains_on_the_same_tokens() -> None:
@@ -38,7 +42,7 @@ def test_a_budget_of_tokens_counts_rounds_that_grow() -> None:
     table = {"0": 1, "4": [4, 2, 4]}
     each = 16 * 2 * (4 * 3 + 10)  # four rounds of one step, and one of ten
     found = parse(without("run.steps", run__tokens=each + 32 * 9, run__local_steps=table))
-    assert found.run.steps == 8 and found.rounds == 5
+    assert found.run.steps == 8 and found.length.rounds == 5
     assert parse(without("run.steps", run__tokens=each + 32 * 10, run__local_steps=table)).run.steps == 12
     qsr = {"shape": "qsr", "base": 2, "alpha": 0.003}
     with pytest.raises(ConfigError, match=r"whose schedule needs its length; set run\.steps"):
@@ -60,7 +64,7 @@ def test_a_budget_of_tokens_pays_for_whole_rounds_and_not_for_one_more(
 
 def test_workers_of_different_local_steps_share_the_budget() -> None:
     config = parse(without("run.steps", run__local_steps=[1, 2, 3], run__tokens=6 * 32 * 5))
-    assert config.rounds == 5 and tokens_of(config) == 6 * 32 * 5
+    assert config.length.rounds == 5 and tokens_of(config) == 6 * 32 * 5
     server = parse(without("run.steps", server="heloco", run__tokens=3 * 2 * 32 * 4))
     assert server.run.steps == 8
 

@@ -183,7 +183,7 @@ def test_the_first_machine_of_a_run_of_means_waits_for_others_that_come_or_come_
     (code, said), (of_first, output) = third.finish(), first.finish()
     assert (code, of_first) == (0, 0), said + output
     ours, theirs = (
-        checkpoint.load(tmp_path / str(worker) / "checkpoints", config.rounds, worker, digest(config))["x"]
+        checkpoint.load(tmp_path / str(worker) / "checkpoints", config.length.rounds, worker, digest(config))["x"]
         for worker in range(2)
     )
     assert torch.equal(ours, theirs)
@@ -226,7 +226,7 @@ def test_a_calm_elastic_run_goes_on_with_the_same_bits_and_a_worker_that_lagged_
         )
         assert torch.equal(ours["x"], theirs["x"]), worker
     code, output = run("train", "--resume", folder, "--local", 3)
-    assert code == 0 and f"the run has ended after {config.rounds} rounds" in output
+    assert code == 0 and f"the run has ended after {config.length.rounds} rounds" in output
 
 
 def test_an_encrypted_run_has_the_bits_of_one_that_is_not_and_takes_who_is_listed(tmp_path, monkeypatch):

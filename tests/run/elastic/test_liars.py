@@ -51,7 +51,7 @@ class Machines:
         self.until(worker, lambda _: log.exists() and f'"event":"round","round":{round},' in log.read_text())
 
     def x(self, folder: Path, worker: int) -> torch.Tensor:
-        return checkpoint.load(folder / "checkpoints", self.config.rounds, worker, digest(self.config))["x"]
+        return checkpoint.load(folder / "checkpoints", self.config.length.rounds, worker, digest(self.config))["x"]
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_who_says_that_it_is_ahead_is_left_out_and_named_and_the_others_keep_the
         assert code == 0 and all(after <= liars.FROM_ROUND for after in taken), said[worker]
     assert "alone; worker 0 keeps its own state, and does not wait for it" in said[0]
     (life,) = read_outcomes(some.folder)[0]  # another one would begin with another's state
-    assert [one.round for one in life.rounds] == [*range(some.config.rounds)]
+    assert [one.round for one in life.rounds] == [*range(some.config.length.rounds)]
     assert {one.alive for one in life.rounds if one.round > liars.FROM_ROUND + 1} == {frozenset({0, 1})}
     # As in a run from which the liar was absent since: the log says so, and from it the bits follow.
     code, shown = run("simulate", "--replay", some.folder, "--out", tmp_path / "again")

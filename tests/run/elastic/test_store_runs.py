@@ -84,18 +84,20 @@ def test_a_run_outlives_all_its_workers_and_its_replay_has_their_bits(tmp_path: 
     assert logged == read_outcomes(tmp_path / "new"), "each has that of all"
     assert sorted(logged) == [0, 1]
     assert sum(len(some) for some in logged.values()) >= 4, "two at the start, two after all had died"
-    assert {one.round for some in logged.values() for life in some for one in life.rounds} == {*range(config.rounds)}
+    assert {one.round for some in logged.values() for life in some for one in life.rounds} == {
+        *range(config.length.rounds)
+    }
     code, said = run("simulate", "--replay", out, "--out", tmp_path / "again")
     assert code == 0, said
     for worker in range(2):
-        (place,) = tmp_path.glob(f"[on]*/checkpoints/round-{config.rounds:06}/worker-{worker:03}.json")
+        (place,) = tmp_path.glob(f"[on]*/checkpoints/round-{config.length.rounds:06}/worker-{worker:03}.json")
         real, again = (
-            checkpoint.load(where, config.rounds, worker, digest(config))
+            checkpoint.load(where, config.length.rounds, worker, digest(config))
             for where in (place.parent.parent, tmp_path / "again" / "checkpoints")
         )
         assert torch.equal(real["x"], again["x"]) and all(map(torch.equal, real["outer"], again["outer"]))
     code, said = run(*words[:-1], tmp_path / "late")
-    assert code == 0 and f"the run in the store has ended after {config.rounds} rounds" in said, said
+    assert code == 0 and f"the run in the store has ended after {config.length.rounds} rounds" in said, said
     code, said = run("train", tmp_path / "run.toml", "--set", "rule.lr=0.5", *words[2:-1], tmp_path / "other")
     assert code == 2 and "the store holds another run: key is" in said, said
 
@@ -148,9 +150,9 @@ def test_gossip_in_a_store_goes_on_without_the_dead_and_its_replay_has_the_bits_
     code, said = run("simulate", "--replay", tmp_path / sorted(alive)[0], "--out", tmp_path / "again")
     assert code == 0 and "this is not what was computed" not in said, said
     for worker in range(3):
-        (place,) = tmp_path.glob(f"out*/checkpoints/round-{config.rounds:06}/worker-{worker:03}.json")
+        (place,) = tmp_path.glob(f"out*/checkpoints/round-{config.length.rounds:06}/worker-{worker:03}.json")
         real, again = (
-            checkpoint.load(where, config.rounds, worker, digest(config))
+            checkpoint.load(where, config.length.rounds, worker, digest(config))
             for where in (place.parent.parent, tmp_path / "again" / "checkpoints")
         )
         assert torch.equal(real["x"], again["x"]) and all(map(torch.equal, real["outer"], again["outer"])), worker
@@ -183,7 +185,7 @@ def test_with_keys_a_store_shows_nothing_and_only_listed_machines_take_part(
     for place in (tmp_path / "berlin", tmp_path / "paris"):
         worker = int(place.name == "paris")
         real, again = (
-            checkpoint.load(where / "checkpoints", config.rounds, worker, digest(config))
+            checkpoint.load(where / "checkpoints", config.length.rounds, worker, digest(config))
             for where in (place, tmp_path / "again")
         )
         assert torch.equal(real["x"], again["x"]), worker
@@ -195,14 +197,14 @@ def test_with_keys_a_store_shows_nothing_and_only_listed_machines_take_part(
     assert code == 2 and "give its run file with --peers RUN.toml" in said, said
     monkeypatch.setenv("GOSSAMER_KEY", str(keys["paris"]))
     code, said = run("status", store, "--peers", file, "--json")
-    assert code == 0 and json.loads(said)["round"] == config.rounds, said
+    assert code == 0 and json.loads(said)["round"] == config.length.rounds, said
     own = tmp_path / "own.toml"
     own.write_text(
         dump(single(workers=2, peers={"stranger": {"certificate": certificates["stranger"], "workers": 2}}, **MEANS))
     )
     code, said = run(*words("stranger", own))
     assert code == 2 and "nobody in the run's [peers] has signed it" in said, said
-    last = f"r{config.rounds - 1:08d}-commit"
+    last = f"r{config.length.rounds - 1:08d}-commit"
     bucket.objects[f"bucket/run/{last}"] = bucket.objects[f"bucket/run/{last}"][:-1] + b"x"
     code, said = run(*words("berlin"))
     assert code == 2 and "whose signature does not fit: it was altered" in said and last in said, said

@@ -196,7 +196,7 @@ def test_who_asks_for_a_state_while_a_worker_starts_up_gets_none_and_disturbs_no
     config, asked = resolve(run_of(run__timeout_s=0.5), real=True), Asked()
     listener = socket.create_server(("127.0.0.1", 0))
     address = f"127.0.0.1:{listener.getsockname()[1]}"
-    endpoint = Endpoint(listener, 77, b"a secret", config.run.timeout_s)
+    endpoint = Endpoint(listener, 77, b"a secret", config.loop.timeout_s)
     members = Members(limits(3), 0, [SlotEntry(0, 0, 5, MemberStatus.ALIVE, 0, address)])
     answers: list[object] = []
 

@@ -64,10 +64,10 @@ def test_every_candidate_gets_the_rounds_that_its_price_fits_into_the_time_of_th
         assert one.steps == (one.rounds - 1) * one.candidate.full_steps + max(one.last)
     text = race.document(course, made, "stdlib", compiled=False)
     for run, one in zip(points(text, seeds=[3]), course.entrants, strict=True):
-        assert run.config.rounds == one.rounds and run.config.inner.schedule == "cosine"
+        assert run.config.length.rounds == one.rounds and run.config.inner.schedule == "cosine"
         assert sum(resolve(run.config).worker_tokens) == course.tokens_of(one)
         assert run.config.inner.warmup_steps == max(1, round(one.steps / 5)) and run.label == f"{one.label} seed=3"
-        assert [run.config.local_steps_of(i) for i in range(run.config.workers)] == [*one.candidate.local_steps]
+        assert [run.config.length.local_steps_of(i) for i in range(run.config.workers)] == [*one.candidate.local_steps]
 
 
 def test_a_candidate_whose_whole_rounds_leave_time_has_a_shorter_last_one_that_fits_as_priced(planned: Any) -> None:

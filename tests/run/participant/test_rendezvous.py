@@ -133,4 +133,4 @@ def test_who_joins_is_refused_at_once_for_what_no_waiting_changes(tmp_path: Path
         transport.close()
     with pytest.raises(PeerError, match="no worker of the run could be joined"):
         join_run(run, tmp_path, key, "no address")
-    assert time.monotonic() - began_s < 60.0 < run.run.timeout_s, "it does not wait"
+    assert time.monotonic() - began_s < 60.0 < run.loop.timeout_s, "it does not wait"

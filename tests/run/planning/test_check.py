@@ -80,7 +80,7 @@ def test_a_run_without_rounds_sends_what_was_said_and_takes_about_as_long(tmp_pa
     pushed = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert {line["bytes"] for line in pushed if line["event"] == "push"} == {said.sent_bytes}
     assert said.tokens == outcome.tokens
-    assert said.networks[0].round_s == pytest.approx(outcome.time_s["clock"] / run.rounds, rel=0.1)
+    assert said.networks[0].round_s == pytest.approx(outcome.time_s["clock"] / run.length.rounds, rel=0.1)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "accum_adamw", "sgd", "muon", "spectral_muon"])

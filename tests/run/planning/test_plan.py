@@ -79,7 +79,7 @@ def test_a_planned_run_may_follow_the_clock_and_weigh_its_workers(tmp_path: Path
     made = planned(SLOW_UPLINK, local_steps=[60])
     text = run_toml(made, of(made, "GASLoC 1-Peer", 60), adapt=True, weigh_steps=True)
     config = parse(tomllib.loads(text))
-    assert config.run.adapt is True and config.run.weigh_steps and config.local_steps_of(7) == 55
+    assert config.run.adapt is True and config.run.weigh_steps and config.length.local_steps_of(7) == 55
     parallel = parse(tomllib.loads(run_toml(made, of(made, "data parallel", 1), adapt=True, weigh_steps=True)))
     assert not parallel.run.adapt and not parallel.run.weigh_steps
     assert parse(tomllib.loads(run_toml(made, of(made, "DiLoCo", 60)))).run.adapt is False
@@ -170,10 +170,10 @@ def test_the_run_that_was_planned_starts_as_it_is_and_sends_what_was_planned(tmp
     document["data"] |= {"max_bytes": 100_000}
     config = parse(document)
     assert config.run.steps == (3 if method == "data parallel" else 4)
-    assert tuple(config.local_steps_of(i) for i in range(4)) == candidate.local_steps
+    assert tuple(config.length.local_steps_of(i) for i in range(4)) == candidate.local_steps
     assert config.network["planned"] == network
     simulate(config, tmp_path / "run")
-    sent = read_trace(tmp_path / "run").sent_bytes.mean() / config.rounds
+    sent = read_trace(tmp_path / "run").sent_bytes.mean() / config.length.rounds
     assert sent == pytest.approx(candidate.round_bytes, rel=1e-4)
 
 

@@ -78,11 +78,11 @@ def test_an_audit_of_a_run_that_went_on_with_other_settings_accuses_nobody_but_w
     simulate(config, tmp_path, resume=True)
     (branch,) = read_branches(tmp_path)
     assert branch["round"] == 4
-    last, stops = config.rounds - 1, config.schedule.fragments
+    last, stops = config.length.rounds - 1, config.schedule.fragments
     found = audit(tmp_path)
     assert found.difference is None and found.compared == 3 * stops * (last + 1 - found.first)
     shutil.rmtree(tmp_path / "checkpoints")
-    assert audit(tmp_path) == (0, last, 0, 3 * stops * config.rounds, None), "across the branch"
+    assert audit(tmp_path) == (0, last, 0, 3 * stops * config.length.rounds, None), "across the branch"
     lying(tmp_path, 2, 1)
     assert audit(tmp_path).difference == (2, 1, "what it sent")
     assert audit(tmp_path, rounds=(4, None)).difference is None
@@ -98,7 +98,7 @@ def test_a_run_that_went_back_behind_a_change_of_settings_is_audited_with_the_la
         file.unlink()
     simulate(third, tmp_path, resume=True)
     assert [one["round"] for one in read_branches(tmp_path)] == [3, 3]
-    assert [one.config.digest for one in stretches(resolve(third), tmp_path, real=False)] == [
+    assert [one.run.digest for one in stretches(resolve(third), tmp_path, real=False)] == [
         *map(digest, (first, second, third))
     ]
     assert audit(tmp_path, rounds=(0, None)).difference is None

@@ -122,23 +122,23 @@ def slots_are_shared(folder, config):
     there = [outcome.alive is None or 1 in outcome.alive for life in lives[0] for outcome in life.rounds]
     begun = lives[1][1].begun
     went_on = [now or not before for before, now in zip([True, *there], there[: begun.round], strict=False)]
-    lost = config.full_steps * begun.round - begun.steps  # a step may be part of one fragment's mean
-    assert False in went_on and 0 <= config.full_steps * went_on.count(False) - lost < config.full_steps
+    lost = config.length.full_steps * begun.round - begun.steps  # a step may be part of one fragment's mean
+    assert False in went_on and 0 <= config.length.full_steps * went_on.count(False) - lost < config.length.full_steps
     for slot in range(config.workers):
-        saved = checkpoint.load(folder / "checkpoints", config.rounds, slot, digest(config))
+        saved = checkpoint.load(folder / "checkpoints", config.length.rounds, slot, digest(config))
         assert saved["sharing"][1] == [config.run.steps - lost * (slot == 1) for slot in range(config.workers)]
 
 
 def is_replayed(root, config):
     """Whether a replay has the bits of the run."""
     first, *others = read_outcomes(root / "real")[1]
-    assert first.ended is None and others and others[0].begun.round < config.rounds
+    assert first.ended is None and others and others[0].begun.round < config.length.rounds
     code, output = run("simulate", root / "run.toml", "--out", root / "replay", "--replay", root / "real")
     assert code == 0, output
     assert trained(root / "replay") == trained(root / "real")
     for slot in range(config.workers):
         (here, x), (there, y) = (newest(root / name, config, slot) for name in ("replay", "real"))
-        assert here == there == config.rounds and torch.equal(x, y)
+        assert here == there == config.length.rounds and torch.equal(x, y)
 
 
 def test_until_somebody_dies_an_elastic_run_has_the_bits_of_its_simulation(churned, tmp_path):
@@ -156,10 +156,10 @@ def test_until_somebody_dies_an_elastic_run_has_the_bits_of_its_simulation(churn
 @pytest.mark.timeout(300)
 def test_the_audit_of_an_elastic_run_agrees_and_finds_a_worker_that_says_something_else(churned, tmp_path):
     root, config = churned
-    code, output = run("audit", root / "real", "--rounds", f"{config.rounds - 2}..", "--json")
+    code, output = run("audit", root / "real", "--rounds", f"{config.length.rounds - 2}..", "--json")
     found = json.loads(output.splitlines()[-1])
     assert (code, found["difference"], found["compared"]) == (0, None, 2 * 2 * config.workers), "two for each round"
-    last, lie = config.rounds - 2, tmp_path / "lie"
+    last, lie = config.length.rounds - 2, tmp_path / "lie"
     shutil.copytree(root / "real", lie)
     lines = [json.loads(line) for line in (lie / "metrics-002.jsonl").read_text().splitlines()]
     for line in lines:

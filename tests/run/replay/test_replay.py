@@ -24,7 +24,7 @@ from gossamer.run.replay.served import replay_server
 
 def saved(folder, config, owner, round=None):
     """What an owner's checkpoint (of the last round) holds, without the clock."""
-    state = checkpoint.load(folder / "checkpoints", round or config.rounds, owner, digest(config))
+    state = checkpoint.load(folder / "checkpoints", round or config.length.rounds, owner, digest(config))
     return {key: value for key, value in state.items() if key != "time_s"}
 
 
@@ -53,7 +53,7 @@ def assert_replayed(real, config, folder):
     replay_server(resolve(config, real=True), folder, real)
     for owner in range(config.workers + 1):
         newest = max(checkpoint.rounds(real / "checkpoints", owner))
-        assert owner < config.workers or newest == config.rounds
+        assert owner < config.workers or newest == config.length.rounds
         assert same(saved(real, config, owner, newest), saved(folder, config, owner, newest)), owner
     assert losses(real) == losses(folder)
     assert absences(real, config.workers) == absences(folder)

@@ -35,7 +35,7 @@ def in_store(**overrides: object) -> RunConfig:
 
 def model(folder: Path, config: RunConfig) -> list[torch.Tensor]:
     """The parameters and the state of the rule at the end of a run."""
-    state = checkpoint.load(folder / "checkpoints", config.rounds, config.workers, digest(config))
+    state = checkpoint.load(folder / "checkpoints", config.length.rounds, config.workers, digest(config))
     return [state["x"], *state["outer"]]
 
 
@@ -61,8 +61,8 @@ def test_one_worker_in_a_store_computes_the_bits_of_virtual_time(method: dict[st
     assert code == 0, said
     code, said = run("simulate", tmp_path / "run.toml", "--out", tmp_path / "virtual")
     assert code == 0, said
-    real = checkpoint.load(tmp_path / "real" / "checkpoints", config.rounds, 1, digest(config))["x"]
-    virtual = checkpoint.load(tmp_path / "virtual" / "checkpoints", config.rounds, 1, digest(config))["x"]
+    real = checkpoint.load(tmp_path / "real" / "checkpoints", config.length.rounds, 1, digest(config))["x"]
+    virtual = checkpoint.load(tmp_path / "virtual" / "checkpoints", config.length.rounds, 1, digest(config))["x"]
     assert torch.equal(real, virtual)
 
 
@@ -112,7 +112,7 @@ def test_no_kill_costs_an_acknowledged_push_and_the_replay_has_the_bits_of_all(
         assert one.finish()[0] == -signal.SIGKILL
     code, said = run("status", store, "--json")
     status = json.loads(said)
-    assert code == 0 and 0 < status["round"] < config.rounds and status["states"], said
+    assert code == 0 and 0 < status["round"] < config.length.rounds and status["states"], said
     assert [slot["standing"] for slot in status["workers"]] == ["held", "held"]
     last = {f"last{k}": start(f"last{k}", "--set", "run.pace_s=0") for k in range(2)}
     ends = {name: one.finish() for name, one in last.items()}
@@ -129,9 +129,9 @@ def test_no_kill_costs_an_acknowledged_push_and_the_replay_has_the_bits_of_all(
     assert code == 0, said
     assert same(whole, model(tmp_path / "again", config)), said
     code, said = run("status", store)
-    assert code == 0 and f"{config.rounds} of {config.rounds} rounds" in said, said
+    assert code == 0 and f"{config.length.rounds} of {config.length.rounds} rounds" in said, said
     code, said = run("train", tmp_path / "run.toml", "--store", store, "--out", tmp_path / "late")
-    assert code == 0 and f"the run in the store has ended after {config.rounds} rounds" in said, said
+    assert code == 0 and f"the run in the store has ended after {config.length.rounds} rounds" in said, said
 
 
 @pytest.mark.full
@@ -167,7 +167,7 @@ def test_with_keys_a_server_in_an_object_store_that_fails_now_and_then_has_the_b
     assert not any(word in one for one in objects for word in (b"heloco", b"event", b"phase", b"leaves"))
     monkeypatch.setenv("GOSSAMER_KEY", str(keys["paris"]))
     code, said = run("status", store, "--peers", tmp_path / "run.toml", "--json")
-    assert code == 0 and json.loads(said)["round"] == config.rounds, said
+    assert code == 0 and json.loads(said)["round"] == config.length.rounds, said
 
 
 def test_who_pushes_what_is_no_update_is_gone_for_all_and_the_others_take_its_steps(tmp_path: Path) -> None:

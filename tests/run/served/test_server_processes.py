@@ -58,7 +58,7 @@ def served(network=EVEN, **overrides):
 
 
 def model(folder, config, round=None):
-    return checkpoint.load(folder / "checkpoints", round or config.rounds, config.workers, digest(config))["x"]
+    return checkpoint.load(folder / "checkpoints", round or config.length.rounds, config.workers, digest(config))["x"]
 
 
 def common(config):
@@ -217,7 +217,7 @@ def test_a_run_that_has_ended_is_not_served_again(tmp_path, monkeypatch, capsys)
     config = served(workers=1, server__name="heloco")
     together(config, tmp_path / "real", monkeypatch)
     before = {path: path.read_bytes() for path in (tmp_path / "real").glob("*.jsonl")}
-    told = f"the run has ended after {config.rounds} rounds; gossamer evaluate {tmp_path / 'real'} scores it\n"
+    told = f"the run has ended after {config.length.rounds} rounds; gossamer evaluate {tmp_path / 'real'} scores it\n"
     for words in (["--local", "1"], ["--server", "127.0.0.1:1"]):
         capsys.readouterr()
         assert main(["train", "--resume", str(tmp_path / "real"), *words]) == 0
@@ -249,14 +249,14 @@ def test_several_workers_take_all_steps_and_every_push_counts_with_its_age(name,
     together(config, tmp_path, monkeypatch)
     log = read_events(tmp_path)
     phases = [e for i in range(3) for e in events(tmp_path, i) if e["event"] == "phase"]
-    assert sum(e["tokens"] for e in phases) == 3 * 16 * config.step_tokens
+    assert sum(e["tokens"] for e in phases) == 3 * 16 * config.length.step_tokens
     assert log.absorbed.tolist() == [sum(e["worker"] == i for e in phases) for i in range(3)]
     assert len(log.ages) == 24
     assert name == "decoupled_diloco" or max(log.ages) > 0  # its grace may take all of them in together
     updates = consistent(tmp_path, config)
     assert updates == 24 if name != "decoupled_diloco" else 8 <= updates < 24
     scored = evals(tmp_path)
-    assert scored[-1]["tokens"] == 3 * 16 * config.step_tokens and scored[-1]["loss"] < 5.6
+    assert scored[-1]["tokens"] == 3 * 16 * config.length.step_tokens and scored[-1]["loss"] < 5.6
     assert evaluate(tmp_path)[1].loss == scored[-1]["loss"]
 
 
@@ -619,7 +619,7 @@ def test_a_server_that_gets_sigterm_saves_after_its_round_and_goes_on_from_it(tm
     assert code == 130 and "stopped after round" in output and "Traceback" not in output, output
     assert "which has not ended by itself" not in output, "its workers were asked to leave"
     [stopped] = checkpoint.rounds(real / "checkpoints", config.workers)
-    assert f"stopped after round {stopped} of {config.rounds}, and saved; resume with --resume {real}" in output
+    assert f"stopped after round {stopped} of {config.length.rounds}, and saved; resume with --resume {real}" in output
     assert 0 < stopped < 40
     if whom == "launcher":
         replay_server(resolve(config, real=True), tmp_path / "stopped", real)
@@ -712,7 +712,7 @@ class _Slow(Probe):
 
 def test_a_server_answers_before_it_has_validated_and_saved_and_records_the_same(tmp_path):
     config = served(workers=2, server__name="heloco", run__eval_every=2, run__checkpoint_every=1)
-    pushes = torch.randn(2 * config.rounds, PARAMETERS, generator=torch.Generator().manual_seed(1)) / 100
+    pushes = torch.randn(2 * config.length.rounds, PARAMETERS, generator=torch.Generator().manual_seed(1)) / 100
     said = {}
     for where, replays in (("replay", Threads(1)), ("real", None)):
         made = resolve(config, real=True)
@@ -736,7 +736,7 @@ def test_a_server_answers_before_it_has_validated_and_saved_and_records_the_same
             assert session.core.is_finished
             session.close(100.0)
         said[where] = evals(tmp_path / where), model(tmp_path / where, config)
-    assert said["real"][0] == said["replay"][0] and len(said["real"][0]) == 1 + config.rounds
+    assert said["real"][0] == said["replay"][0] and len(said["real"][0]) == 1 + config.length.rounds
     assert torch.equal(said["real"][1], said["replay"][1])
 
 

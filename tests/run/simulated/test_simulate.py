@@ -37,7 +37,7 @@ from tiny import DEVICE, single, tiny
 
 def vectors(folder, config, finished=None):
     """The parameters of all workers after the last round, or an earlier one that was kept."""
-    finished = config.rounds if finished is None else finished
+    finished = config.length.rounds if finished is None else finished
     return [checkpoint.load(folder / "checkpoints", finished, w, digest(config))["x"] for w in range(config.workers)]
 
 
@@ -177,7 +177,7 @@ def test_the_last_round_may_have_fewer_steps_stopped_batched_or_at_once(tmp_path
     for folder in ("whole", "batched"):
         assert read_trace(tmp_path / folder).steps.tolist() == [[4, 4, 2], [4, 4, 2], [1, 3, 2]]
     last = read_metrics(tmp_path / "whole")[-1]
-    assert last["tokens"] == sum(resolve(config).worker_tokens) == 26 * config.step_tokens
+    assert last["tokens"] == sum(resolve(config).worker_tokens) == 26 * config.length.step_tokens
     simulate(config, tmp_path / "parts", until=2)
     simulate(config, tmp_path / "parts", resume=True)
     assert same_run(tmp_path / "whole", tmp_path / "parts", config)

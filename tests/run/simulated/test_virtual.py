@@ -50,7 +50,9 @@ def timed(network=UNEVEN, clockless=False, **overrides):
 def snapshots(folder, config):
     """The parameters that a finished run left: of the server, or of each worker."""
     owners = [config.workers] if config.server else range(config.workers)
-    return [checkpoint.load(folder / "checkpoints", config.rounds, owner, digest(config))["x"] for owner in owners]
+    return [
+        checkpoint.load(folder / "checkpoints", config.length.rounds, owner, digest(config))["x"] for owner in owners
+    ]
 
 
 def evals(folder):
@@ -94,7 +96,7 @@ def test_a_run_is_a_function_of_its_file_and_trains_the_tokens_of_a_run_in_round
     resumed = simulate(config, tmp_path / "b", resume=True)
     assert same_run(tmp_path / "a", tmp_path / "b", config) and resumed.result[:2] == outcome.result[:2]
     assert read_seconds(tmp_path / "a") == read_seconds(tmp_path / "b")
-    assert outcome.tokens == config.workers * config.run.steps * config.step_tokens
+    assert outcome.tokens == config.workers * config.run.steps * config.length.step_tokens
     scored = evals(tmp_path / "a")
     assert [line["round"] for line in scored] == [-1, 1, 3] and scored[-1]["loss"] == outcome.loss
     assert outcome.loss < scored[0]["loss"]

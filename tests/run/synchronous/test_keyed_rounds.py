@@ -110,7 +110,7 @@ def test_machines_with_keys_start_stop_and_die_together_and_go_on_to_the_bits_of
     ends = [one.finish() for one in started]
     assert [code for code, _ in ends] == [130] * N, ends
     [stopped] = {max(machines.saved(w)) for w in range(N)}
-    assert f"stopped after round {stopped} of {machines.config.rounds}, and saved" in ends[2][1], ends
+    assert f"stopped after round {stopped} of {machines.config.length.rounds}, and saved" in ends[2][1], ends
 
     running = machines.start_all(resumed=True)
     machines.until_saved(stopped + EVERY)
@@ -124,7 +124,7 @@ def test_machines_with_keys_start_stop_and_die_together_and_go_on_to_the_bits_of
     simulate(machines.config, machines.root / "simulated")
     for worker in range(N):
         ours, theirs = (
-            checkpoint.load(folder / "checkpoints", machines.config.rounds, worker, digest(machines.config))["x"]
+            checkpoint.load(folder / "checkpoints", machines.config.length.rounds, worker, digest(machines.config))["x"]
             for folder in (machines.folder(worker), machines.root / "simulated")
         )
         assert torch.equal(ours, theirs)

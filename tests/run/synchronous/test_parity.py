@@ -358,7 +358,9 @@ def trained(request, tmp_path_factory, forks):
 def outcome(folder, config):
     """The last snapshots and all losses of a run."""
     workers = range(config.workers)
-    states = [checkpoint.load(folder / "checkpoints", config.rounds, worker, digest(config)) for worker in workers]
+    states = [
+        checkpoint.load(folder / "checkpoints", config.length.rounds, worker, digest(config)) for worker in workers
+    ]
     lines = [line for line in read_metrics(folder) if line["kind"] == "train"]
     return states, {(line["worker"], line["round"]): line["loss"] for line in lines}
 
@@ -383,8 +385,8 @@ def test_simulator_and_processes_agree_to_the_last_bit(trained, request):
         config = parse(made)
         real, real_losses = outcome(root / "real" / name, config)
         simulated, losses = outcome(root / "simulated" / name, config)
-        assert len(losses) == config.workers * config.rounds and (
-            config.rounds == rounds_of(made, full) or name in CHANGING
+        assert len(losses) == config.workers * config.length.rounds and (
+            config.length.rounds == rounds_of(made, full) or name in CHANGING
         )
         places = differences(real, simulated, "workers") + [at for at in losses if real_losses.get(at) != losses[at]]
         if places:

@@ -113,7 +113,10 @@ def test_real_workers_go_on_without_what_one_of_them_sends_that_no_codec_can_dec
     for worker in range(2):
         said = f"round {liars.FROM_ROUND + 1}: worker {worker} declined what worker {liars.LIAR} sent"
         assert said in errors.getvalue(), errors.getvalue()
-    saved = [checkpoint.load(folder / "checkpoints", config.rounds, worker, digest(config))["x"] for worker in range(2)]
+    saved = [
+        checkpoint.load(folder / "checkpoints", config.length.rounds, worker, digest(config))["x"]
+        for worker in range(2)
+    ]
     assert torch.equal(*saved)
 
 

@@ -69,7 +69,8 @@ def fated(config, folder, fate, round, **options):
 
 def parameters(folder, config):
     return [
-        checkpoint.load(folder / "checkpoints", config.rounds, w, digest(config))["x"] for w in range(config.workers)
+        checkpoint.load(folder / "checkpoints", config.length.rounds, w, digest(config))["x"]
+        for w in range(config.workers)
     ]
 
 
@@ -111,7 +112,7 @@ def test_evaluate_forms_the_mean_model_that_the_simulator_scored(finished):
     root, config, _ = finished
     round, result, _ = evaluate(root / "real")
     scored = [line for line in read_metrics(root / "simulated") if line["kind"] == "eval"][-1]
-    assert round == config.rounds
+    assert round == config.length.rounds
     assert (result.loss, list(result.worker_losses)) == (scored["loss"], scored["worker_losses"])
     # A GPU sums the squares of one worker otherwise than those of three in one tensor.
     disagreement = scored["disagreement"] if DEVICE == "cpu" else pytest.approx(scored["disagreement"], rel=1e-9)
@@ -125,7 +126,9 @@ def test_workers_that_resume_a_run_that_has_ended_say_so_once_and_leave_it_as_it
     root, config, _ = finished
     before = {path: path.read_bytes() for path in (root / "real").glob("*.jsonl")}
     assert run_local(config.workers, main, ["train", "--resume", str(root / "real")]) == 0
-    assert capfd.readouterr().err.count(f"the run has ended after {config.rounds} rounds; gossamer evaluate") == 1
+    assert (
+        capfd.readouterr().err.count(f"the run has ended after {config.length.rounds} rounds; gossamer evaluate") == 1
+    )
     assert {path: path.read_bytes() for path in (root / "real").glob("*.jsonl")} == before
 
 

@@ -51,7 +51,9 @@ def adaptive(network, **overrides):
 
 
 def last_states(folder, config):
-    return [checkpoint.load(folder / "checkpoints", config.rounds, w, digest(config)) for w in range(config.workers)]
+    return [
+        checkpoint.load(folder / "checkpoints", config.length.rounds, w, digest(config)) for w in range(config.workers)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +120,7 @@ def test_a_resumed_run_goes_on_with_the_steps_in_force_and_to_the_same_bits(tmp_
 def test_tokens_are_those_that_were_trained_on(slowed, tmp_path):
     folder, config, result = slowed
     steps = int(read_trace(folder).steps.sum())
-    assert result.tokens == steps * config.step_tokens < 90 * 4 * config.step_tokens
+    assert result.tokens == steps * config.length.step_tokens < 90 * 4 * config.length.step_tokens
     shutil.copytree(folder, tmp_path / "run")
     (tmp_path / "run" / "metrics.jsonl").unlink()
     evaluate(tmp_path / "run")

@@ -22,7 +22,7 @@ PARALLEL = {"rule__name": "data_parallel", "topology__name": "complete", "run__l
 def trained(config: RunConfig, folder, until: int | None = None, **given) -> Rounds:
     engine = Rounds(resolve(config), folder, **given)
     with engine.opened():
-        while engine.finished < (until or config.rounds):
+        while engine.finished < (until or config.length.rounds):
             engine.advance()
     return engine
 

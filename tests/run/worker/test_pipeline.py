@@ -249,7 +249,7 @@ def test_a_model_with_a_bottleneck_is_exported_with_what_opens_it_and_it_is_said
     from transformers import AutoModelForCausalLM
 
     one = replica(model__bottleneck=NARROW[name])
-    publish(one.config, one.task, one.x, tmp_path, finished=1, loss=math.nan)
+    publish(one.run, one.task, one.x, tmp_path, finished=1, loss=math.nan)
     said = f"{tmp_path / 'model'} is no plain Llama but has residual bottlenecks: open it with trust_remote_code=True\n"
     assert capsys.readouterr().err == ("" if name == "subspace" else said)
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "model", trust_remote_code=True)

@@ -80,7 +80,7 @@ def trained(root, settings):
 
 
 def saved(folder, config, worker):
-    return checkpoint.load(folder / "checkpoints", config.rounds, worker, digest(config))
+    return checkpoint.load(folder / "checkpoints", config.length.rounds, worker, digest(config))
 
 
 def tensors(value):
@@ -136,7 +136,7 @@ def test_a_run_in_shards_goes_on_with_as_many_or_with_whole_workers(shards, goss
     _, simulated, config = gossiped
     folder = shutil.copytree(gossiped[0], tmp_path / "again")
     for worker in range(config.workers):
-        checkpoint.rewind(folder / "checkpoints", config.rounds - 1, worker)
+        checkpoint.rewind(folder / "checkpoints", config.length.rounds - 1, worker)
     code, output = run("train", "--resume", folder, "--local", config.workers, "--shards", shards)
     assert code == 0, output
     must_be_alike(folder, simulated, config)

@@ -255,7 +255,7 @@ def train_pipelines(argv):
             if turn + 1 < len(turns) and member.part:  # the newest round that all have is the one before
                 lost = any(one.stage == member.part for one in parse(turns[turn + 1]).pipeline.lost)
                 for saved in (root / "checkpoints").glob(f"stage-{member.part}-*"):
-                    checkpoint.rewind(saved, -1 if lost else config.rounds - 1, member.worker)
+                    checkpoint.rewind(saved, -1 if lost else config.length.rounds - 1, member.worker)
             dist.barrier()
     leave()
     return 0
@@ -275,14 +275,14 @@ def trained(looked_at, tmp_path_factory, forks):
     for name, case in cases.items():
         turns = [document(**case), document(**LAST[name])] if name in LATER else [document(**case)]
         if sum(tiny(**case).pipeline.processes(case["workers"])) < 4:
-            simulate(tiny(**case), root / "real" / name, until=tiny(**case).rounds - 1)
+            simulate(tiny(**case), root / "real" / name, until=tiny(**case).length.rounds - 1)
             turns = turns[1:]
         plan.append((str(root / "real" / name), turns))
     (root / "cases.json").write_text(json.dumps(plan))
     assert run_local(2, train_pipelines, [str(root / "cases.json")], parts=2) == 0
     for name, case in cases.items():
         if LATER.get(name):
-            simulate(tiny(**case), root / "simulated" / name, until=tiny(**case).rounds - 1)
+            simulate(tiny(**case), root / "simulated" / name, until=tiny(**case).length.rounds - 1)
         simulate(tiny(**LAST[name]), root / "simulated" / name, resume=bool(LATER.get(name)))
     return root
 
@@ -295,7 +295,9 @@ def test_when_a_loss_is_not_finite_all_stages_end_with_the_same_sentence(trained
 def parameters(config, folder):
     """Those of each worker after the last round."""
     task, line = task_of(settings_of(config)), lineage_of(settings_of(config), folder)
-    return [Store(settings_of(config), folder).load(task, config.rounds, w, line)["x"] for w in range(config.workers)]
+    return [
+        Store(settings_of(config), folder).load(task, config.length.rounds, w, line)["x"] for w in range(config.workers)
+    ]
 
 
 def lines_of(folder, kind, *names):
@@ -365,7 +367,11 @@ def test_workers_in_stages_and_whole_ones_have_the_bits_and_the_bytes_that_they_
     assert {one.worker for one in read_stages(real)} == {cut}
     crossed, sent = [], []
     for place in (real, simulated):
-        lines = [line for line in read_metrics(place) if line["kind"] == "train" and line["round"] == config.rounds - 1]
+        lines = [
+            line
+            for line in read_metrics(place)
+            if line["kind"] == "train" and line["round"] == config.length.rounds - 1
+        ]
         crossed.append({line["worker"]: line.get("boundary_bytes") for line in lines})
         sent.append(read_trace(place).sent_bytes.sum())
     assert crossed[0] == crossed[1] and [worker for worker, sizes in crossed[0].items() if sizes] == [cut]
@@ -393,7 +399,7 @@ def test_the_trace_has_the_messages_of_a_worker_once_and_a_line_of_each_stage_sa
         assert (ours == theirs).all()
     lines = [*read_stages(real)]
     assert sorted((one.round, one.worker, one.stage) for one in lines) == [
-        (r, w, s) for r in range(config.rounds) for w in range(2) for s in range(2)
+        (r, w, s) for r in range(config.length.rounds) for w in range(2) for s in range(2)
     ]
     crossed = 2 * 4 * 4 * 2 * 16 * 64  # steps of a round, micro-batches, bytes of an element, B, S, D
     assert {(one.stage, one.forward_bytes, one.backward_bytes) for one in lines} == {(0, crossed, 0), (1, 0, crossed)}

@@ -61,18 +61,16 @@ class AsyncParticipant(Participant[CallTransport], Generic[Core]):
     log: OrderWriter
     events: EventWriter
 
-    def __init__(
-        self, config: ResolvedRun, folder: Path, task: Task, rendezvous: RendezvousResult, asked: Asked
-    ) -> None:
-        super().__init__(config, folder, task, rendezvous, asked)
+    def __init__(self, run: ResolvedRun, folder: Path, task: Task, rendezvous: RendezvousResult, asked: Asked) -> None:
+        super().__init__(run, folder, task, rendezvous, asked)
         endpoint = rendezvous.endpoint
         self.limit_s = min(endpoint.timeout_s, endpoint.deadline_s or endpoint.timeout_s)
         """How long it waits for an answer."""
         self._number = 0
         """Completed local phases of its slot."""
-        self._local_steps = config.local_steps_of(self.slot)
+        self._local_steps = run.local_steps_of(self.slot)
         self._began = time.perf_counter()
-        self._budget = config.workers * config.run.steps
+        self._budget = run.workers * run.loop.steps
         self._held: dict[int, int] = {}
         """Inner steps of other slots included in its parameters."""
         self._declined = Counter[int]()
@@ -146,11 +144,11 @@ class AsyncParticipant(Participant[CallTransport], Generic[Core]):
         rendezvous, members, joins = self.rendezvous, self.rendezvous.members, self.joins
         state = rendezvous.content if isinstance(rendezvous.content, AsyncState) else None
         if joins:
-            state, _ = newest_state(self.config, self.folder, self.slot, rendezvous.lineage)
-            self.transport.first_round(self.config.run.timeout_s)
+            state, _ = newest_state(self.run, self.folder, self.slot, rendezvous.lineage)
+            self.transport.first_round(self.run.loop.timeout_s)
         held = min(members.own.steps, self._budget)
         number = phases_behind(0 if state is None else state.phases, held, self._local_steps)
-        if joins and state is not None and self._rounds_over(number) > state.after + self.config.run.rejoin_rounds:
+        if joins and state is not None and self._rounds_over(number) > state.after + self.run.loop.rejoin_rounds:
             state = None
         fetches = state is None and (joins or rendezvous.after > 0)
         if fetches:
@@ -164,7 +162,7 @@ class AsyncParticipant(Participant[CallTransport], Generic[Core]):
         is_own_state = donor == self.slot
         if not fetches:
             adopt(state, self.core, self.replica)
-        self._held = state.held | ({} if is_own_state else {donor: state.phases * self.config.local_steps_of(donor)})
+        self._held = state.held | ({} if is_own_state else {donor: state.phases * self.run.local_steps_of(donor)})
         self.round = state.after if is_own_state else max(state.after, self._rounds_over(number))
         self._begun = Entered(number, self.round, state.source, 0.0)
         if joins:
@@ -175,7 +173,7 @@ class AsyncParticipant(Participant[CallTransport], Generic[Core]):
 
     def _accepted(self, offer: Offer, content: Any) -> AsyncState:
         """Loads the state of another worker. Raises: CheckpointError unless all of it fits."""
-        state = state_of(content, offer.after, limits_of(self.config))
+        state = state_of(content, offer.after, limits_of(self.run))
         if state.source[0] != offer.donor:
             raise CheckpointError(f"it calls itself the state of worker {state.source[0]}; look at that machine")
         take_over(state, self.core, self.replica)
@@ -186,7 +184,7 @@ class AsyncParticipant(Participant[CallTransport], Generic[Core]):
         begun, rendezvous = self._begun, self.rendezvous
         cut, steps = begun.round if rendezvous.goes_on else None, begun.number * self.replica.local_steps
         goes_on = begun != Entered(0, 0, None, 0.0)
-        last = self.config.rounds - 1
+        last = self.run.rounds - 1
 
         def void(line: Mapping[str, Any]) -> bool:
             kind = line.get("kind")
@@ -201,7 +199,7 @@ class AsyncParticipant(Participant[CallTransport], Generic[Core]):
             EventWriter(
                 self.folder,
                 network=HERE,
-                workers=self.config.workers,
+                workers=self.run.workers,
                 suffix=worker_suffix(self.slot),
                 resume_round=cut,
                 void=lambda line: line["event"] == "phase" and line["number"] >= begun.number,
@@ -217,7 +215,7 @@ class AsyncParticipant(Participant[CallTransport], Generic[Core]):
         """Opens the calls: from now on others can fetch from this worker, or meet it."""
         self.mark(self._number)
         # A final state has completed all rounds; steps left to train, lost by others, belong to the last one.
-        self.round = min(max(self.round, self._rounds_over(self._number)), self.config.rounds - 1)
+        self.round = min(max(self.round, self._rounds_over(self._number)), self.run.rounds - 1)
         self.keep(self.round, self._state)
         self.transport.begin_phase(self._number)
         with self.transport.changed:
@@ -246,7 +244,7 @@ class AsyncParticipant(Participant[CallTransport], Generic[Core]):
         steps = number * self._local_steps
         for slot, one in self.transport.phases().items():
             if slot != self.slot:
-                local = self.config.local_steps_of(slot)
+                local = self.run.local_steps_of(slot)
                 # The message of a phase may arrive before the announcement of its end: both refer to the same phase.
                 phases = max(phases_behind(one.ended, one.steps, local), one.ended + (begun and one.trains))
                 steps += phases * local
@@ -269,7 +267,7 @@ class AsyncParticipant(Participant[CallTransport], Generic[Core]):
         self.keep(self.round, self._state)
         if self.round > round:
             self.record.log_seconds(self.stopwatch.round(round))
-        if due := due_round(self.config, round, self.round):
+        if due := due_round(self.run, round, self.round):
             self.journal.end_own_round(self.replica, due)
 
     def part(self, *, failed: bool) -> None:
@@ -282,7 +280,7 @@ class AsyncParticipant(Participant[CallTransport], Generic[Core]):
         number, left = self._number, self.asked.is_set()
         self._stay_until_end(left)
         why = "left" if left and self.has_more else "finished"
-        finished = self.config.rounds if why == "finished" else max(self.round, self._begun.round)
+        finished = self.run.rounds if why == "finished" else max(self.round, self._begun.round)
         with self.transport.changed:
             self.log.write(Finished(why, finished, self.end(), self.now_s()))
             self.mark(number)
@@ -310,7 +308,7 @@ class AsyncParticipant(Participant[CallTransport], Generic[Core]):
     def _rounds_over(self, number: int) -> int:
         """Completed rounds of the run in this worker's view: the steps of all, over those of a round."""
         steps = self._steps(number, begun=False)
-        return min(steps // (self.config.workers * self.config.full_steps), self.config.rounds - 1)
+        return min(steps // (self.run.workers * self.run.full_steps), self.run.rounds - 1)
 
     def save(self, finished: int) -> None:
         """See `Participant`. Saves the state of its last local phase; meetings continue during the write."""
@@ -319,11 +317,11 @@ class AsyncParticipant(Participant[CallTransport], Generic[Core]):
             self.saved_after = finished
 
 
-def due_round(config: RunSettings, before: int, reached: int) -> int:
+def due_round(run: RunSettings, before: int, reached: int) -> int:
     """The last round completed since `before` after which a validation or checkpoint is due; 0 for none."""
-    run = config.run
+    loop = run.loop
     over = range(before + 1, reached + 1)
-    return max((r for r in over if config.due(run.eval_every, r) or config.due(run.checkpoint_every, r)), default=0)
+    return max((r for r in over if run.due(loop.eval_every, r) or run.due(loop.checkpoint_every, r)), default=0)
 
 
 def save_state(lineage: Lineage, folder: Path, finished: int, slot: int, state: dict[str, Any]) -> None:

@@ -136,13 +136,13 @@ def take_over(state: AsyncState, core: GossipWorker | PairWorker, replica: Repli
 
 
 def newest_state(
-    config: RunSettings, folder: Path, slot: int, lineage: Lineage, before: RunSettings | None = None
+    run: RunSettings, folder: Path, slot: int, lineage: Lineage, before: RunSettings | None = None
 ) -> tuple[AsyncState | None, ChosenRound]:
     """The state of the newest sound checkpoint of a slot, with the faults of newer ones; None without one.
 
     Args: `before` are the settings with which they were written, if different.
     """
-    store, limits = folder / "checkpoints", limits_of(config)
+    store, limits = folder / "checkpoints", limits_of(run)
 
     def read(round: int) -> Fault | None:
         try:
@@ -151,7 +151,7 @@ def newest_state(
             return Fault.of(error)
         return None
 
-    choice = newest_of_own(Store(config, folder), slot, lineage, before, read)
+    choice = newest_of_own(Store(run, folder), slot, lineage, before, read)
     if not choice.round and read(0) is not None:  # else it left before the end of the first round
         return None, choice
     return state_of(checkpoint.load(store, choice.round, slot, lineage), choice.round, limits), choice
@@ -169,12 +169,12 @@ class OwnState(StartFacts[_StateFacts]):
 
     word, one_round = "calls", False
 
-    def __init__(self, config: RunSettings, folder: Path) -> None:
-        self._config, self._folder, self._limits = config, folder, limits_of(config)
+    def __init__(self, run: RunSettings, folder: Path) -> None:
+        self._run, self._folder, self._limits = run, folder, limits_of(run)
 
     def own(self, slot: int, past: History) -> Own:
         """See `StartFacts`; `more` has its local phases, and the inner steps of other slots included in its parameters."""
-        state, choice = newest_state(self._config, self._folder, slot, past.lineage, past.before)
+        state, choice = newest_state(self._run, self._folder, slot, past.lineage, past.before)
         if state is None:
             return Own(choice.kept[slot])
         held = [[other, steps] for other, steps in state.held.items()]
@@ -200,9 +200,9 @@ class OwnState(StartFacts[_StateFacts]):
         if not after:  # the run restarts: no worker has completed its first round
             return Progress(0, 0, 0)
         steps = max((fact.held.get(slot, 0) for fact in facts), default=0)
-        far_behind = max(held.get(slot, {}), default=0) < after - self._config.run.rejoin_rounds
+        far_behind = max(held.get(slot, {}), default=0) < after - self._run.loop.rejoin_rounds
         phases = 0 if far_behind or slot >= len(facts) else facts[slot].phases
-        return Progress(0, phases_behind(phases, steps, self._config.local_steps_of(slot)), steps)
+        return Progress(0, phases_behind(phases, steps, self._run.local_steps_of(slot)), steps)
 
     def _held(self, value: object) -> tuple[int, int] | None:
         """A slot with its inner steps; None for anything else."""

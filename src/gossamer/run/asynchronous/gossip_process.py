@@ -29,11 +29,9 @@ class GossipParticipant(AsyncParticipant[GossipWorker]):
     worker's own message.
     """
 
-    def __init__(
-        self, config: ResolvedRun, folder: Path, task: Task, rendezvous: RendezvousResult, asked: Asked
-    ) -> None:
-        super().__init__(config, folder, task, rendezvous, asked)
-        m = config.method
+    def __init__(self, run: ResolvedRun, folder: Path, task: Task, rendezvous: RendezvousResult, asked: Asked) -> None:
+        super().__init__(run, folder, task, rendezvous, asked)
+        m = run.method
         assert isinstance(m, Method)
         self._topology, first = m.topology, m.topology.mixing(0)
         self.core = GossipWorker(self.slot, m.rule, self.replica, first)
@@ -41,7 +39,7 @@ class GossipParticipant(AsyncParticipant[GossipWorker]):
             m.codec,
             self.replica.layout,
             self.core.message(0, first),
-            seed=config.seed,
+            seed=run.seed,
             worker=self.slot,
             device=self.device,
         )
@@ -69,7 +67,7 @@ class GossipParticipant(AsyncParticipant[GossipWorker]):
                 received[peer] = self._messages.unpack(one.payload, peer)
             except TransportError as error:  # treated as missing, also in the log
                 self.decline(peer, str(error))
-        now_s, everyone = self.now_s(), len(alive) == self.config.workers
+        now_s, everyone = self.now_s(), len(alive) == self.run.workers
         # Logged before it is computed: a worker killed in between loses the mix, and its next life begins before it.
         mixed = tuple((peer, came[peer].version, came[peer].life) for peer in received)
         self.log.write(Mixed(number, None if everyone else alive, mixed, now_s))

@@ -42,16 +42,14 @@ class PairParticipant(AsyncParticipant[PairWorker]):
     starts and no time passes.
     """
 
-    def __init__(
-        self, config: ResolvedRun, folder: Path, task: Task, rendezvous: RendezvousResult, asked: Asked
-    ) -> None:
-        super().__init__(config, folder, task, rendezvous, asked)
-        method = config.method
+    def __init__(self, run: ResolvedRun, folder: Path, task: Task, rendezvous: RendezvousResult, asked: Asked) -> None:
+        super().__init__(run, folder, task, rendezvous, asked)
+        method = run.method
         assert isinstance(method, InPairs)
         self._in_phases = method.rule.settle is not None
         self.core = PairWorker(pair_rule_of(method), self.replica)
         self._messages = MessageForm(
-            method.codec, self.replica.layout, self.core.tell(), seed=config.seed, worker=self.slot, device=self.device
+            method.codec, self.replica.layout, self.core.tell(), seed=run.seed, worker=self.slot, device=self.device
         )
         self.calls = self._meetings = Meetings(
             rendezvous.members,
@@ -62,7 +60,7 @@ class PairParticipant(AsyncParticipant[PairWorker]):
             sound=self._is_sound,
         )
         self._neighbours = method.topology.mixing(0).receives_from(self.slot)
-        self._started_per_phase = (config.events.meetings or 1.0) / 2
+        self._started_per_phase = (run.events.meetings or 1.0) / 2
         self._first_s = self._last_s = 0.0
         self._before: dict[int, int] = {}
         """Local phases of each slot that had ended when this process began."""
@@ -132,7 +130,7 @@ class PairParticipant(AsyncParticipant[PairWorker]):
 
     def _start_meetings(self) -> None:
         """Starts meetings at random times until the end."""
-        rng = numpy_rng(self.config.seed, self.slot, self.life, "meetings")
+        rng = numpy_rng(self.run.seed, self.slot, self.life, "meetings")
         while True:
             phase_s = self._phase_s()
             wait_s = rng.exponential(phase_s / self._started_per_phase) if phase_s else LOOK_S

@@ -14,11 +14,11 @@ from gossamer.run.config.resolved import InPairs, ResolvedRun
 from gossamer.run.participant.life import take_part
 
 
-def train_asynchronous(config: ResolvedRun, folder: Path, *, join: str | None = None, resume: Resume = False) -> None:
+def train_asynchronous(run: ResolvedRun, folder: Path, *, join: str | None = None, resume: Resume = False) -> None:
     """Trains one worker of an asynchronous run, see `take_part`.
 
     Each worker of a starting run resumes from its own newest sound checkpoint, or else from another's state.
     Cost: two models with their outer and inner state, one of them for newcomers, the gradients and one message.
     """
-    kind = PairParticipant if isinstance(config.method, InPairs) else GossipParticipant
-    take_part(config, folder, kind, OwnState(config, folder), join=join, resume=resume)
+    kind = PairParticipant if isinstance(run.method, InPairs) else GossipParticipant
+    take_part(run, folder, kind, OwnState(run, folder), join=join, resume=resume)

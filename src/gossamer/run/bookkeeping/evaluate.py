@@ -79,18 +79,18 @@ class Result(NamedTuple):
 class Probe:
     """A model into which any parameter vector can be loaded, with the validation batches to score it."""
 
-    def __init__(self, config: RunSettings, task: Task, device: torch.device):
-        self.config, self.task, self.device = config, task, device
+    def __init__(self, run: RunSettings, task: Task, device: torch.device):
+        self.run, self.task, self.device = run, task, device
         self.threads: int | None = None
         """Intra-op threads; None for those of the calling thread."""
         self.model = task.model().to(device)
-        self.x = attach(self.model, _layout(self.model, config))
+        self.x = attach(self.model, _layout(self.model, run))
         self.buffers = buffers_of(self.model)
-        is_users = config.model.own or config.model.loss is not None
+        is_users = run.model.own or run.model.loss is not None
         self._own = is_users
         self.turns: Turns | None = None
         """As those of `Replica`."""
-        self.batches = [on_device(batch, device) for batch in task.data.validation(config.run.eval_batches)]
+        self.batches = [on_device(batch, device) for batch in task.data.validation(run.loop.eval_batches)]
 
     def loss(self, x: Tensor, buffers: Sequence[Tensor] = ()) -> float:
         """Mean loss of the model with parameters `x`, and these buffers if it has any, over the validation batches."""
@@ -117,15 +117,15 @@ class Probe:
         for buffer, given in zip(self.buffers, buffers, strict=False):
             buffer.copy_(given)
         self.model.eval()
-        bf16 = self.config.inner.autocast == "bf16"
+        bf16 = self.run.inner.autocast == "bf16"
         autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=bf16)
         with torch.no_grad(), autocast, using_threads(self.threads), deterministic():
             yield
 
 
-def _layout(model: nn.Module, config: RunSettings) -> Layout:
+def _layout(model: nn.Module, run: RunSettings) -> Layout:
     """The order in which the workers of a run hold their parameters."""
-    return arranged(layout_of(model), config)[0]
+    return arranged(layout_of(model), run)[0]
 
 
 def disagreement(vectors: Sequence[Tensor], mean: Tensor) -> float:
@@ -152,7 +152,7 @@ class Probes:
         for probe in probes:
             self._idle.put(probe)
         self.task = probes[0].task
-        self.each_worker = probes[0].config.run.eval_workers
+        self.each_worker = probes[0].run.loop.eval_workers
 
     def losses(self, models: Iterable[Weights]) -> list[float]:
         """The validation loss of each model."""
@@ -202,11 +202,11 @@ def mean_buffers(buffers: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     return [mean_of(some) if some[0].is_floating_point() else some[0] for some in zip(*buffers, strict=True)]
 
 
-def model_with(config: RunSettings, task: Task, x: Tensor, buffers: Sequence[Tensor] = ()) -> nn.Module:
+def model_with(run: RunSettings, task: Task, x: Tensor, buffers: Sequence[Tensor] = ()) -> nn.Module:
     """A separate model with parameters `x` and these buffers, in evaluation mode."""
     model = task.model()
     with torch.no_grad():
-        for parameter, value in views(model, _layout(model, config), x.cpu()).items():
+        for parameter, value in views(model, _layout(model, run), x.cpu()).items():
             parameter.copy_(value)
         for buffer, given in zip(buffers_of(model), buffers, strict=False):
             buffer.copy_(given)
@@ -214,7 +214,7 @@ def model_with(config: RunSettings, task: Task, x: Tensor, buffers: Sequence[Ten
 
 
 def publish(
-    config: RunSettings,
+    run: RunSettings,
     task: Task,
     x: Tensor,
     folder: Path,
@@ -230,25 +230,25 @@ def publish(
 
     Args: `loss` is the validation loss after the `finished` rounds.
     """
-    model = model_with(config, task, x, buffers)
+    model = model_with(run, task, x, buffers)
     facts = {
         "parameters": f"{x.numel():,}",
-        **config.lineage.of,
-        "rounds": f"{finished:,} of {config.rounds:,}",
-        "tokens of all rounds": f"{sum(config.worker_tokens):,}",
+        **run.lineage.of,
+        "rounds": f"{finished:,} of {run.rounds:,}",
+        "tokens of all rounds": f"{sum(run.worker_tokens):,}",
         "validation loss": f"{loss:.4f} nats a token" if math.isfinite(loss) else "not known",
-        "run": config.digest,
+        "run": run.digest,
         "gossamer": __version__,
     }
     if not isinstance(model, Llama) or task.tokenizer is None:
         export_state(model, folder / "model")
-        write_card(folder / "model", config.name, facts, opens=False)
+        write_card(folder / "model", run.name, facts, opens=False)
         return
     export(model, folder / "model", task.tokenizer)
-    write_card(folder / "model", config.name, facts, opens=True, needs_code=bool(model.model.cuts))
+    write_card(folder / "model", run.name, facts, opens=True, needs_code=bool(model.model.cuts))
     if model.model.cuts:
         say(f"{folder / 'model'} is no plain Llama but has residual bottlenecks: open it with trust_remote_code=True")
-    text = sample(model, task.tokenizer, prompt="def ", num_tokens=min(400, config.data.seq_len * 3), seed=config.seed)
+    text = sample(model, task.tokenizer, prompt="def ", num_tokens=min(400, run.data.seq_len * 3), seed=run.seed)
     atomic_write(folder / "sample.txt", text.encode())
 
 
@@ -286,21 +286,21 @@ def evaluate(
         of any.
     Cost: holds one model per worker in memory.
     """
-    config = settings_in(folder, parts)
-    is_changed = changed_code(config, folder, "evaluate", without=UNUSED, allowed=allow_code, speaks=False)
-    key, store = lineage_of(config, folder), Store(config, folder)
+    run = settings_in(folder, parts)
+    is_changed = changed_code(run, folder, "evaluate", without=UNUSED, allowed=allow_code, speaks=False)
+    key, store = lineage_of(run, folder), Store(run, folder)
     finished, owners = to_evaluate(store, key, round)
     if source is None:
-        task = task_of(config)
+        task = task_of(run)
     else:
-        config = _on(config, source)
-        task = task_of(config, scored=True)
-    must_have_inputs(config, task, folder, "evaluate" if source is None else "score")
+        run = _on(run, source)
+        task = task_of(run, scored=True)
+    must_have_inputs(run, task, folder, "evaluate" if source is None else "score")
     if source is not None:
         for read in task.data.read:
             say(read.in_words())
         if isinstance(task.data, FileCorpus):
-            config = replace(config, run=replace(config.run, eval_batches=task.data.batches_of_all(SCORED_TOKENS)))
+            run = replace(run, loop=replace(run.loop, eval_batches=task.data.batches_of_all(SCORED_TOKENS)))
     states = [store.load(task, finished, owner, key) for owner in owners]
     buffers = [state.get("buffers", ()) for state in states]
     vectors = [
@@ -308,39 +308,37 @@ def evaluate(
         for owner, state in zip(owners, states, strict=True)
     ]
     # Scored on the run's device if possible: servers score on the host, and a run on GPUs may be scored anywhere.
-    host = config.kind == "server" or not torch.cuda.is_available()
-    probe = Probe(config, task, one_device("cpu" if host else config.run.device))
-    probe.threads = threads_of(config, folder).at(config.owners[0], finished)
+    host = run.kind == "server" or not torch.cuda.is_available()
+    probe = Probe(run, task, one_device("cpu" if host else run.loop.device))
+    probe.threads = threads_of(run, folder).at(run.owners[0], finished)
     result = assess(vectors, Probes([probe]), buffers)
     if source is None and not is_changed:
-        _note(config, folder, finished, states, result)
+        _note(run, folder, finished, states, result)
         union = union_of(task, vectors)
-        publish(config, task, union, folder, mean_buffers(buffers), finished=finished, loss=result.loss)
+        publish(run, task, union, folder, mean_buffers(buffers), finished=finished, loss=result.loss)
     return Evaluation(finished, result, tuple(owners))
 
 
-def _on(config: RunSettings, source: str) -> RunSettings:
+def _on(run: RunSettings, source: str) -> RunSettings:
     """The run on the text of another source, which only needs to be scorable."""
-    if config.data.own or is_code(source):
+    if run.data.own or is_code(source):
         raise ConfigError(
-            f"the other source is {source!r:.60} and data.source is {config.data.source!r:.60}, but neither may be a function; "
+            f"the other source is {source!r:.60} and data.source is {run.data.source!r:.60}, but neither may be a function; "
             "name files, a folder or a stream, or leave --source out"
         )
-    return replace(
-        config, data=replace(config.data, source=source, shards="iid", max_bytes=None, cache=None, windows=None)
-    )
+    return replace(run, data=replace(run.data, source=source, shards="iid", max_bytes=None, cache=None, windows=None))
 
 
 def _note(
-    config: RunSettings, folder: Path, finished: int, states: Sequence[Mapping[str, Any]], result: Assessment
+    run: RunSettings, folder: Path, finished: int, states: Sequence[Mapping[str, Any]], result: Assessment
 ) -> None:
     """Adds an evaluation to the metrics of a run."""
-    per_round = sum(map(config.local_steps_of, range(config.workers)))
-    steps = finished * per_round if config.event_driven else sum(state["steps_taken"] for state in states)
+    per_round = sum(map(run.local_steps_of, range(run.workers)))
+    steps = finished * per_round if run.event_driven else sum(state["steps_taken"] for state in states)
     note_evaluation(
         folder,
         round=finished - 1,
-        step=config.timetable.begin(finished),
-        tokens=config.step_tokens * steps,
+        step=run.timetable.begin(finished),
+        tokens=run.step_tokens * steps,
         **result.figures(),
     )

@@ -48,17 +48,15 @@ _MOST_FIRST_BATCHES = 16
 # --- recorded at the start -------------------------------------------------------------------------------------------------
 
 
-def note_inputs(
-    config: RunSettings, task: Task, folder: Path, worker: int | None, part: int = 0, parts: int = 1
-) -> None:
+def note_inputs(run: RunSettings, task: Task, folder: Path, worker: int | None, part: int = 0, parts: int = 1) -> None:
     """Writes the inputs of a worker, all of them (None) or a server into the run folder, and reports once the text
     read.
 
     Raises: DiskError.
     """
     if not part and worker in (None, 0):
-        _tell_text(config, task.data, folder)
-    own_key, code = b"", code_of(config.code)
+        _tell_text(run, task.data, folder)
+    own_key, code = b"", code_of(run.code)
     if code:
         _, own_key, why = key = state_key(make=True)
         if why and worker in (None, 0):
@@ -71,17 +69,17 @@ def note_inputs(
     inputs: Inputs = {
         "format": 1,
         "gossamer": __version__,
-        "digest": config.digest,
-        "settings": _plain(config.decisive),
-        "found": common_inputs(task, config.parts),
-        "own": _first_batches(config, task, worker),
+        "digest": run.digest,
+        "settings": _plain(run.decisive),
+        "found": common_inputs(task, run.parts),
+        "own": _first_batches(run, task, worker),
         "code": code,
         "mark": mark_of(code, own_key) if code and own_key else "",
     }
     write_inputs(folder, inputs, worker, part, parts)
 
 
-def _tell_text(config: RunSettings, data: Batches, folder: Path) -> None:
+def _tell_text(run: RunSettings, data: Batches, folder: Path) -> None:
     """Reports the files read, and records them, unless already recorded.
 
     The file has the hash of all tokens, and for each source its files, bytes, documents and tokens for training, and
@@ -95,17 +93,17 @@ def _tell_text(config: RunSettings, data: Batches, folder: Path) -> None:
         return
     for one in data.read:
         say(one.in_words())
-    passes = passes_over(config.data.shards, [one.train_tokens for one in data.read], config.worker_tokens)
+    passes = passes_over(run.data.shards, [one.train_tokens for one in data.read], run.worker_tokens)
     if passes is not None and passes > MANY_PASSES:
         log.warning("%s", passes_warning(passes))
     atomic_write(path, text.encode())
 
 
-def _first_batches(config: RunSettings, task: Task, worker: int | None) -> dict[str, str]:
+def _first_batches(run: RunSettings, task: Task, worker: int | None) -> dict[str, str]:
     """Hashes of the first batches of the user's function; a site may have only those of its workers."""
-    if not isinstance(task.data, OwnBatches) or worker == config.workers:
+    if not isinstance(task.data, OwnBatches) or worker == run.workers:
         return {}
-    some = range(min(config.workers, _MOST_FIRST_BATCHES)) if worker is None else [worker]
+    some = range(min(run.workers, _MOST_FIRST_BATCHES)) if worker is None else [worker]
     return {f"{_FIRST_BATCH} {i}": task.data.fingerprint(i) for i in some}
 
 
@@ -127,7 +125,7 @@ def _plain(value: Any) -> Any:
 # --- compared before anything is computed ----------------------------------------------------------------------------------
 
 
-def must_have_inputs(config: RunSettings, task: Task, folder: Path, purpose: Purpose) -> None:
+def must_have_inputs(run: RunSettings, task: Task, folder: Path, purpose: Purpose) -> None:
     """Compares the text, the tokenizer and, for repetitions, the model and the batches with a record.
 
     Inputs missing from the folder of an earlier version are not compared. Raises: ConfigError, naming what differs;
@@ -138,7 +136,7 @@ def must_have_inputs(config: RunSettings, task: Task, folder: Path, purpose: Pur
     text = None if recorded else read_text_record(folder)
     if not recorded and (fingerprint := text.fingerprint if text else saved_text(folder / "checkpoints")):
         hashes[TEXT] = fingerprint
-    now = common_inputs(task, config.parts)
+    now = common_inputs(task, run.parts)
     repeats = purpose == "repeat"
     names = [TOKENIZER, *([TEXT, FILES] if purpose != "score" else []), *([MODEL] if repeats else [])]
     for name in names:
@@ -147,16 +145,16 @@ def must_have_inputs(config: RunSettings, task: Task, folder: Path, purpose: Pur
         if then and here and then != here:
             key = name.rpartition(" ")[2]
             raise ConfigError(
-                f"{name} {_input_source(config, key)} is not the one that the run in '{folder}' had: it hashes to {here} and "
+                f"{name} {_input_source(run, key)} is not the one that the run in '{folder}' had: it hashes to {here} and "
                 f"hashed to {then}; {_REMEDY[name, purpose]}"
             )
     for name, then in {k: v for one in recorded.values() for k, v in one["own"].items()}.items() if repeats else ():
         worker = name.rpartition(" ")[2]
-        if not (isinstance(task.data, OwnBatches) and worker.isdecimal() and int(worker) < config.workers):
+        if not (isinstance(task.data, OwnBatches) and worker.isdecimal() and int(worker) < run.workers):
             continue
         if (here := task.data.fingerprint(int(worker))) != then:
             raise ConfigError(
-                f"data.source {config.data.source!r:.80} returns another first batch for worker {worker} than in the run in "
+                f"data.source {run.data.source!r:.80} returns another first batch for worker {worker} than in the run in "
                 f"'{folder}': it hashes to {here} and hashed to {then}; restore what the function reads"
             )
 
@@ -175,17 +173,17 @@ _REMEDY: dict[tuple[str, Purpose], str] = {
 _REMEDY |= {(FILES, purpose): remedy for (name, purpose), remedy in _REMEDY.items() if name == TEXT}
 
 
-def _input_source(config: RunSettings, key: str) -> str:
+def _input_source(run: RunSettings, key: str) -> str:
     value = {
-        "data.source": config.data.source,
-        "data.tokenizer": config.data.tokenizer,
-        "model.size": config.model.size,
+        "data.source": run.data.source,
+        "data.tokenizer": run.data.tokenizer,
+        "model.size": run.model.size,
     }
     return f"{value[key]!r:.80}"
 
 
 def changed_code(
-    config: RunSettings,
+    run: RunSettings,
     folder: Path,
     purpose: Purpose,
     *,
@@ -202,7 +200,7 @@ def changed_code(
     Returns: whether some has changed.
     Raises: ConfigError, naming it; DataError for a spoilt record.
     """
-    used = config.code.keys() - {*without}
+    used = run.code.keys() - {*without}
     if not used:
         return False
     recorded = read_inputs(folder)
@@ -213,7 +211,7 @@ def changed_code(
             ", ".join(KEYS[kind] for kind in sorted(used)),
             folder,
         )
-    now, is_changed = {one["kind"]: one for one in code_of(config.code) if one["kind"] in used}, False
+    now, is_changed = {one["kind"]: one for one in code_of(run.code) if one["kind"] in used}, False
     for then in (code for one in recorded.values() for code in one["code"]):
         here = now.get(then["kind"])
         if here is None or here["name"] != then["name"] or here["sha256"] == then["sha256"] or is_changed:

@@ -57,14 +57,14 @@ class Journal:
 
     def __init__(
         self,
-        config: RunSettings,
+        run: RunSettings,
         record: Callable[[], RunFolder | Unrecorded],
         validate: Callable[[], Mapping[str, Any]],
         save: Save,
         *,
         kind: str = "eval",
     ) -> None:
-        self.config, self._record = config, record
+        self.run, self._record = run, record
         self._validate, self._save, self._kind = validate, save, kind
         self.loss = math.nan
         """Loss of the last validation; NaN before the first."""
@@ -81,7 +81,7 @@ class Journal:
 
         Args: `behind` are further fields of the line.
         """
-        if self.config.run.eval_every:
+        if self.run.loop.eval_every:
             self.record.log(self._kind, round=-1, **behind, step=0, tokens=0, **self._validate())
 
     def log(self, worker: Worker, round: int, report: RoundReport) -> None:
@@ -90,7 +90,7 @@ class Journal:
         In the trace each fragment has its own rounds, which end when it is sent.
         """
         whole, steps = report.whole, self._steps_behind(worker.replica, round + 1)
-        more: dict[str, Any] = {"hashes": worker.hashes()} if self.config.record.hash else {}
+        more: dict[str, Any] = {"hashes": worker.hashes()} if self.run.record.hash else {}
         if (staged := worker.replica.staged) is not None:
             more["boundary_bytes"] = staged.sent_bytes()
         more |= self._recovered(worker.index, round) | self._distrust(worker, round)
@@ -103,7 +103,7 @@ class Journal:
             step=steps,
             loss=whole.loss,
             lr=whole.lr,
-            tokens=steps * self.config.step_tokens,
+            tokens=steps * self.run.step_tokens,
             **more,
         )
         entry, gathered = round * worker.loop.method.sends_per_round, []
@@ -116,10 +116,10 @@ class Journal:
 
     def _recovered(self, worker: int, round: int) -> dict[str, Any]:
         """Reports the stages of a worker lost before a round, and their source of recovery."""
-        config, sources = self.config, dict[str, str]()
-        for one in config.pipeline.lost:
+        run, sources = self.run, dict[str, str]()
+        for one in run.pipeline.lost:
             if (one.worker, one.after) == (worker, round):
-                donor = donor_of(one, config.pipeline, config.workers)
+                donor = donor_of(one, run.pipeline, run.workers)
                 sources[str(one.stage)] = "neighbours" if donor is None else f"worker {donor}"
                 source = "the mean of its neighbours" if donor is None else f"that of worker {donor}"
                 say(
@@ -147,14 +147,14 @@ class Journal:
         Args: `behind` are further fields of a validation line, such as the steps and tokens so far.
         Raises: TrainingError when the saved state, or the loss after the last round, is not finite.
         """
-        config = self.config
-        if config.due(config.run.eval_every, finished):
+        run = self.run
+        if run.due(run.loop.eval_every, finished):
             figures = self._validate()
             self.loss = figures["loss"]
             self.record.log(self._kind, round=finished - 1, **behind, **figures)
-            if finished == config.rounds and not math.isfinite(self.loss):
+            if finished == run.rounds and not math.isfinite(self.loss):
                 raise TrainingError(f"the run ended with a validation loss of {self.loss}; {GO_ON}")
-        if config.due(config.run.checkpoint_every, finished):
+        if run.due(run.loop.checkpoint_every, finished):
             self.save(finished)
 
     def save(self, finished: int) -> None:
@@ -169,14 +169,14 @@ class Journal:
         `steps_taken` is the position in its own data. In an elastic run a newcomer's begins at its slot's last
         position, while the state that it took over includes all rounds, which determines its position on every curve.
         """
-        if not self.config.run.elastic or replica.places is not None:
+        if not self.run.loop.elastic or replica.places is not None:
             return replica.steps_taken
-        return max(replica.steps_taken, self.config.timetable.steps_before(replica.index, finished))
+        return max(replica.steps_taken, self.run.timetable.steps_before(replica.index, finished))
 
     def end_own_round(self, replica: Replica, finished: int) -> None:
         """As `end_round` for one worker, whose lines have the inner steps and tokens included in its model."""
         step = self._steps_behind(replica, finished)
-        self.end_round(finished, worker=replica.index, step=step, tokens=step * self.config.step_tokens)
+        self.end_round(finished, worker=replica.index, step=step, tokens=step * self.run.step_tokens)
 
 
 def log_phase(
@@ -278,8 +278,8 @@ class EventJournal:
 
     def catch_up(self) -> None:
         """Ends all rounds completed by the steps so far, except the last."""
-        config = self._journal.config
-        while self.round < min(self.steps // (config.workers * config.full_steps), config.rounds - 1):
+        run = self._journal.run
+        while self.round < min(self.steps // (run.workers * run.full_steps), run.rounds - 1):
             self.round += 1
             self._end_round(self.round)
 
@@ -287,17 +287,17 @@ class EventJournal:
         """Ends the last round."""
         if self._seconds is not None:
             self._seconds.end(self.time_s)
-        self.round = self._journal.config.rounds
+        self.round = self._journal.run.rounds
         self._end_round(self.round)
 
     def _log_phase(self, event: Phase, steps: int) -> None:
         log_phase(self._journal.record, self._log(), self.round, event, steps)
         self.tokens += event.report.tokens
-        if self._journal.config.kind != "server":
+        if self._journal.run.kind != "server":
             self.steps += steps
 
     def _end_round(self, finished: int) -> None:
-        step = finished * self._journal.config.full_steps
+        step = finished * self._journal.run.full_steps
         for seconds in [] if self._seconds is None else self._seconds.round(finished - 1):
             self._journal.record.log_seconds(seconds)
         self._end(finished, step=step, tokens=self.tokens, time_s=self.time_s)

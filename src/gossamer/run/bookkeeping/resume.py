@@ -26,7 +26,7 @@ Resume = bool | Literal["auto"]
 class History(NamedTuple):
     """The earlier settings of the run in a folder, and their changes on resume."""
 
-    config: RunSettings
+    run: RunSettings
     before: RunSettings
     """The folder's settings."""
     branches: list[Branch]
@@ -39,7 +39,7 @@ class History(NamedTuple):
     def lineage(self) -> Lineage:
         """The lineage of checkpoints from which the run may resume."""
         now = [(self.before.digest, 1 << 31)] if self.changes else []
-        return self.config.lineage._replace(earlier=(*_earlier(self.branches), *now))
+        return self.run.lineage._replace(earlier=(*_earlier(self.branches), *now))
 
     def go_on(self, folder: Path, round: int) -> Lineage:
         """Records that the run resumes from this round, and returns the lineage of its checkpoints from now on."""
@@ -51,35 +51,33 @@ class History(NamedTuple):
             log.warning("settings change %s%s", described(kept[-1]), self._lr_change(round))
         if kept != self.branches:
             write_branches(folder, kept)
-        return self.config.lineage._replace(earlier=_earlier(kept))
+        return self.run.lineage._replace(earlier=_earlier(kept))
 
     def _lr_change(self, round: int) -> str:
         """The change of the learning rate of the next inner step, in words; empty if unchanged."""
-        step = self.config.timetable.begin(round)
-        was, now = (one.inner.lr * lr_scale(one.inner, step, one.run.steps) for one in (self.before, self.config))
+        step = self.run.timetable.begin(round)
+        was, now = (one.inner.lr * lr_scale(one.inner, step, one.loop.steps) for one in (self.before, self.run))
         if math.isclose(was, now):
             return ""
         why = (
-            f", as inner.schedule '{self.config.inner.schedule}' ends with the run"
-            if "run.steps" in self.changes
-            else ""
+            f", as inner.schedule '{self.run.inner.schedule}' ends with the run" if "run.steps" in self.changes else ""
         )
         return f"; the learning rate goes on at {now:.3g}, where it would have been {was:.3g}{why}"
 
 
-def resumed(config: RunSettings, folder: Path, resume: Resume) -> History | None:
+def resumed(run: RunSettings, folder: Path, resume: Resume) -> History | None:
     """The history of a resumed run; None for one that starts. Raises: as `history`."""
-    return history(config, folder)._replace(may_start=resume == "auto") if resume else None
+    return history(run, folder)._replace(may_start=resume == "auto") if resume else None
 
 
-def history(config: RunSettings, folder: Path) -> History:
+def history(run: RunSettings, folder: Path) -> History:
     """The history of the run in a folder, to be resumed with these settings.
 
     Raises: ConfigError, naming the keys that may change, when others differ; DataError for a spoilt record of branches.
     """
     # A dangling link is an unreadable run file rather than a missing one.
-    before = settings_in(folder) if os.path.lexists(folder / "run.toml") else config
-    changes = differences(before, config)
+    before = settings_in(folder) if os.path.lexists(folder / "run.toml") else run
+    changes = differences(before, run)
     for key, (old, new) in changes.items():
         if not may_change(key):
             was, now = ("not set" if value is None else f"{value!r:.60}" for value in (old, new))
@@ -87,12 +85,12 @@ def history(config: RunSettings, folder: Path) -> History:
                 f"{key} is {was} in '{folder}' and {now} now, but a resumed run keeps it; may change: "
                 f"{', '.join(CHANGEABLE)}; start again with another --out for anything else"
             )
-    return History(config, before, read_branches(folder), changes)
+    return History(run, before, read_branches(folder), changes)
 
 
-def lineage_of(config: RunSettings, folder: Path) -> Lineage:
+def lineage_of(run: RunSettings, folder: Path) -> Lineage:
     """The lineage of the run in a folder with these settings."""
-    return config.lineage._replace(earlier=_earlier(read_branches(folder)))
+    return run.lineage._replace(earlier=_earlier(read_branches(folder)))
 
 
 def _earlier(branches: Sequence[Branch]) -> tuple[tuple[str, int], ...]:

@@ -107,7 +107,7 @@ def kept_by(
     """
     folder, lives = store.folder, read_outcomes(store.folder)
     owners = [*owners]
-    due = _due(before or store.config, folder, owners)
+    due = _due(before or store.run, folder, owners)
     kept: dict[int, KeptRounds] = {}
     for owner in owners:
         owner_lives = lives.get(owner, [])
@@ -121,7 +121,7 @@ def kept_by(
     return kept
 
 
-def _due(config: RunSettings, folder: Path, owners: Iterable[int]) -> dict[int, int]:
+def _due(run: RunSettings, folder: Path, owners: Iterable[int]) -> dict[int, int]:
     """The newest round whose checkpoint each owner must have written, from its metrics.
 
     A local phase of round r is recorded after the checkpoint due after r rounds was saved.
@@ -132,18 +132,18 @@ def _due(config: RunSettings, folder: Path, owners: Iterable[int]) -> dict[int, 
             trained[line["worker"]] = max(line["round"], trained.get(line["worker"], 0))
     if (folder / "metrics.jsonl").exists():  # a simulation, which saves all owners together
         trained = dict.fromkeys(owners, max(trained.values(), default=0))
-    elif config.kind == "server":
-        events = folder / f"events{worker_suffix(config.workers)}.jsonl"
+    elif run.kind == "server":
+        events = folder / f"events{worker_suffix(run.workers)}.jsonl"
         lines = json_lines(events) if events.exists() else ()
         passed = max((r for _, line in lines if isinstance(r := line.get("round"), int)), default=0)
         # A server saves during the next rounds, and finishes before the next checkpoint is due.
-        trained[config.workers] = _newest_due(config, passed) - 1
-    return {owner: _newest_due(config, trained.get(owner, 0)) for owner in owners}
+        trained[run.workers] = _newest_due(run, passed) - 1
+    return {owner: _newest_due(run, trained.get(owner, 0)) for owner in owners}
 
 
-def _newest_due(config: RunSettings, passed: int) -> int:
-    every, last = config.run.checkpoint_every, min(passed, config.rounds)
-    return next((r for r in range(last, 0, -1) if config.due(every, r)), 0)
+def _newest_due(run: RunSettings, passed: int) -> int:
+    every, last = run.loop.checkpoint_every, min(passed, run.rounds)
+    return next((r for r in range(last, 0, -1) if run.due(every, r)), 0)
 
 
 def encode_kept(kept: KeptRounds) -> list[Any]:
@@ -214,19 +214,19 @@ def lost_stages(folder: Path) -> tuple[LostStage, ...]:
     """
     if not os.path.lexists(folder / "run.toml"):
         return ()
-    config, has = settings_in(folder), dict[tuple[int, int], set[int]]()
-    lineage, known = lineage_of(config, folder), config.pipeline.lost
-    for worker, parts in enumerate(config.processes if config.pipeline.stages > 2 else ()):
+    run, has = settings_in(folder), dict[tuple[int, int], set[int]]()
+    lineage, known = lineage_of(run, folder), run.pipeline.lost
+    for worker, parts in enumerate(run.processes if run.pipeline.stages > 2 else ()):
         for part in range(parts):
-            faults = Store(config, folder, partition_of(config, worker), part).faults(worker, lineage)
+            faults = Store(run, folder, partition_of(run, worker), part).faults(worker, lineage)
             has[worker, part] = {round for round, fault in faults.items() if fault is None}
     left = [rounds for rounds in has.values() if rounds]
     after = max(set.intersection(*left), default=0) if left else 0
     newly_lost = [LostStage(worker=w, stage=k, after=after) for (w, k), rounds in has.items() if after and not rounds]
     if not newly_lost:
         return known
-    pipeline = replace(config.pipeline, lost=(*known, *newly_lost))
-    unfit = any(misfits(pipeline, config.model, config.data, config.workers, config.schedule))
+    pipeline = replace(run.pipeline, lost=(*known, *newly_lost))
+    unfit = any(misfits(pipeline, run.model, run.data, run.workers, run.schedule))
     return known if unfit else pipeline.lost
 
 
@@ -401,7 +401,7 @@ class Start(NamedTuple):
         Raises: OSError; as `restore`.
         """
         if self.past is None:
-            return self.store.config.lineage
+            return self.store.run.lineage
         # In this order, as a process may be killed at any line and the next start must see one history: the state is
         # restored, and saved under this digest, before newer checkpoints are dropped. These are dropped before the
         # branch is written, or they would count as part of it.
@@ -429,50 +429,50 @@ def begin_or_resume(store: Store, task: Task, past: History | None, agreement: A
     choice = choose_round(agreement.kept, agreement.pick, agreement.read)
     if not choice.round and not (past.may_start and _may_start(past.before, choice.kept)):
         raise _none_counts(store, choice)
-    _must_reach(past.config, choice.round)
+    _must_reach(past.run, choice.round)
     if agreement.speaks:
         choice.tell()
         warn_unverified(store, choice.round, agreement.kept)
     if choice.round:
-        must_have_inputs(store.config, task, store.folder, "resume")
-    if agreement.speaks and choice.round == store.config.rounds:
+        must_have_inputs(store.run, task, store.folder, "resume")
+    if agreement.speaks and choice.round == store.run.rounds:
         say(ended(store.folder, choice.round))
     return Start(store, past, choice)
 
 
-def _must_reach(config: RunSettings, round: int) -> None:
-    if round > config.rounds:
+def _must_reach(run: RunSettings, round: int) -> None:
+    if round > run.rounds:
         raise ConfigError(
-            f"run.steps is {config.run.steps}, which ends the run after round {config.rounds}, but it is at round {round} "
-            f"already; set at least {config.timetable.begin(round)}"
+            f"run.steps is {run.loop.steps}, which ends the run after round {run.rounds}, but it is at round {round} "
+            f"already; set at least {run.timetable.begin(round)}"
         )
 
 
 def _must_keep_rounds(past: History) -> None:
     """Raises ConfigError where new settings would change the rounds of a run, including completed ones."""
-    if past.config.run.shape is not None and past.before.timetable != past.config.timetable:
+    if past.run.loop.shape is not None and past.before.timetable != past.run.timetable:
         raise ConfigError(
             "run.local_steps follows the learning rate of the whole run, and with the new settings rounds would begin at other "
             f"inner steps, also those that are over; leave {', '.join(past.changes)} as they were, or start with another --out"
         )
 
 
-def must_end_later(config: RunSettings, folder: Path) -> None:
+def must_end_later(run: RunSettings, folder: Path) -> None:
     """Refuses a `run.steps` below the round that a run resumes from, before processes are started that would each
     refuse.
 
     Raises: ConfigError, as `begin_or_resume` in each of them. Cost: none where no fewer steps are asked for than before.
     """
-    past, store = history(config, folder), Store(config, folder)
-    if config.rounds >= past.before.rounds:
+    past, store = history(run, folder), Store(run, folder)
+    if run.rounds >= past.before.rounds:
         return
-    kept = kept_by(store, config.owners, past.lineage, past.before)
-    any_counts = config.event_driven and config.kind != "server"
-    pick = newest_of_any if any_counts else round_to_resume if config.run.elastic else newest_of_all
+    kept = kept_by(store, run.owners, past.lineage, past.before)
+    any_counts = run.event_driven and run.kind != "server"
+    pick = newest_of_any if any_counts else round_to_resume if run.loop.elastic else newest_of_all
     choice = choose_round(
         kept, pick, lambda r: {i: store.fault(r, i, past.lineage) for i, one in kept.items() if r in one.whole}
     )
-    _must_reach(config, choice.round)
+    _must_reach(run, choice.round)
 
 
 def warn_unverified(store: Store, round: int, owners: Iterable[int]) -> None:
@@ -511,9 +511,9 @@ def must_lose_nothing(store: Store, kept: Mapping[int, KeptRounds], before: RunS
         )
 
 
-def _may_start(config: RunSettings, kept: Mapping[int, KeptRounds]) -> bool:
+def _may_start(run: RunSettings, kept: Mapping[int, KeptRounds]) -> bool:
     """Whether a restart loses no work: some have never saved, and all others have only the first checkpoint."""
-    first = next(r for r in range(1, config.rounds + 1) if config.due(config.run.checkpoint_every, r))
+    first = next(r for r in range(1, run.rounds + 1) if run.due(run.loop.checkpoint_every, r))
     return all(_has_never_saved(one) or one.faults.get(first, "") is None for one in kept.values())
 
 
@@ -524,11 +524,11 @@ def _has_never_saved(kept: KeptRounds) -> bool:
 
 def _none_counts(store: Store, choice: ChosenRound) -> CheckpointError:
     """The error for a folder without a usable round: reasons, sound parts and a remedy."""
-    config, kept, where = store.config, choice.kept, f"'{store.folder / 'checkpoints'}'"
+    run, kept, where = store.run, choice.kept, f"'{store.folder / 'checkpoints'}'"
     if not choice.skipped:
         names = (path.stem.partition("-")[2] for path in (store.folder / "checkpoints").glob("round-*/worker-*.json"))
         others = sorted({int(name) for name in names if name.isdecimal()} - kept.keys())
-        if others and others[-1] < config.workers:  # the folder of a machine whose worker had a later slot
+        if others and others[-1] < run.workers:  # the folder of a machine whose worker had a later slot
             here, started = ", ".join(map(str, others)), ", ".join(map(str, kept))
             return CheckpointError(
                 f"{where} has checkpoints of worker {here} and none of what is started, worker {started}; start "
@@ -543,13 +543,13 @@ def _none_counts(store: Store, choice: ChosenRound) -> CheckpointError:
         here = [owner for owner in kept if owner not in absent]
         return CheckpointError(
             f"{where} has checkpoints of worker {', '.join(map(str, here))} alone and needs those of all {len(kept)}; "
-            f"{_how_to_collect(config, store.folder, absent)}"
+            f"{_how_to_collect(run, store.folder, absent)}"
         )
     whys = "; ".join(f"round {round}: {_in_words(faults)}" for round, faults in choice.skipped.items())
     kinds = {fault.kind for faults in choice.skipped.values() for fault in faults}
     if kinds == {FaultKind.FOREIGN}:
         digests = {match[1] for match in re.finditer(r"has digest '(\w+)' but needs", whys)}
-        now = settings_in(store.folder) if os.path.lexists(store.folder / "run.toml") else config
+        now = settings_in(store.folder) if os.path.lexists(store.folder / "run.toml") else run
         return CheckpointError(
             f"no checkpoint in {where} is of this run ({whys}); {why_settings_differ(store.folder, now, digests)}",
             FaultKind.FOREIGN,
@@ -561,10 +561,10 @@ def _none_counts(store: Store, choice: ChosenRound) -> CheckpointError:
         again = (
             f"gossamer simulate {quote(str(store.folder / 'run.toml'))} --out {quote(str(store.folder))} --resume auto"
         )
-        instead = f"start it again there with {again}" if _may_start(config, kept) else "bring sound files back"
-    elif sound and _may_be_elastic(config):
+        instead = f"start it again there with {again}" if _may_start(run, kept) else "bring sound files back"
+    elif sound and _may_be_elastic(run):
         instead += f", go on from what is sound with gossamer train --resume {store.folder} --set run.elastic=true"
-    if config.kind == "rounds" and config.pipeline.stages > 2:
+    if run.kind == "rounds" and run.pipeline.stages > 2:
         instead += ", name a middle stage that is lost and the round in pipeline.lost, so that it goes on from what others have"
     whose = "" if len(kept) == 1 else f" for all {len(kept)} workers"
     return CheckpointError(
@@ -577,20 +577,20 @@ def on_other_machines(kept: Mapping[int, KeptRounds]) -> list[int]:
     return [owner for owner, one in kept.items() if not one.faults and not one.due]
 
 
-def how_to_score(config: RunSettings, folder: Path) -> str:
+def how_to_score(run: RunSettings, folder: Path) -> str:
     """What an evaluation of a run that has ended needs, as far as this folder shows, in words that follow a semicolon.
 
     Cost: reads the metrics.
     """
     scores = f"gossamer evaluate {quote(str(folder))} scores it"
-    store = Store(config, folder)
-    absent = on_other_machines(kept_by(store, config.owners, lineage_of(config, folder)))
-    return f"{_how_to_collect(config, folder, absent)}, then {scores}" if absent else scores
+    store = Store(run, folder)
+    absent = on_other_machines(kept_by(store, run.owners, lineage_of(run, folder)))
+    return f"{_how_to_collect(run, folder, absent)}, then {scores}" if absent else scores
 
 
-def _how_to_collect(config: RunSettings, folder: Path, absent: Sequence[int]) -> str:
+def _how_to_collect(run: RunSettings, folder: Path, absent: Sequence[int]) -> str:
     """How the checkpoints of owners whose machines have folders of their own come into this one."""
-    server = [owner for owner in absent if owner >= config.workers]
+    server = [owner for owner in absent if owner >= run.workers]
     whose = "the server" if server else f"worker {', '.join(map(str, absent))}"
     place = f"{quote(str(folder / 'checkpoints'))}/"
     return (
@@ -599,13 +599,13 @@ def _how_to_collect(config: RunSettings, folder: Path, absent: Sequence[int]) ->
     )
 
 
-def _may_be_elastic(config: RunSettings) -> bool:
+def _may_be_elastic(run: RunSettings) -> bool:
     """Whether the run could continue without the workers whose checkpoints are lost."""
-    if config.kind != "rounds" or config.run.elastic:
+    if run.kind != "rounds" or run.loop.elastic:
         return False
-    document = with_settings(parse_toml(config.document, "a run"), {"run.elastic": True})
+    document = with_settings(parse_toml(run.document, "a run"), {"run.elastic": True})
     try:
-        resolve_document(document, config.parts, real=True)
+        resolve_document(document, run.parts, real=True)
     except GossamerError:
         return False
     return True
@@ -637,12 +637,12 @@ def ended(folder: Path, rounds: int, *, kept: bool = True) -> str:
     return f"the run has ended after {rounds} rounds; {scores}"
 
 
-def has_ended(config: RunSettings, folder: Path) -> bool:
+def has_ended(run: RunSettings, folder: Path) -> bool:
     """Whether all owners have sound checkpoints of the last round here. Cost: reads them, if they exist."""
-    store, lineage = Store(config, folder), lineage_of(config, folder)
-    if not all(config.rounds in store.sources(owner, lineage) for owner in config.owners):
+    store, lineage = Store(run, folder), lineage_of(run, folder)
+    if not all(run.rounds in store.sources(owner, lineage) for owner in run.owners):
         return False
-    return all(store.fault(config.rounds, owner, lineage) is None for owner in config.owners)
+    return all(store.fault(run.rounds, owner, lineage) is None for owner in run.owners)
 
 
 # --- scoring ----------------------------------------------------------------------------------------------------------
@@ -655,9 +655,9 @@ def to_evaluate(store: Store, lineage: Lineage, round: int | None) -> tuple[int,
     Raises: CheckpointError when there is none.
     Cost: reads these checkpoints.
     """
-    config = store.config
-    every = config.kind == "server" or not (config.run.elastic or config.event_driven)
-    kept = kept_by(store, config.owners, lineage)
+    run = store.run
+    every = run.kind == "server" or not (run.loop.elastic or run.event_driven)
+    kept = kept_by(store, run.owners, lineage)
     requested = lambda held: round if round is not None and any(round in one for one in held.values()) else 0  # noqa: E731
     pick = requested if round is not None else newest_of_all if every else round_to_score
     choice = choose_round(
@@ -676,7 +676,7 @@ def to_evaluate(store: Store, lineage: Lineage, round: int | None) -> tuple[int,
 
 def _nothing_to_score(store: Store, choice: ChosenRound) -> CheckpointError:
     """The reason why no round can be scored."""
-    if store.config.record.keep_checkpoints or any(one.faults for one in choice.kept.values()):
+    if store.run.record.keep_checkpoints or any(one.faults for one in choice.kept.values()):
         return _none_counts(store, choice)
     return CheckpointError(
         f"'{store.folder}' has no checkpoints, as its record.keep_checkpoints is false; gossamer report {store.folder} shows "
@@ -693,7 +693,7 @@ def _warn_of_missing(store: Store, choice: ChosenRound, having: Sequence[int]) -
             "the mean model is that of worker %s alone, while others took part in round %d; %s",
             those,
             choice.round,
-            _how_to_collect(store.config, store.folder, absent),
+            _how_to_collect(store.run, store.folder, absent),
         )
     if missing := [owner for owner, one in kept.items() if one.whole and owner not in having]:
         log.warning(

@@ -80,9 +80,9 @@ class Holding(NamedTuple):
         return into
 
 
-def holding_of(config: RunSettings, layout: Layout | None) -> Holding | None:
+def holding_of(run: RunSettings, layout: Layout | None) -> Holding | None:
     """The part of a model with this layout that each worker holds; None without `model.experts.holders`."""
-    holders = holders_of(config.model.experts, config.workers)
+    holders = holders_of(run.model.experts, run.workers)
     return None if holders is None or layout is None else Holding(holders, *_in_parts(layout, holders))
 
 
@@ -90,10 +90,10 @@ def _in_parts(layout: Layout, holders: Holders) -> tuple[Layout, Spans]:
     return in_parts(layout, holders.part, len(holders.parts))
 
 
-def arranged(layout: Layout, config: RunSettings) -> tuple[Layout, Spans]:
+def arranged(layout: Layout, run: RunSettings) -> tuple[Layout, Spans]:
     """The layout of a model, or of what a worker holds of it, in the order of a run, and the slices that are exchanged."""
-    holders = holders_of(config.model.experts, config.workers)
-    return arrange(layout, *config.fragments) if holders is None else _in_parts(layout, holders)
+    holders = holders_of(run.model.experts, run.workers)
+    return arrange(layout, *run.fragments) if holders is None else _in_parts(layout, holders)
 
 
 def layout_for(model: ModelConfig, vocab_size: int) -> Layout:

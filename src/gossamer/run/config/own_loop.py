@@ -68,7 +68,7 @@ def method(
     for row in OUTER:
         if row.fails(facts):
             raise PairingError(f"method '{name}' cannot run in your own loop: {row.sentence(facts)}")
-    if config.timetable.changes:
+    if config.length.timetable.changes:
         raise PairingError(
             f"method '{name}' got a table of run.local_steps, and a method has one number; give the table to "
             "gossamer.Outer(local_steps=...)"
@@ -91,7 +91,7 @@ def method(
         config.topology.options,
         make_codec(config.codec.name, **config.codec.options),
         config.schedule,
-        config.full_steps if "run.local_steps" in settings else None,
+        config.length.full_steps if "run.local_steps" in settings else None,
         settings.get("workers"),
         config.inner if words else None,
     )

@@ -55,7 +55,7 @@ def resolve(config: RunConfig, parts: UserParts = BUILT_IN, *, real: bool = Fals
     if network is not None:
         step_s = Durations(network, run.workers).step_s  # refuses links that no simulation over virtual time can follow
         if facts.dylu:
-            run = replace(run, run=replace(run.run, local_steps=dylu_steps(step_s, run.full_steps)))
+            run = replace(run, loop=replace(run.loop, local_steps=dylu_steps(step_s, run.full_steps)))
     absences = () if facts.kind == "rounds" else _absences(config)
     warnings = () if facts.kind == "server" else warnings_of(facts)
     if facts.kind == "rounds":
@@ -88,7 +88,7 @@ def settings_of(config: RunConfig, parts: UserParts = BUILT_IN) -> RunSettings:
         pipeline=config.pipeline,
         data=config.data,
         inner=config.inner,
-        run=config.run,
+        loop=config.run,
         schedule=config.schedule,
         events=config.events,
         record=config.record,
@@ -142,14 +142,14 @@ def _unheard(config: RunConfig) -> tuple[str, ...]:
     """A warning for each text read only by workers that take a quarter of the local steps or fewer, and are not weighed."""
     if not isinstance(config.data.shards, tuple) or config.run.weigh_steps:
         return ()
-    steps: dict[int, list[int]] = {}
+    steps, length = dict[int, list[int]](), config.length
     for worker, source in enumerate(config.data.shards):
-        steps.setdefault(source, []).append(config.local_steps_of(worker))
+        steps.setdefault(source, []).append(length.local_steps_of(worker))
     return tuple(
-        f"data.source {config.data.sources[source]!r:.60} is only on workers that take {max(taken)} of {config.full_steps} local "
+        f"data.source {config.data.sources[source]!r:.60} is only on workers that take {max(taken)} of {length.full_steps} local "
         "steps, so it is under-weighted; raise their local steps or set run.weigh_steps = true"
         for source, taken in sorted(steps.items())
-        if 4 * max(taken) <= config.full_steps
+        if 4 * max(taken) <= length.full_steps
     )
 
 
@@ -250,7 +250,7 @@ def _facts(config: RunConfig, parts: UserParts, real: bool) -> tuple[Combination
     run, events, nothing = config.run, config.events, Combination()
     if config.pipeline.forward.name:
         attempt(lambda: require_repeatable_samples(config.pipeline, config.data, run.steps))
-    timetable = config.timetable.since(run.synchronous_steps)
+    timetable = config.length.timetable.since(run.synchronous_steps)
     codec, holders = made("codec"), holders_of(config.model.experts, config.workers)
     facts = Combination(
         kind=config.kind,

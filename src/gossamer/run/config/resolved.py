@@ -10,19 +10,17 @@ from typing import Any, NamedTuple, Self
 from gossamer.asynchronous import PairRule, Rates, ServerRule
 from gossamer.clock import Absence, EventsConfig
 from gossamer.codecs import Codec
-from gossamer.data.settings import DataConfig
 from gossamer.errors import ConfigError
 from gossamer.layout import Pattern
 from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import Network
-from gossamer.optimizers.inner import InnerConfig
 from gossamer.record.folder import RecordConfig
 from gossamer.record.lineage import Lineage, choice_in_words, state_is_of
 from gossamer.rounds.compatibility.combination import Kind
 from gossamer.rounds.compatibility.combine import Method
 from gossamer.rounds.schedule import Schedule
 from gossamer.run.config.pipeline import PipelineConfig
-from gossamer.run.config.run_file import LoopSettings, RunLength
+from gossamer.run.config.run_file import RunLength
 from gossamer.run.config.user_parts import UserParts
 from gossamer.settings.over_time import EqualRounds, Steps
 from gossamer.topologies import Topology
@@ -57,9 +55,6 @@ class RunSettings(RunLength):
     """How the workers communicate."""
     model: ModelConfig
     pipeline: PipelineConfig
-    data: DataConfig
-    inner: InnerConfig
-    run: LoopSettings
     schedule: Schedule
     events: EventsConfig
     record: RecordConfig
@@ -87,13 +82,13 @@ class RunSettings(RunLength):
     def worker_tokens(self) -> list[int]:
         """The tokens of each worker; a run without rounds ends when all have taken as many steps together as full rounds have."""
         workers, rounds = range(self.workers), self.rounds
-        steps = [self.run.steps if self.event_driven else self.timetable.steps_before(i, rounds) for i in workers]
+        steps = [self.loop.steps if self.event_driven else self.timetable.steps_before(i, rounds) for i in workers]
         return [one * self.step_tokens for one in steps]
 
     @property
     def processes(self) -> tuple[int, ...]:
         """Number of processes of each worker in a real run: one for each of its stages, or of its shards."""
-        return self.pipeline.processes(self.workers) if self.run.shards == 1 else (self.run.shards,) * self.workers
+        return self.pipeline.processes(self.workers) if self.loop.shards == 1 else (self.loop.shards,) * self.workers
 
     @property
     def owners(self) -> range:
@@ -136,7 +131,7 @@ class RunSettings(RunLength):
 
     def pace_s_of(self, worker: int) -> float:
         """The least seconds that an inner step of one worker takes."""
-        pace_s = self.run.pace_s
+        pace_s = self.loop.pace_s
         return pace_s[worker] if isinstance(pace_s, tuple) else pace_s
 
     def due(self, every: int, finished: int) -> bool:
@@ -146,7 +141,7 @@ class RunSettings(RunLength):
 
     def unpaced(self) -> Self:
         """The run without a minimum time of inner steps, for a replay."""
-        return replace(self, run=replace(self.run, pace_s=0.0))
+        return replace(self, loop=replace(self.loop, pace_s=0.0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,14 +161,14 @@ class ResolvedRun(RunSettings):
 
     def parts_of_run(self) -> list["ResolvedRun"]:
         """The run in parts with constant settings, each as a separate run with as many rounds."""
-        m, start = self.method, self.run.synchronous_steps
+        m, start = self.method, self.loop.synchronous_steps
         if not self.timetable.changes and not start:
             return [self]
 
         def alone(local_steps: Steps, rounds: int) -> ResolvedRun:
             made = EqualRounds(0, 0, local_steps)
-            run = replace(self.run, local_steps=local_steps, synchronous_steps=0, steps=rounds * made.full_steps)
-            return replace(self, run=run)
+            loop = replace(self.loop, local_steps=local_steps, synchronous_steps=0, steps=rounds * made.full_steps)
+            return replace(self, loop=loop)
 
         after = self.timetable.since(start)
         parts = [alone(one.local_steps, rounds) for one, rounds in after.rounds_per_stretch(self.rounds - start)]

@@ -5,7 +5,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -228,22 +228,23 @@ def local_steps_faults(value: object) -> Iterator[str]:
             yield str(error)
 
 
+@dataclass(frozen=True, kw_only=True)
 class RunLength:
-    """The length of a run, for its file and for what that resolves to."""
+    """The settings that decide the length of a run."""
 
-    run: LoopSettings
+    loop: LoopSettings
     data: DataConfig
     inner: InnerConfig
 
     @property
     def timetable(self) -> Timetable:
         """The local steps of each round."""
-        run, inner = self.run, self.inner
-        if (shape := run.shape) is None:
-            return timetable_of(run.entries, run.steps)
-        w = warmup_steps(inner, run.steps)
+        loop, inner = self.loop, self.inner
+        if (shape := loop.shape) is None:
+            return timetable_of(loop.entries, loop.steps)
+        w = warmup_steps(inner, loop.steps)
         rate = LearningRate(inner.lr, inner.schedule, w, inner.min_lr_ratio, inner.decay_fraction)
-        return quadratic(shape["base"], float(shape["alpha"]), rate, run.steps, run.synchronous_steps)
+        return quadratic(shape["base"], float(shape["alpha"]), rate, loop.steps, loop.synchronous_steps)
 
     @property
     def full_steps(self) -> int:
@@ -266,7 +267,7 @@ class RunLength:
 
 
 @settings("", also=("method", *EXPERIMENT))
-class RunConfig(RunLength):
+class RunConfig:
     """One run file, validated: everything that decides the numbers of a run, and a little that does not."""
 
     name: Annotated[FolderName, NEUTRAL] = "run"
@@ -374,7 +375,7 @@ class RunConfig(RunLength):
             )
         if tokens is not None:
             timetable = timetable_of(run.entries)
-            n, each = self.workers, self.step_tokens
+            n, each = self.workers, self.length.step_tokens
 
             def tokens_before(round: int) -> int:
                 return each * (
@@ -386,6 +387,11 @@ class RunConfig(RunLength):
         # Written out, so that a run that is resumed with more steps, and a trunk that many share, keep their warm-up.
         inner = replace(self.inner, warmup_steps=warmup_steps(self.inner, self.run.steps))
         object.__setattr__(self, "inner", inner)
+
+    @property
+    def length(self) -> RunLength:
+        """How long it is, by its local steps as they are written."""
+        return RunLength(loop=self.run, data=self.data, inner=self.inner)
 
     @property
     def kind(self) -> Kind:

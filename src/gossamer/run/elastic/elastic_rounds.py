@@ -70,13 +70,11 @@ class ElasticRounds(Participant[ElasticTransport]):
     (`gossamer.transport.elastic.closing`). A worker that was too late takes another's state.
     """
 
-    def __init__(
-        self, config: ResolvedRun, folder: Path, task: Task, rendezvous: RendezvousResult, asked: Asked
-    ) -> None:
-        super().__init__(config, folder, task, rendezvous, asked)
-        self._method = m = config.in_rounds
+    def __init__(self, run: ResolvedRun, folder: Path, task: Task, rendezvous: RendezvousResult, asked: Asked) -> None:
+        super().__init__(run, folder, task, rendezvous, asked)
+        self._method = m = run.in_rounds
         self._closes, self._once = m.rule.needs == "everyone", m.exchanges_once
-        self._closings = sum(bool(stop.sends) for stop in m.schedule.stops(0, config.full_steps))
+        self._closings = sum(bool(stop.sends) for stop in m.schedule.stops(0, run.full_steps))
         # Else workers differ after a round by what is in flight, by their own errors or by their experts.
         one = is_equal_after_rounds(m.rule) and m.exchanges_once and m.codec.back is None and not m.holders
         self._compares = self._closes and one
@@ -136,9 +134,9 @@ class ElasticRounds(Participant[ElasticTransport]):
         )
         taken: Begun | None = None
         if joins:
-            newest = transport.first_round(self.config.run.timeout_s) - 1
+            newest = transport.first_round(self.run.loop.timeout_s) - 1
             begun = begun._replace(round=0 if self._closes else newest + 1)
-            if self._closes or begun.after == 0 or newest - begun.after > self.config.run.rejoin_rounds:
+            if self._closes or begun.after == 0 or newest - begun.after > self.run.loop.rejoin_rounds:
                 begun = self._fetched(begun)
         if begun.after and begun.donor == self.slot:
             try:
@@ -182,11 +180,11 @@ class ElasticRounds(Participant[ElasticTransport]):
     @property
     def has_more(self) -> bool:
         """See `Participant`."""
-        return self.round < self.config.rounds
+        return self.round < self.run.rounds
 
     def phase(self) -> None:
         """One round, or the part of it before it was closed without this worker."""
-        self.say_changes(rounds=self.config.rounds)
+        self.say_changes(rounds=self.run.rounds)
         round, steps_before = self.round, self.replica.steps_taken
         plan = self._plan(round)
         if self._begins and round:
@@ -211,7 +209,7 @@ class ElasticRounds(Participant[ElasticTransport]):
         self._end_round(report, plan.participants)
         self.round = self._next_round(round)
         self._plans = {r: plan for r, plan in self._plans.items() if r >= self.round or plan.views}
-        if self._finished + self.config.run.rejoin_rounds < self.round < self.config.rounds:
+        if self._finished + self.run.loop.rejoin_rounds < self.round < self.run.rounds:
             self._drop_in_flight()
             self._take_anothers_state(self.round)
 
@@ -245,7 +243,7 @@ class ElasticRounds(Participant[ElasticTransport]):
         self._waste = self._waste + 1 if again and begun.after <= self._finished else 0
         if self._waste:
             # Each state taken is a line in the log: limits useless ones.
-            self.asked.wait(min(self.config.run.timeout_s, PAUSE_S * 2**self._waste))
+            self.asked.wait(min(self.run.loop.timeout_s, PAUSE_S * 2**self._waste))
         self._begun = begun._replace(steps=self.replica.steps_taken)
         self._keep(begun.after)
         self._log.write(self._begun)
@@ -270,7 +268,7 @@ class ElasticRounds(Participant[ElasticTransport]):
     def _plan(self, round: int) -> _RoundPlan:
         """The plan of a round, fixed by the first call, when this worker begins it or sends for it."""
         if round not in self._plans:
-            steps = self.replica.steps_taken + self.config.local_steps_of(self.slot, round)
+            steps = self.replica.steps_taken + self.run.local_steps_of(self.slot, round)
             peers = partial(self._worker.loop.peers_in, round)
             self._plans[round] = _RoundPlan(self.transport.begin_round(round, peers, steps))
         return self._plans[round]
@@ -286,8 +284,8 @@ class ElasticRounds(Participant[ElasticTransport]):
         """See `gossamer.rounds.loop.Membership.next_round`."""
         plan, after = self._plans[round], self._next_round(round)
         if plan.sends_ahead is None:
-            far = after > round + 1 + self.config.run.rejoin_rounds
-            plan.sends_ahead = not (far or after >= self.config.rounds or self.asked.is_set())
+            far = after > round + 1 + self.run.loop.rejoin_rounds
+            plan.sends_ahead = not (far or after >= self.run.rounds or self.asked.is_set())
         if not plan.sends_ahead:
             return None
         self._plan(after)
@@ -311,7 +309,7 @@ class ElasticRounds(Participant[ElasticTransport]):
     # --- what became of the exchanges ---------------------------------------------------------------------------------
 
     def _or_all(self, alive: frozenset[int]) -> frozenset[int] | None:
-        return None if len(alive) == self.config.workers else alive
+        return None if len(alive) == self.run.workers else alive
 
     def _note(self, round: int) -> None:
         """Logs the outcomes of exchanges that ended since the last call, before any further send.
@@ -342,7 +340,7 @@ class ElasticRounds(Participant[ElasticTransport]):
 
     def _show(self, alive: frozenset[int]) -> None:
         """Reports the outcomes of a round's exchanges, and clears them."""
-        everyone, receives_from = frozenset(range(self.config.workers)), self._worker.loop.receives_from
+        everyone, receives_from = frozenset(range(self.run.workers)), self._worker.loop.receives_from
         made = sum(len({*receives_from(one.of, one.fragment, one.alive or everyone)} - one.lost) for one in self._ended)
         missed, unsure = sum(len(one.missed) for one in self._ended), sum(len(one.unsure) for one in self._ended)
         self.record.show_exchanges(alive=len(alive), made=made, missed=missed, unsure=unsure)
@@ -434,14 +432,14 @@ class ElasticRounds(Participant[ElasticTransport]):
 
     def leave(self) -> None:
         """See `Participant`."""
-        round, finished = min(self.round, self.config.rounds), self._finished
+        round, finished = min(self.round, self.run.rounds), self._finished
         if self._worker.loop.in_flight:
             self._worker.receive_rest()
             self._note(finished)
-        left = self.asked.is_set() and round < self.config.rounds
+        left = self.asked.is_set() and round < self.run.rounds
         # A state taken over after the last round was not saved at the end of a round.
-        if finished < self.config.rounds or self._begins:
-            self.save(finished if left else self.config.rounds)
+        if finished < self.run.rounds or self._begins:
+            self.save(finished if left else self.run.rounds)
         # Last in the log, as it implies a checkpoint.
         self._log.write(Ended(round, "left" if left else "finished"))
         if left:

@@ -66,14 +66,14 @@ def mixes_by_pull(rule: Rule) -> bool:
     return alike and rule.unsent is None and rule.site == "parameters"
 
 
-def must_fit_a_store(config: ResolvedRun) -> None:
+def must_fit_a_store(run: ResolvedRun) -> None:
     """Raises ConfigError for a run that cannot use a store."""
-    m = None if config.kind != "rounds" else config.in_rounds
+    m = None if run.kind != "rounds" else run.in_rounds
     obstacles = {
-        f"it is of the kind '{config.kind}'": m is None,
-        "run.elastic is false": not config.run.elastic,
-        "data.constant_batch is true": config.data.constant_batch,
-        "its workers are cut into stages or shards": max(config.processes) > 1,
+        f"it is of the kind '{run.kind}'": m is None,
+        "run.elastic is false": not run.loop.elastic,
+        "data.constant_batch is true": run.data.constant_batch,
+        "its workers are cut into stages or shards": max(run.processes) > 1,
     }
     if m is not None:
         obstacles |= {
@@ -82,7 +82,7 @@ def must_fit_a_store(config: ResolvedRun) -> None:
             ),
             f"codec '{m.codec.name}' encodes the sums of a mean too": m.codec.back is not None,
             "a round has several exchanges, or one that does not end with it": not m.exchanges_once,
-            "its local steps adapt": m.rule.adapted is not None or config.run.adapt,
+            "its local steps adapt": m.rule.adapted is not None or run.loop.adapt,
             "its experts lie on some workers each": bool(m.holders),
         }
     if obstacle := next((reason for reason, holds in obstacles.items() if holds), None):
@@ -92,16 +92,16 @@ def must_fit_a_store(config: ResolvedRun) -> None:
         )
 
 
-def train_in_store(config: ResolvedRun, folder: Path, url: str) -> None:
+def train_in_store(run: ResolvedRun, folder: Path, url: str) -> None:
     """Starts, joins or continues the run in a store as one of its workers, until its end or until asked to leave.
 
     Raises: ConfigError, DataError, CheckpointError, PeerError, TrainingError.
     """
-    must_fit_a_store(config)
-    bucket, terms, task = open_store(config, url)
-    terms = terms._replace(gossip=config.in_rounds.rule.needs != "everyone", rejoin_rounds=config.run.rejoin_rounds)
+    must_fit_a_store(run)
+    bucket, terms, task = open_store(run, url)
+    terms = terms._replace(gossip=run.in_rounds.rule.needs != "everyone", rejoin_rounds=run.loop.rejoin_rounds)
     with leaving() as asked, contextlib.ExitStack() as open_:
-        work = StoreWork(config, folder, task, asked, open_)
+        work = StoreWork(run, folder, task, asked, open_)
         one = Attendance(terms, work, secrets.token_hex(16), time.monotonic)
         try:
             with renewing(one, bucket, work.over.wait):
@@ -109,22 +109,20 @@ def train_in_store(config: ResolvedRun, folder: Path, url: str) -> None:
         finally:
             work.over.set()
         work.leave(one.round)
-        if one.seen.newest + 1 == config.rounds or one.slot < 0:
-            write_outcomes(folder, config, _all_commits(one, bucket, terms))
+        if one.seen.newest + 1 == run.rounds or one.slot < 0:
+            write_outcomes(folder, run, _all_commits(one, bucket, terms))
         if one.slot < 0 and not asked.is_set():
-            say(f"the run in the store has ended after {config.rounds} rounds")
+            say(f"the run in the store has ended after {run.rounds} rounds")
 
 
 class StoreWork:
     """The computations of a worker: see `gossamer.transport.bucket.protocol.StoreWorker`."""
 
-    def __init__(
-        self, config: ResolvedRun, folder: Path, task: Task, asked: Asked, open_: contextlib.ExitStack
-    ) -> None:
-        self._config, self._folder, self._task, self._asked, self._open = config, folder, task, asked, open_
-        self._method, self._line = config.in_rounds, lineage_of(config, folder)
-        self._device, self._fresh = device_of(config.run.device), task.data.state()
-        self._means, self._gossip = GivenMeans(config.workers), self._method.rule.needs != "everyone"
+    def __init__(self, run: ResolvedRun, folder: Path, task: Task, asked: Asked, open_: contextlib.ExitStack) -> None:
+        self._run, self._folder, self._task, self._asked, self._open = run, folder, task, asked, open_
+        self._method, self._line = run.in_rounds, lineage_of(run, folder)
+        self._device, self._fresh = device_of(run.loop.device), task.data.state()
+        self._means, self._gossip = GivenMeans(run.workers), self._method.rule.needs != "everyone"
         self._present = frozenset[int]()
         self._kept = (0, lambda: b"")
         """Its state after so many rounds, which is never changed."""
@@ -146,7 +144,7 @@ class StoreWork:
         self.slot, self.life = slot, life
         # A hung process may hold the lock after it has lost its slot to this one.
         self._open.enter_context(holding(self._folder, slot, strict=False))
-        use_recorded_threads(self._config, self._folder, slot)
+        use_recorded_threads(self._run, self._folder, slot)
         self._make()
         self.most_bytes = 128 * self._replica.layout.numel + (1 << 24)
         self._record.clear()
@@ -158,11 +156,11 @@ class StoreWork:
 
     def _make(self) -> None:
         """The worker as it is at the start of the run."""
-        config = self._config
-        self._replica = Replica(self.slot, config, self._task, self._device)
-        self._probe = Probe(config, self._task, self._device)
+        run = self._run
+        self._replica = Replica(self.slot, run, self._task, self._device)
+        self._probe = Probe(run, self._task, self._device)
         # Means come from the commits; in gossip it holds what this worker posts, and receives its peers' messages from the store.
-        self._network = MemoryNetwork(config.workers, lambda parcel: parcel.receiver == self.slot)
+        self._network = MemoryNetwork(run.workers, lambda parcel: parcel.receiver == self.slot)
         membership = Membership(lambda round, fragment: self._present, closes=self)
         together = None if self._gossip else self._means
         transport = self._network.transport(self.slot)
@@ -215,22 +213,22 @@ class StoreWork:
 
     def start(self, round: int, begun: Basis) -> None:
         """See `StoreWorker`."""
-        config = self._config
+        run = self._run
         self._replica.steps_taken, self._finished = begun.steps, round
         if round:
             state = f"the state of slot {begun.donor} after round {begun.after}"
             means = f" and the means of {round - begun.after} more" if round > begun.after else ""
             say(f"worker {self.slot} goes on at round {round + 1}, with {state}{means}")
-        if self._record or round == config.rounds:
+        if self._record or round == run.rounds:
             return
         before_s = recorded_s(self._folder, self.slot, round)
         record = RunFolder(
-            self._folder, config.document, config.record, worker=self.slot, resume_round=round, traced_per_round=1
+            self._folder, run.document, run.record, worker=self.slot, resume_round=round, traced_per_round=1
         )
         self._record.append(self._open.enter_context(record))
-        note_inputs(config, self._task, self._folder, self.slot)
+        note_inputs(run, self._task, self._folder, self.slot)
         self._journal = Journal(
-            config,
+            run,
             lambda: self._record[0],
             lambda: {"loss": self._probe.loss(self._replica.evaluated, self._replica.buffers)},
             self._save,
@@ -323,7 +321,7 @@ class StoreWork:
         worker.receive(segment)
         assert next(self._segments, None) is None
         self._finished = round + 1
-        if self._finished < self._config.rounds:
+        if self._finished < self._run.rounds:
             with_state = packable_snapshot(self._state())
             self._kept = self._finished, with_state
         self._record[0].show_exchanges(alive=len(self._present), made=exchanges, missed=0, unsure=0)
@@ -334,7 +332,7 @@ class StoreWork:
 
     def state(self, finished: int) -> bytes | None:
         """See `StoreWorker`."""
-        return self._packed() if self._config.due(self._config.run.checkpoint_every, finished) else None
+        return self._packed() if self._run.due(self._run.loop.checkpoint_every, finished) else None
 
     def _state(self) -> dict[str, Any]:
         return {**self._worker.state(), "under_way": [], "line": 0}
@@ -365,7 +363,7 @@ class StoreWork:
         """Saves the state, unless it is saved."""
         if self._record and self._saved != self._finished and self._finished:
             self._save(self._finished)
-        if self._asked.is_set() and self._record and round < self._config.rounds:
+        if self._asked.is_set() and self._record and round < self._run.rounds:
             say(f"worker {self.slot} leaves after round {self._finished}, as it was asked to, and has saved its state")
 
 
@@ -387,7 +385,7 @@ def _all_commits(attendance: Attendance, bucket: Bucket, terms: StoreTerms) -> l
     return commits
 
 
-def write_outcomes(folder: Path, config: ResolvedRun, commits: Sequence[Commit]) -> None:
+def write_outcomes(folder: Path, run: ResolvedRun, commits: Sequence[Commit]) -> None:
     """Writes the log of outcomes of all slots from the commits of the rounds."""
     make_folder(folder)
     slots = sorted({slot for commit in commits for slot in commit.parts})
@@ -398,9 +396,9 @@ def write_outcomes(folder: Path, config: ResolvedRun, commits: Sequence[Commit])
                 if part.begun is not None:
                     after, donor, sha256, steps = part.begun
                     events.append(Begun(commit.round, after, donor, steps, part.life, sha256))
-                alive = None if len(commit.parts) == config.workers else frozenset(commit.parts)
+                alive = None if len(commit.parts) == run.workers else frozenset(commit.parts)
                 events.append(RoundOutcome(commit.round, alive, frozenset(), frozenset(), part.steps))
-        if slot in commits[-1].parts and len(commits) == config.rounds:
-            events.append(Ended(config.rounds, "finished"))
+        if slot in commits[-1].parts and len(commits) == run.rounds:
+            events.append(Ended(run.rounds, "finished"))
         lines = "".join(OUTCOMES.line(event, time_s=0.0) for event in events)
         atomic_write(OUTCOMES.path(folder, slot), lines.encode())  # several processes may have this folder

@@ -20,12 +20,12 @@ class HeldRounds(StartFacts[bool]):
 
     word, one_round = "elastic", True
 
-    def __init__(self, config: RunSettings, folder: Path) -> None:
-        self._config, self._folder = config, folder
+    def __init__(self, run: RunSettings, folder: Path) -> None:
+        self._run, self._folder = run, folder
 
     def own(self, slot: int, past: History) -> Own:
         """See `StartFacts`."""
-        return Own(kept_by(Store(self._config, self._folder), [slot], past.lineage, past.before)[slot])
+        return Own(kept_by(Store(self._run, self._folder), [slot], past.lineage, past.before)[slot])
 
     def read(self, more: object) -> bool | None:
         """See `StartFacts`: there are no facts besides its rounds."""
@@ -33,19 +33,19 @@ class HeldRounds(StartFacts[bool]):
 
     def pick(self, held: Mapping[int, Held]) -> int:
         """See `StartFacts`."""
-        return round_to_resume(held, self._config.run.rejoin_rounds)
+        return round_to_resume(held, self._run.loop.rejoin_rounds)
 
     def progress(self, slot: int, facts: Sequence[bool], held: Mapping[int, Held], after: int) -> Progress:
         """A slot whose checkpoint is lost resumes after every inner step it may have taken, so that no step is repeated."""
         lost = after not in held.get(slot, {})
-        steps = self._config.timetable.steps_before(slot, after) if lost else 0
+        steps = self._run.timetable.steps_before(slot, after) if lost else 0
         return Progress(after, after, steps) if slot < len(facts) else Progress(0, 0, steps)
 
 
-def train_elastic(config: ResolvedRun, folder: Path, *, join: str | None = None, resume: Resume = False) -> None:
+def train_elastic(run: ResolvedRun, folder: Path, *, join: str | None = None, resume: Resume = False) -> None:
     """Trains one worker of an elastic run, see `take_part`.
 
     A starting run resumes from the round of `gossamer.run.bookkeeping.which_round.round_to_resume`. Workers without a
     checkpoint of it take the state of one that has it.
     """
-    take_part(config, folder, ElasticRounds, HeldRounds(config, folder), join=join, resume=resume)
+    take_part(run, folder, ElasticRounds, HeldRounds(run, folder), join=join, resume=resume)

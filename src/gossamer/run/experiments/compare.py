@@ -166,12 +166,12 @@ def _copied(
     computed = {one["digest"]: one for _, line in records(outcomes, _ENDED) if (one := line.get("origin"))}
     there = dict[str, list[tuple[Path, RunSettings]]]()
     for file in sorted([*reuse.glob("*/run.toml"), *reuse.glob("*/*/run.toml")]):
-        config = settings_of(parse(load_document(file)))
-        there.setdefault(config.digest, []).append((file.parent, config))
+        recorded = settings_of(parse(load_document(file)))
+        there.setdefault(recorded.digest, []).append((file.parent, recorded))
     taken = list[tuple[Point, Origin]]()
     for run in missing:
         settings = settings_of(run.config)
-        alike = (place for place, config in there.get(settings.digest, []) if measures_alike(settings, config))
+        alike = (place for place, recorded in there.get(settings.digest, []) if measures_alike(settings, recorded))
         place = next((place for place in alike if is_evaluated(settings, place)), None)
         if place is not None and settings.digest in computed:
             _copy(place, folders[run.label])

@@ -293,7 +293,9 @@ def _was_stopped(config: RunConfig, folder: Path) -> bool:
     # One with a final checkpoint but no outcome has an incomplete record.
     return (
         alike
-        and 0 < max(checkpoint.rounds(folder / "checkpoints", settings_of(config).owners[0]), default=0) < config.rounds
+        and 0
+        < max(checkpoint.rounds(folder / "checkpoints", settings_of(config).owners[0]), default=0)
+        < config.length.rounds
     )
 
 

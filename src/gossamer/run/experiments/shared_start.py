@@ -64,12 +64,14 @@ def _plateau(config: RunConfig) -> int:
     """Whole rounds before the learning rate decays; 0 for a run without a trunk."""
     if config.inner.schedule != "wsd" or config.event_driven or has_shape(config):
         return 0
-    return config.timetable.rounds_within(math.floor((1 - config.inner.decay_fraction) * config.run.steps + 1e-9))
+    return config.length.timetable.rounds_within(
+        math.floor((1 - config.inner.decay_fraction) * config.run.steps + 1e-9)
+    )
 
 
 def _shared_run(config: RunConfig) -> RunConfig:
     """The run without its end, with a checkpoint where this branch leaves it."""
-    steps, leaves = config.timetable.begin(_ROUNDS), config.timetable.begin(max(1, _plateau(config)))
+    steps, leaves = config.length.timetable.begin(_ROUNDS), config.length.timetable.begin(max(1, _plateau(config)))
     batches = config.run.eval_batches if config.run.eval_every else 1  # no need to validate where it stops
     return dataclasses.replace(
         config,

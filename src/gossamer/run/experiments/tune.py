@@ -79,11 +79,11 @@ class Contender(NamedTuple):
     def steps(self, rung: int) -> int:
         """Inner steps of a run on a rung: whole rounds, at least one. The final has those of the last rung."""
         config, shares = self.config, (*self.asked.rungs, 1.0)
-        return config.timetable.begin(max(1, math.floor(shares[rung] * config.rounds)))
+        return config.length.timetable.begin(max(1, math.floor(shares[rung] * config.length.rounds)))
 
     def tokens(self, rung: int) -> int:
         """Tokens of a run on a rung, by all workers."""
-        return self.config.workers * self.steps(rung) * self.config.step_tokens
+        return self.config.workers * self.steps(rung) * self.config.length.step_tokens
 
     def lr(self, setting: GridPoint) -> float:
         """The inner learning rate of a setting."""

@@ -19,26 +19,26 @@ HERE = "these machines"
 """The network name in the recorded seconds of a real run."""
 
 
-def prepare(config: ResolvedRun) -> tuple[Task, int]:
+def prepare(run: ResolvedRun) -> tuple[Task, int]:
     """Prepares a process before the rendezvous: sets its threads and opens its data.
 
     Returns: its task, and the key of the run. Raises: ConfigError, DataError.
     """
-    use_threads(config)
-    task = task_of(config)
-    return task, run_key(config, task)
+    use_threads(run)
+    task = task_of(run)
+    return task, run_key(run, task)
 
 
-def use_threads(config: RunSettings) -> None:
+def use_threads(run: RunSettings) -> None:
     """Sets the intra-op threads of a process that does not know the number of processes on this machine.
 
     The run file's, or else torch's default, one for each physical core, within a container's quota.
     """
-    threads = intra_op_threads(config.run.threads, 1)
-    torch.set_num_threads(threads if config.run.threads else min(threads, torch.get_num_threads()))
+    threads = intra_op_threads(run.loop.threads, 1)
+    torch.set_num_threads(threads if run.loop.threads else min(threads, torch.get_num_threads()))
 
 
-def use_recorded_threads(config: RunSettings, folder: Path, worker: int) -> None:
+def use_recorded_threads(run: RunSettings, folder: Path, worker: int) -> None:
     """Sets the recorded intra-op threads of a resumed worker or server.
 
     Another machine's default would change the order of sums. Threads in the run file take precedence.
@@ -46,18 +46,18 @@ def use_recorded_threads(config: RunSettings, folder: Path, worker: int) -> None
     recorded = [one for one in read_machines(folder) if one.worker in (None, worker)]
     if recorded:
         warn_of_other_machine(folder)
-        if not config.run.threads:
+        if not run.loop.threads:
             torch.set_num_threads(recorded[-1].machine.threads)
 
 
-def use_equal_threads(config: RunSettings, member: Member) -> None:
+def use_equal_threads(run: RunSettings, member: Member) -> None:
     """Sets the intra-op threads of all processes of a worker to their minimum, as they count as one worker elsewhere.
 
     Raises: PeerError for an invalid number of threads.
     """
-    if max(config.processes) == 1:
+    if max(run.processes) == 1:
         return
-    published = agree(member, "the threads of each", torch.get_num_threads(), timeout_s=config.run.timeout_s)
+    published = agree(member, "the threads of each", torch.get_num_threads(), timeout_s=run.loop.timeout_s)
     counts = [threads for rank, threads in enumerate(published) if member.owner(rank) == member.worker]
     if not all(isinstance(threads, int) and 1 <= threads <= MOST_THREADS for threads in counts):
         raise PeerError(
@@ -67,15 +67,15 @@ def use_equal_threads(config: RunSettings, member: Member) -> None:
     torch.set_num_threads(min(counts))
 
 
-def run_key(config: RunSettings, task: Task) -> int:
+def run_key(run: RunSettings, task: Task) -> int:
     """A 64-bit digest of run and text, which a server and its workers must share."""
-    common = f"{config.digest} {found_by_each(task, config.parts)}"
+    common = f"{run.digest} {found_by_each(task, run.parts)}"
     return int(hashlib.sha256(common.encode()).hexdigest()[:16], 16)
 
 
-def run_settings(config: RunSettings, task: Task) -> dict[str, str]:
+def run_settings(run: RunSettings, task: Task) -> dict[str, str]:
     """The inputs of `run_key` by key: a server that refuses a worker names differences."""
-    return short_settings({**config.decisive, **found_by_each(task, config.parts)})
+    return short_settings({**run.decisive, **found_by_each(task, run.parts)})
 
 
 def first_batch(task: Task, worker: int) -> int:
@@ -93,12 +93,12 @@ def compare_first_batches(member: Member, task: Task, timeout_s: float) -> None:
         warn_of_equal_batches({member.owner(rank): one for rank, one in enumerate(begin)}.values())
 
 
-def limits_of(config: RunSettings) -> Limits:
+def limits_of(run: RunSettings) -> Limits:
     """The bounds on numbers in letters of a run.
 
     In an asynchronous run one worker could take all steps, in as many local phases; a rule that mixes updates exchanges
     each fragment twice.
     """
-    steps = config.workers * config.run.steps
-    rounds = steps if config.kind in ("pair", "no waiting") else config.rounds
-    return Limits(config.workers, rounds, steps, 2 * config.fragments[0])
+    steps = run.workers * run.loop.steps
+    rounds = steps if run.kind in ("pair", "no waiting") else run.rounds
+    return Limits(run.workers, rounds, steps, 2 * run.fragments[0])

@@ -30,13 +30,13 @@ class OpenedStore(NamedTuple):
     task: Task
 
 
-def open_store(config: ResolvedRun, url: str, more: Mapping[str, Any] | None = None) -> OpenedStore:
+def open_store(run: ResolvedRun, url: str, more: Mapping[str, Any] | None = None) -> OpenedStore:
     """Opens the store of a run, and the data; warns where others may read or change what lies there.
 
     Args: `more` has further settings that all processes must share.
     Raises: ConfigError, DataError, PeerError.
     """
-    bucket, keys, secret = opened_bucket(url), keys_for(config.peers, config.workers), environment_secret()
+    bucket, keys, secret = opened_bucket(url), keys_for(run.peers, run.workers), environment_secret()
     if keys is None:
         log.warning(
             "what lies in the store '%s' is not encrypted: all who may read there read the parameters, and %s; give rights to "
@@ -44,21 +44,21 @@ def open_store(config: ResolvedRun, url: str, more: Mapping[str, Any] | None = N
             url,
             "all who know the secret can change the run" if secret else "all who may write there can change the run",
         )
-    task, key = prepare(config)
+    task, key = prepare(run)
     try:
         seal = SecretSeal(secret) if keys is None else key_seal(bucket, keys)
     except OSError as error:
         raise ConfigError(f"the store '{url}' cannot be used ({error}); look at its address and rights") from None
-    run = {
+    described = {
         "gossamer": 1,
         "key": f"{key:016x}",
-        "rounds": config.rounds,
-        "settings": run_settings(config, task),
-        "workers": config.workers,
+        "rounds": run.rounds,
+        "settings": run_settings(run, task),
+        "workers": run.workers,
         **(more or {}),
     }
-    deadline_s = config.run.round_deadline_s or config.run.timeout_s
-    terms = StoreTerms(run, config.workers, config.rounds, config.run.timeout_s, deadline_s, seal)
+    deadline_s = run.loop.round_deadline_s or run.loop.timeout_s
+    terms = StoreTerms(described, run.workers, run.rounds, run.loop.timeout_s, deadline_s, seal)
     if isinstance(bucket, Folder):  # where requests are cheap
         terms = terms._replace(look_s=0.05, rest_s=1.0)
     return OpenedStore(bucket, terms, task)

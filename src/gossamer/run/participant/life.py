@@ -136,18 +136,16 @@ class Participant(ABC, Generic[Connections]):
     journal: Journal
     stopwatch: Stopwatch
 
-    def __init__(
-        self, config: ResolvedRun, folder: Path, task: Task, rendezvous: RendezvousResult, asked: Asked
-    ) -> None:
-        self.config, self.folder, self.slot = config, folder, rendezvous.members.me
+    def __init__(self, run: ResolvedRun, folder: Path, task: Task, rendezvous: RendezvousResult, asked: Asked) -> None:
+        self.run, self.folder, self.slot = run, folder, rendezvous.members.me
         self.rendezvous, self.asked = rendezvous, asked
-        self.device = device_of(config.run.device)
-        self.replica = Replica(self.slot, config, task, self.device)
+        self.device = device_of(run.loop.device)
+        self.replica = Replica(self.slot, run, task, self.device)
         self.round = 0
         """Its current round of the run."""
         self._phases = self._alone = 0
         """Local phases begun by this process, and those begun alone."""
-        self._probe = Probe(config, task, self.device)
+        self._probe = Probe(run, task, self.device)
         self._known = dict(rendezvous.members.entries)
         self.kept, self._ready = Handover(0, bytes), threading.Event()
         self.hashes = CommonHashes()
@@ -167,9 +165,7 @@ class Participant(ABC, Generic[Connections]):
         try:
             self.transport = self.connect()
             self.transport.stop = self.asked.is_set
-            self.transport.redial.addresses = lambda: addresses_in(
-                self.folder, self.config, self.rendezvous.endpoint.run
-            )
+            self.transport.redial.addresses = lambda: addresses_in(self.folder, self.run, self.rendezvous.endpoint.run)
             try:
                 self.begin()
                 with contextlib.ExitStack() as open_:
@@ -327,17 +323,17 @@ class Participant(ABC, Generic[Connections]):
         self.record = open_.enter_context(
             RunFolder(
                 self.folder,
-                self.config.document,
-                self.config.record,
+                self.run.document,
+                self.run.record,
                 worker=self.slot,
                 resume_round=cut,
                 void=void,
                 traced_per_round=traced_per_round,
             )
         )
-        note_inputs(self.config, self.replica.task, self.folder, self.slot)
+        note_inputs(self.run, self.replica.task, self.folder, self.slot)
         self.journal = Journal(
-            self.config,
+            self.run,
             lambda: self.record,
             lambda: {"loss": self._probe.loss(self.x, self.replica.buffers)},
             self.save,
@@ -357,14 +353,14 @@ class Participant(ABC, Generic[Connections]):
         self._alone += alive == {self.slot}
 
     def _tell_if_alone(self) -> None:
-        if self.config.workers > 1 and 2 * self._alone > self._phases:
+        if self.run.workers > 1 and 2 * self._alone > self._phases:
             log.warning(
                 "worker %d trained %d of its %d local phases alone: no other worker was there to exchange with, so its model is "
                 "hardly that of a run of %d workers",
                 self.slot,
                 self._alone,
                 self._phases,
-                self.config.workers,
+                self.run.workers,
             )
 
     def say_changes(self, **how: Any) -> None:
@@ -377,7 +373,7 @@ class Participant(ABC, Generic[Connections]):
 
 
 def take_part(
-    config: ResolvedRun,
+    run: ResolvedRun,
     folder: Path,
     kind: type[Participant[Any]],
     start_facts: StartFacts[Any],
@@ -397,11 +393,11 @@ def take_part(
         another slot.
     """
     with contextlib.ExitStack() as open_:
-        _take_part(config, folder, kind, start_facts, open_, join=join, resume=resume)
+        _take_part(run, folder, kind, start_facts, open_, join=join, resume=resume)
 
 
 def _take_part(
-    config: ResolvedRun,
+    run: ResolvedRun,
     folder: Path,
     kind: type[Participant[Any]],
     start_facts: StartFacts[Any],
@@ -410,28 +406,28 @@ def _take_part(
     join: str | None,
     resume: Resume,
 ) -> None:
-    task, key = prepare(config)
+    task, key = prepare(run)
     if join is None:
-        rendezvous = started(config, folder, task, key, start_facts, open_, resume=resume)
+        rendezvous = started(run, folder, task, key, start_facts, open_, resume=resume)
         if resume:
-            use_recorded_threads(config, folder, rendezvous.members.me)
+            use_recorded_threads(run, folder, rendezvous.members.me)
         # In asynchronous runs, processes without a final checkpoint take one from the others, and end too.
-        if config.run.elastic and rendezvous.after == config.rounds:
+        if run.loop.elastic and rendezvous.after == run.rounds:
             return rendezvous.endpoint.listener.close()
     else:
-        must_have_inputs(config, task, folder, "resume")  # if it took part in the run before
-        rendezvous = join_run(config, folder, key, join)
+        must_have_inputs(run, task, folder, "resume")  # if it took part in the run before
+        rendezvous = join_run(run, folder, key, join)
     with leaving() as asked:
         while True:
             if join is not None:
                 # A hanging process may hold the lock: the others have reassigned its slot, and it requests another.
                 open_.enter_context(holding(folder, rendezvous.members.me, strict=False))
             try:
-                return kind(config, folder, task, rendezvous, asked).live()
+                return kind(run, folder, task, rendezvous, asked).live()
             except SlotTakenError:
                 if join is None or asked.is_set():
                     raise
             open_.close()  # releases the lock for the slot's new owner
             lost, others = rendezvous.members.me, rendezvous.members.with_status(MemberStatus.ALIVE)
             say(f"worker {lost} lost its slot to another process, and asks for a free one")
-            rendezvous = join_run(config, folder, key, join, [entry.address for entry in others])
+            rendezvous = join_run(run, folder, key, join, [entry.address for entry in others])

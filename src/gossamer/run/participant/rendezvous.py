@@ -131,10 +131,10 @@ class StartFacts(ABC, Generic[Fact]):
 
 
 def started(
-    config: RunSettings,
+    run: RunSettings,
     folder: Path,
     task: Task,
-    run: int,
+    key: int,
     start_facts: StartFacts[Fact],
     open_: ExitStack,
     *,
@@ -147,12 +147,12 @@ def started(
     Args: `open_` holds the lock of its slot in the run folder until it is closed.
     Raises: ConfigError, CheckpointError; PeerError when workers are missing or run another configuration.
     """
-    wait_s, store, keys = config.run.timeout_s, Store(config, folder), keys_for(config.peers, config.workers)
+    wait_s, store, keys = run.loop.timeout_s, Store(run, folder), keys_for(run.peers, run.workers)
     member = join(
-        config.workers,
+        run.workers,
         backend="gloo",
-        device=config.run.device,
-        threads=config.run.threads,
+        device=run.loop.device,
+        threads=run.loop.threads,
         timeout_s=wait_s,
         group=False,
         fewer=True,
@@ -160,12 +160,12 @@ def started(
     )
     me = member.worker
     open_.enter_context(holding(folder, me))  # before it reads valid lines of the folder, and truncates the rest
-    past = resumed(config, folder, resume)
+    past = resumed(run, folder, resume)
     # Listens before publishing its address, as readers may connect at once.
     listener, address = listening_towards(os.environ["MASTER_ADDR"])
     nonce = secrets.randbits(NONCE_BITS)
     own = Own(KeptRounds({})) if past is None else start_facts.own(me, past)
-    settings, common = run_settings(config, task), f"{run:016x} {start_facts.word}"
+    settings, common = run_settings(run, task), f"{key:016x} {start_facts.word}"
     stated = agree(
         member, common, [address, nonce, encode_kept(own.kept), own.more], settings=settings, timeout_s=wait_s
     )
@@ -190,14 +190,14 @@ def started(
     warn_of_loopback(address, [one.address for one in known])
     held = {slot: one.whole for slot, one in kept.items()}
     # If each resumes from its own round, one too far behind takes the newest state, like a newcomer.
-    oldest = max(0, after - config.run.rejoin_rounds)
+    oldest = max(0, after - run.loop.rejoin_rounds)
     has_own = after == 0 or (after in held[me] if start_facts.one_round else newest >= oldest)
     donor = me if has_own else next(slot for slot in held if after in held[slot])
     facts = [one.fact for one in known]
-    how_far = [start_facts.progress(slot, facts, held, after) for slot in range(config.workers)]
-    endpoint = Endpoint(listener, run, member.secret, wait_s, config.run.round_deadline_s, keys)
-    announce(folder, Address(me, address, run))
-    members = Members(limits_of(config), me, _entries(known, how_far))
+    how_far = [start_facts.progress(slot, facts, held, after) for slot in range(run.workers)]
+    endpoint = Endpoint(listener, key, member.secret, wait_s, run.loop.round_deadline_s, keys)
+    announce(folder, Address(me, address, key))
+    members = Members(limits_of(run), me, _entries(known, how_far))
     return RendezvousResult(
         members, endpoint, lineage, after, donor, past is not None, own.content if has_own and after else None
     )
@@ -219,7 +219,7 @@ def _entries(known: Sequence["Stated[Any]"], how_far: Sequence[Progress]) -> Ite
         )
 
 
-def join_run(config: RunSettings, folder: Path, run: int, where: str, others: Sequence[str] = ()) -> RendezvousResult:
+def join_run(run: RunSettings, folder: Path, key: int, where: str, others: Sequence[str] = ()) -> RendezvousResult:
     """Gets a slot of a running run. The state is fetched later, when this process is ready to train.
 
     Args:
@@ -227,7 +227,7 @@ def join_run(config: RunSettings, folder: Path, run: int, where: str, others: Se
         others: addresses to try after it.
     Raises: PeerError without an answer within `run.timeout_s`, or at once when all that answer refuse or are full.
     """
-    keys, wait_s, lineage = keys_for(config.peers, config.workers), config.run.timeout_s, lineage_of(config, folder)
+    keys, wait_s, lineage = keys_for(run.peers, run.workers), run.loop.timeout_s, lineage_of(run, folder)
     secret = folder_secret(folder) if keys is None else b""
     # A new nonce for each request: with the old one, a process presumed dead would be mistaken for its former self.
     nonce, deadline, tries = secrets.randbits(NONCE_BITS), time.monotonic() + wait_s, _Tries(wait_s)
@@ -247,8 +247,8 @@ def join_run(config: RunSettings, folder: Path, run: int, where: str, others: Se
                     address,
                     secret,
                     Applicant(nonce, listens_at),
-                    run=run,
-                    limits=limits_of(config),
+                    run=key,
+                    limits=limits_of(run),
                     timeout_s=left_s,
                     reach_s=min(left_s, _REACH_S),
                     state=False,
@@ -259,10 +259,10 @@ def join_run(config: RunSettings, folder: Path, run: int, where: str, others: Se
                 tries.failed(address, error)
                 continue
             # An asynchronous one reads its own when it begins.
-            after = 0 if config.event_driven else newest_of_own(Store(config, folder), offer.slot, lineage).round
-            endpoint = Endpoint(listener, run, secret, wait_s, config.run.round_deadline_s, keys)
-            announce(folder, Address(offer.slot, listens_at, run))
-            members = Members(limits_of(config), offer.slot, offer.entries)
+            after = 0 if run.event_driven else newest_of_own(Store(run, folder), offer.slot, lineage).round
+            endpoint = Endpoint(listener, key, secret, wait_s, run.loop.round_deadline_s, keys)
+            announce(folder, Address(offer.slot, listens_at, key))
+            members = Members(limits_of(run), offer.slot, offer.entries)
             return RendezvousResult(members, endpoint, lineage, after, offer.slot, goes_on=True)
         if (addresses and tries.final.issuperset(addresses)) or time.monotonic() + _AGAIN_S >= deadline:
             raise _nobody(folder, wait_s, tries, addresses)
@@ -326,9 +326,9 @@ def announce(folder: Path, address: Address) -> None:
     say(f"worker {address.slot} listens on {address.address}: another takes a free slot with --join {address.address}")
 
 
-def addresses_in(folder: Path, config: RunSettings, run: int) -> list[tuple[int, str]]:
+def addresses_in(folder: Path, run: RunSettings, key: int) -> list[tuple[int, str]]:
     """The slots of a run and the addresses of their newest processes, from its folder on this machine."""
-    return [(one.slot, one.address) for one in read_addresses(folder) if one.run == run and one.slot < config.workers]
+    return [(one.slot, one.address) for one in read_addresses(folder) if one.run == key and one.slot < run.workers]
 
 
 class Stated(NamedTuple, Generic[Fact]):

@@ -248,7 +248,7 @@ def _candidate(
     spread_s = _T_OF_THREE * stdev(round_s) / math.sqrt(len(round_s)) if len(round_s) > 1 else 0.0
     shorter = priced.round_s / fmean(round_s)
     codec = run.method.codec
-    each_steps = tuple(config.local_steps_of(i) for i in range(config.workers))
+    each_steps = tuple(config.length.local_steps_of(i) for i in range(config.workers))
     return Candidate(
         method=method,
         codec=codec.name,

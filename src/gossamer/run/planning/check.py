@@ -186,14 +186,14 @@ def examine_run(config: RunConfig, refused: Mapping[Verb, Sequence[str]] | None 
     topology = None if isinstance(m, WithServer) else m.topology
     predicted = None
     if isinstance(m, Method):
-        _, least = stability.least_stable(rules_over_time(m.rule, run.run.steps), m.topology, m.schedule.merge)
+        _, least = stability.least_stable(rules_over_time(m.rule, run.loop.steps), m.topology, m.schedule.merge)
         predicted = stability.stability_of(least, m.topology, m.schedule.merge)
     sent, most, kept, networks, partly = counted(run, layout) if layout else (None, None, (), (), ())
     return Examined(
         name=run.name,
         kind=run.kind,
         method=_words(m)
-        + (f", after {run.run.synchronous_steps} synchronous steps" if run.run.synchronous_steps else ""),
+        + (f", after {run.loop.synchronous_steps} synchronous steps" if run.loop.synchronous_steps else ""),
         workers=run.workers,
         topology=None if topology is None else topology.name,
         spectral_gap=None if topology is None else stability.mean_gap(topology),
@@ -294,17 +294,17 @@ def _most_tokens(run: RunSettings, sources: Sequence[SourceFiles]) -> list[int] 
     return most
 
 
-def _layout(config: RunSettings, vocab_size: int | None) -> Layout | None:
+def _layout(run: RunSettings, vocab_size: int | None) -> Layout | None:
     """The layout of the model; None where it is not known without its tokenizer, or is made by the user's code."""
-    return None if vocab_size is None or config.model.own else layout_for(config.model, vocab_size)
+    return None if vocab_size is None or run.model.own else layout_for(run.model, vocab_size)
 
 
-def _experts(config: RunSettings, layout: Layout) -> HeldExperts | None:
-    held = holding_of(config, layout)
+def _experts(run: RunSettings, layout: Layout) -> HeldExperts | None:
+    held = holding_of(run, layout)
     if held is None:
         return None
     shared, total = held.spans[0][1], len(held.holders.part_of)
-    everywhere = 2 * (1 - 1 / config.workers) * layout.numel
+    everywhere = 2 * (1 - 1 / run.workers) * layout.numel
     return HeldExperts(
         total, len(held.holders.resident(0)), 1 - shared / layout.numel, held.smaller, everywhere / held.ring_numbers(0)
     )
@@ -331,7 +331,7 @@ def _known_of(config: RunConfig) -> Examined:
         kept=(),
         networks=(),
         disagreement=None,
-        rounds=config.rounds,
+        rounds=config.length.rounds,
         tokens=sum(run.worker_tokens),
         warnings=(),
         processes=sum(run.processes),
@@ -426,7 +426,7 @@ _PACKAGES = {
 def _lacking(run: RunSettings) -> Iterator[str]:
     """What this machine lacks for a run, which may be meant for another."""
     try:
-        device_of(run.run.device)
+        device_of(run.loop.device)
         if run.pipeline.stages > 1:
             from gossamer.run.worker.stages.torch_stage import (
                 must_have_schedules,
@@ -481,14 +481,14 @@ class Counted(NamedTuple):
     warnings: tuple[str, ...] = ()
 
 
-def counted(config: ResolvedRun, layout: Layout, rounds: int = _ROUNDS) -> Counted:
+def counted(run: ResolvedRun, layout: Layout, rounds: int = _ROUNDS) -> Counted:
     """Bytes, memory and seconds, by so many played rounds or by whole periods of what is sent.
 
     Of a run that changes on its way they are the means over its rounds, and the most memory.
     """
-    parts = config.parts_of_run()
-    if parts == [config]:
-        return _counted(config, layout, rounds)
+    parts = run.parts_of_run()
+    if parts == [run]:
+        return _counted(run, layout, rounds)
     whole = sum(part.rounds for part in parts)
     weighed = [(part, part.rounds) for part in parts] if len(parts) <= _MOST_PARTS else _representative(parts)
     some, shares = [part for part, _ in weighed], [count / whole for _, count in weighed]
@@ -533,45 +533,45 @@ def _representative(parts: Sequence[ResolvedRun]) -> list[tuple[ResolvedRun, flo
     return weighed
 
 
-def _counted(config: ResolvedRun, layout: Layout, rounds: int) -> Counted:
+def _counted(run: ResolvedRun, layout: Layout, rounds: int) -> Counted:
     size = _BYTES * layout.numel
 
     def kept(what: str, copies: float) -> Copies:
         return Copies(what, copies, round(copies * size))
 
-    held = holding_of(config, layout)
+    held = holding_of(run, layout)
     held_layout = layout if held is None else held.of(0)[0]  # all workers hold as much
     part = held_layout.numel / layout.numel
     rows = [kept("weights", part), kept("gradients", part)]
-    if not is_code(config.inner.optimizer):
-        rows.append(kept("inner optimizer", part * inner_copies(config.inner, held_layout)))
-    m = config.method
-    if config.kind != "rounds" or not isinstance(m, Method):
-        sent = traffic(config, layout)
+    if not is_code(run.inner.optimizer):
+        rows.append(kept("inner optimizer", part * inner_copies(run.inner, held_layout)))
+    m = run.method
+    if run.kind != "rounds" or not isinstance(m, Method):
+        sent = traffic(run, layout)
         rows += [kept("outer state", sent.state_copies), kept("messages", sent.sent_bytes / size)]
         if isinstance(m, WithServer):
             regions = m.rule.regions
             rows.append(kept("server: state" if regions is None else "server of a region: state", m.rule.state_copies))
             rows += [] if regions is None else [kept("server of all: state", regions.rule.state_copies)]
         # Real processes measure their own seconds.
-        priced = () if config.network is None else (_on_a_clock(config, sent.sent_bytes, size),)
+        priced = () if run.network is None else (_on_a_clock(run, sent.sent_bytes, size),)
         return Counted(sent.sent_bytes, sent.most_bytes, tuple(rows), priced)
-    rounds, few = extent(config, m, whole := _rounds(config, m, rounds))
-    sent, entries = play_rounds(config, m, layout, rounds, few)
+    rounds, few = extent(run, m, whole := _rounds(run, m, rounds))
+    sent, entries = play_rounds(run, m, layout, rounds, few)
     rows += [
         kept("outer state", sent.state_copies),
         kept("messages", (_message_bytes(entries) + sent.flight_copies * size) / size),
     ]
     messages = sum(max(1, len(operation.sends)) for entry in entries for operation in entry.operations) * len(
-        config.networks
+        run.networks
     )
     networks = tuple(
-        _priced(config, name, entries, m, layout)
-        if len(few) == config.workers and messages <= _MOST_PRICED
+        _priced(run, name, entries, m, layout)
+        if len(few) == run.workers and messages <= _MOST_PRICED
         else OnNetwork(
             name, None, None, None, "unknown: a round of so many workers and messages takes too long to price"
         )
-        for name in config.networks
+        for name in run.networks
     )
     warnings = (
         () if rounds == whole else (f"what is sent was counted in the first {rounds:,} of {whole:,} rounds alone",)
@@ -579,14 +579,14 @@ def _counted(config: ResolvedRun, layout: Layout, rounds: int) -> Counted:
     return Counted(sent.sent_bytes, sent.most_bytes, tuple(rows), networks, warnings)
 
 
-def _rounds(config: RunSettings, m: Method, some: int) -> int:
+def _rounds(run: RunSettings, m: Method, some: int) -> int:
     """The number of rounds to play: about as many as asked for in whole periods, and not more than the run has."""
-    period = period_of(config, m)
-    some = 1 if config.workers > _MANY_WORKERS else some
-    drawn = any(network.jitter for network in config.networks.values()) or m.topology.name == "random"
-    if drawn and some == _ROUNDS and config.networks and config.workers <= _FEW_WORKERS:
+    period = period_of(run, m)
+    some = 1 if run.workers > _MANY_WORKERS else some
+    drawn = any(network.jitter for network in run.networks.values()) or m.topology.name == "random"
+    if drawn and some == _ROUNDS and run.networks and run.workers <= _FEW_WORKERS:
         some = _DRAWN_ROUNDS
-    return min(config.rounds, period * -(-some // period))
+    return min(run.rounds, period * -(-some // period))
 
 
 def _message_bytes(entries: Sequence[Entry]) -> int:
@@ -599,19 +599,19 @@ def _message_bytes(entries: Sequence[Entry]) -> int:
     return max(held)
 
 
-def _priced(config: RunSettings, name: str, entries: Sequence[Entry], m: Method, layout: Layout) -> OnNetwork:
+def _priced(run: RunSettings, name: str, entries: Sequence[Entry], m: Method, layout: Layout) -> OnNetwork:
     """A round on a network, by the trace that the played rounds would leave."""
-    network = config.networks[name]
+    network = run.networks[name]
     if network.step_s is None:
         return OnNetwork(name, None, None, None, f"unknown: network.{name} has no step_s")
     trace = from_entries(entries)
     try:
-        steps = in_stages(network, config, layout)
+        steps = in_stages(network, run, layout)
         timeline = price(trace, steps.network, steps.computing)
     except ConfigError as error:  # it describes other workers, which is no fault: a run in rounds does not need it
         return OnNetwork(name, None, None, None, f"unknown: {error}")
     rounds = trace.rounds / m.sends_per_round
-    adapts = "run.adapt" if config.run.adapt else "the rule" if m.rule.adapted is not None else ""
+    adapts = "run.adapt" if run.loop.adapt else "the rule" if m.rule.adapted is not None else ""
     note = f"at the local steps that {adapts} begins with" if adapts else ""
     return OnNetwork(
         name,
@@ -623,19 +623,19 @@ def _priced(config: RunSettings, name: str, entries: Sequence[Entry], m: Method,
     )
 
 
-def _on_a_clock(config: ResolvedRun, sent_bytes: float, size: int) -> OnNetwork:
+def _on_a_clock(run: ResolvedRun, sent_bytes: float, size: int) -> OnNetwork:
     """The inner steps of one round, on the network whose seconds decide what is computed."""
-    assert config.network is not None and config.network_name is not None
-    m, links, note = config.method, Durations(config.network, config.workers), ""
-    compute = [config.local_steps_of(i) * links.step_s[i] for i in range(config.workers)]
+    assert run.network is not None and run.network_name is not None
+    m, links, note = run.method, Durations(run.network, run.workers), ""
+    compute = [run.local_steps_of(i) * links.step_s[i] for i in range(run.workers)]
     cycles = compute
-    if isinstance(m, WithServer) and not config.events.overlap:
-        push, fetch, near = round(sent_bytes), size // config.events.fragments, m.rule.regions is not None
+    if isinstance(m, WithServer) and not run.events.overlap:
+        push, fetch, near = round(sent_bytes), size // run.events.fragments, m.rule.regions is not None
         cycles = [
             s + links.transfer_s(i, SERVER, push, near=near) + links.transfer_s(SERVER, i, fetch, near=near)
             for i, s in enumerate(compute)
         ]
         note = "without waiting for a quorum" if m.rule.window is not None else ""
-    steps_per_s = math.fsum(config.local_steps_of(i) / s for i, s in enumerate(cycles))
-    utilisation = math.fsum(c / s for c, s in zip(compute, cycles, strict=True)) / config.workers
-    return OnNetwork(config.network_name, config.workers * config.full_steps / steps_per_s, utilisation, 0.0, note)
+    steps_per_s = math.fsum(run.local_steps_of(i) / s for i, s in enumerate(cycles))
+    utilisation = math.fsum(c / s for c, s in zip(compute, cycles, strict=True)) / run.workers
+    return OnNetwork(run.network_name, run.workers * run.full_steps / steps_per_s, utilisation, 0.0, note)

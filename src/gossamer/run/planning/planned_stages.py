@@ -128,8 +128,8 @@ def plan_in_stages(
         raise ConfigError(f"no boundary codec fits: {'; '.join(refused.values())}")
     chosen = next((cut for cut in tried if cut.unhindered >= SPEED_LEFT), min(tried, key=lambda cut: cut.step_s))
     tables = chosen.tables(options.batch_size)
-    config = settings_of(parse(sketch.document("diloco", tables)))
-    steps = in_stages(network, config, layout)
+    run = settings_of(parse(sketch.document("diloco", tables)))
+    steps = in_stages(network, run, layout)
     made = plan(steps.network, model, replace(options, keep_all=True), steps.computing)
     made = made._replace(network=network, replica=tables)
     return StagePlan(made, round(per_number * layout.numel), chosen, tuple(tried), refused)
@@ -170,11 +170,11 @@ class _Sketch(NamedTuple):
         made = StagedReplica(
             len(cuts) + 1, cuts, forward, BOUNDARY_PAIRS[forward], micro_batches, stage_bytes, 0.0, 0.0, 0.0
         )
-        config = resolve(parse(self.document("diloco", made.tables(self.options.batch_size))))
+        run = resolve(parse(self.document("diloco", made.tables(self.options.batch_size))))
         links = self.network.stages or StageLinks()
         free = replace(self.network, stages=StageLinks(speeds=links.speeds))
-        step_s, computing = _slowest(in_stages(self.network, config, self.layout))
-        free_s, _ = _slowest(in_stages(free, config, self.layout))
+        step_s, computing = _slowest(in_stages(self.network, run, self.layout))
+        free_s, _ = _slowest(in_stages(free, run, self.layout))
         return made._replace(step_s=step_s, unhindered=free_s / step_s, computing=computing)
 
 

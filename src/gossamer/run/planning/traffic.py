@@ -41,21 +41,21 @@ class Traffic(NamedTuple):
     """Memory for exchanges in flight while training continues, in models, at its most."""
 
 
-def traffic(config: ResolvedRun, layout: Layout, rounds: int = 0) -> Traffic:
+def traffic(run: ResolvedRun, layout: Layout, rounds: int = 0) -> Traffic:
     """Plays rounds of a run and counts; as many as until everything repeats, unless given.
 
     Args: `layout` is that of the whole model.
     """
-    m = config.method
+    m = run.method
     if isinstance(m, WithServer | InPairs):
-        return _phase_traffic(config, m, layout)
+        return _phase_traffic(run, m, layout)
     # Without waiting, what is published after a phase is what would be sent in a round.
-    return play_rounds(config, m, layout, *extent(config, m, rounds or period_of(config, m)))[0]
+    return play_rounds(run, m, layout, *extent(run, m, rounds or period_of(run, m)))[0]
 
 
-def period_of(config: RunSettings, m: Method) -> int:
+def period_of(run: RunSettings, m: Method) -> int:
     """Rounds after which what is sent repeats, as far as its bytes go."""
-    return math.lcm(m.topology.period or 1, *(every for every in config.schedule.inner_every if every))
+    return math.lcm(m.topology.period or 1, *(every for every in run.schedule.inner_every if every))
 
 
 MOST_PLAYED = 1_000
@@ -66,10 +66,10 @@ _MOST_ROWS = 1_000_000
 """Rows of mixing matrices of the rounds that are played; they are made twice."""
 
 
-def extent(config: RunSettings, m: Method, rounds: int) -> tuple[int, Sequence[int]]:
+def extent(run: RunSettings, m: Method, rounds: int) -> tuple[int, Sequence[int]]:
     """How many of so many rounds to play, and the workers: all of them, or so many, spread evenly from worker 0 on, that their
     messages are few."""
-    n = config.workers
+    n = run.workers
     rounds = min(rounds, max(1, _MOST_ROWS // n))
     sizes = [[len(row) for row in m.topology.mixing(t).rows] for t in range(rounds)]
 
@@ -85,7 +85,7 @@ def extent(config: RunSettings, m: Method, rounds: int) -> tuple[int, Sequence[i
 
 
 def play_rounds(
-    config: RunSettings, m: Method, layout: Layout, rounds: int, workers: Sequence[int] | None = None
+    run: RunSettings, m: Method, layout: Layout, rounds: int, workers: Sequence[int] | None = None
 ) -> tuple[Traffic, list[Entry]]:
     """The messages and the memory of so many rounds, and the trace that they would leave, its seconds left at zero.
 
@@ -94,14 +94,14 @@ def play_rounds(
     from torch import _refs  # what computes on tensors without data, and imports sympy
 
     with without_compiler(vars(_refs).values()):
-        return _played(config, m, layout, rounds, range(config.workers) if workers is None else workers)
+        return _played(run, m, layout, rounds, range(run.workers) if workers is None else workers)
 
 
 def _played(
-    config: RunSettings, m: Method, layout: Layout, rounds: int, workers: Sequence[int]
+    run: RunSettings, m: Method, layout: Layout, rounds: int, workers: Sequence[int]
 ) -> tuple[Traffic, list[Entry]]:
     n, x = len(workers), torch.empty(layout.numel, device="meta")
-    loops = _loops(config, m, layout, workers, x)
+    loops = _loops(run, m, layout, workers, x)
     sent: list[list[Operation]] = [[] for _ in loops]
     entries: list[Entry] = []
     flight = 0.0
@@ -113,7 +113,7 @@ def _played(
             for k, (i, loop) in enumerate(zip(workers, loops, strict=True)):
                 operations = tuple(loop.post(t, stop))
                 sent[k].extend(operations)
-                steps = stop.after(config.local_steps_of(i, t), config.timetable.at(t).full_steps)
+                steps = stop.after(run.local_steps_of(i, t), run.timetable.at(t).full_steps)
                 if operations:
                     entries.append(Entry(part, i, steps - done[k], 0.0, operations))
                     done[k] = steps
@@ -137,20 +137,20 @@ def _played(
     return counted, entries
 
 
-def _loops(config: RunSettings, m: Method, layout: Layout, workers: Sequence[int], x: Tensor) -> list[OuterLoop]:
+def _loops(run: RunSettings, m: Method, layout: Layout, workers: Sequence[int], x: Tensor) -> list[OuterLoop]:
     """The outer loops of these workers, whose parameters are all `x`, a tensor without data."""
-    network, m = MemoryNetwork(config.workers), m._replace(codec=each_shape_once(m.codec), rule=_meta_rule(m.rule))
-    averages = config.inner.averaging is not None and m.rule.site == "parameters"
-    averaged, moments = torch.cat([x, x]) if averages else None, [x] * len(config.schedule.inner_every)
-    held, of_all = holding_of(config, layout), arranged(layout, config)
+    network, m = MemoryNetwork(run.workers), m._replace(codec=each_shape_once(m.codec), rule=_meta_rule(m.rule))
+    averages = run.inner.averaging is not None and m.rule.site == "parameters"
+    averaged, moments = torch.cat([x, x]) if averages else None, [x] * len(run.schedule.inner_every)
+    held, of_all = holding_of(run, layout), arranged(layout, run)
     return [
         OuterLoop(
             m,
             network.transport(i),
             parts_of(x, *(of_all if held is None else held.of(i)), averaged, moments),
-            local_steps=config.local_steps_of(i),
-            timetable=config.timetable,
-            seed=config.seed,
+            local_steps=run.local_steps_of(i),
+            timetable=run.timetable,
+            seed=run.seed,
         )
         for i in workers
     ]
@@ -178,11 +178,11 @@ def _meta_rule(rule: Rule) -> Rule:
     return rule._replace(init=kept(rule.init), send=kept(rule.send), distrusts=None, norms=None, at=None)
 
 
-def _phase_traffic(config: RunSettings, method: WithServer | InPairs, layout: Layout) -> Traffic:
+def _phase_traffic(run: RunSettings, method: WithServer | InPairs, layout: Layout) -> Traffic:
     """The messages of a worker after one local phase: what it pushes, or sends at a meeting."""
     # A worker of a server keeps one: where the server let it start.
     copies = 1.0 if isinstance(method, WithServer) else float(method.rule.state_copies)
-    arranged, spans = arrange(layout, *config.fragments)
+    arranged, spans = arrange(layout, *run.fragments)
     sizes = [payload_bytes(fitted(method.codec, arranged.slice(a, b)), b - a) for a, b in spans]
     sent_bytes = sum(sizes) / len(sizes)
     return Traffic(sent_bytes, sent_bytes, 1, 1, (), copies, 0.0)

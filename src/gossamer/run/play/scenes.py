@@ -81,9 +81,9 @@ class Scene(NamedTuple):
 
 def studio_of(seed: int, each: Each) -> Studio:
     """Opens the text and makes the models that are evaluated. Raises: DataError."""
-    config = run_of(seed, Conditions())
-    task = task_of(config)
-    probe = Probe(config, task, torch.device("cpu"))
+    run = run_of(seed, Conditions())
+    task = task_of(run)
+    probe = Probe(run, task, torch.device("cpu"))
     return Studio(seed, task, Probes([probe]), probe.x, each)
 
 
@@ -213,12 +213,12 @@ def _cast(studio: Studio, begun: _Begun, conditions: Conditions, there: Sequence
     """The workers that train, each with its state."""
     if not there:
         return []
-    config = run_of(studio.seed, conditions)
+    run = run_of(studio.seed, conditions)
 
     def membership(i: int) -> Membership:
         return Membership(lambda round, fragment: conditions.side_of(i))
 
-    everyone, cast = _crew(studio, config, membership), list[Worker]()
+    everyone, cast = _crew(studio, run, membership), list[Worker]()
     for i in there:
         worker, state = (
             everyone[i],
@@ -230,7 +230,7 @@ def _cast(studio: Studio, begun: _Begun, conditions: Conditions, there: Sequence
             worker.replica.steps_taken = state["steps_taken"]
             # A loop initialises its outer state from the parameters.
             transport = worker.loop.fragments[0].transport
-            worker = Worker(worker.replica, config.in_rounds, transport, membership=membership(i))
+            worker = Worker(worker.replica, run.in_rounds, transport, membership=membership(i))
         else:
             worker.restore(state)
         cast.append(worker)
@@ -238,10 +238,10 @@ def _cast(studio: Studio, begun: _Begun, conditions: Conditions, there: Sequence
 
 
 def _crew(
-    studio: Studio, config: ResolvedRun, membership: Callable[[int], Membership] = lambda worker: EVERYONE
+    studio: Studio, run: ResolvedRun, membership: Callable[[int], Membership] = lambda worker: EVERYONE
 ) -> list[Worker]:
     transport = MemoryNetwork(WORKERS).transport
-    return make_workers(config, studio.task, config.in_rounds, studio.like, transport, membership=membership)
+    return make_workers(run, studio.task, run.in_rounds, studio.like, transport, membership=membership)
 
 
 @functools.lru_cache(maxsize=256)

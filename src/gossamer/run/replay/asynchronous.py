@@ -66,44 +66,46 @@ Key = tuple[int, ...]
 _NEVER = 1 << 31
 
 
-def replay_asynchronous(config: ResolvedRun, folder: Path, recorded: Path) -> Result:
+def replay_asynchronous(run: ResolvedRun, folder: Path, recorded: Path) -> Result:
     """Replays the run in the folder `recorded` and records it in `folder`, as far as its events go.
 
     Raises: ConfigError when the record is of another run or of none, or `folder` holds one; DataError for a record that
         contradicts itself.
     Cost: the models of all workers, and messages still to be received.
     """
-    must_be_record_of(config, recorded)
+    must_be_record_of(run, recorded)
     order = read_order(recorded)
     if not order:
         raise ConfigError(
             f"'{recorded}' has no order of events (order-*.jsonl), which gossamer train writes where nobody waits; a "
             "simulation is repeated by gossamer simulate alone"
         )
-    if strangers := [i for i in order if i >= config.workers]:
+    if strangers := [i for i in order if i >= run.workers]:
         raise DataError(
-            f"'{recorded}' has events of worker {strangers[0]} of {config.workers}; restore the files of the run"
+            f"'{recorded}' has events of worker {strangers[0]} of {run.workers}; restore the files of the run"
         )
-    must_not_have_changed(config, recorded, "which of its workers' events came before is not recorded")
-    _must_be_whole(config, recorded, order)
-    began, run = time.perf_counter(), _Run(config, folder, threads_of(config, recorded))
-    must_have_inputs(config, run.task, recorded, "repeat")
-    run.compute(recorded, order)
+    must_not_have_changed(run, recorded, "which of its workers' events came before is not recorded")
+    _must_be_whole(run, recorded, order)
+    began, replayed = time.perf_counter(), _Replayed(run, folder, threads_of(run, recorded))
+    must_have_inputs(run, replayed.task, recorded, "repeat")
+    replayed.compute(recorded, order)
     for path in sorted(recorded.glob("order-*.jsonl")):
         shutil.copyfile(path, folder / path.name)
-    return Result(run.loss, run.tokens, run.tokens / (time.perf_counter() - began), {HERE: run.time_s})
+    return Result(
+        replayed.loss, replayed.tokens, replayed.tokens / (time.perf_counter() - began), {HERE: replayed.time_s}
+    )
 
 
-def _must_be_whole(config: ResolvedRun, recorded: Path, order: Mapping[int, Sequence[OrderLife]]) -> None:
+def _must_be_whole(run: ResolvedRun, recorded: Path, order: Mapping[int, Sequence[OrderLife]]) -> None:
     """Raises DataError where the newest checkpoint of a worker is of later events than its record has.
 
     Rounds do not show it: a worker saves after a phase, and may be killed before it records the next.
     """
     store, events = recorded / "checkpoints", {one.life: len(one.events) for some in order.values() for one in some}
     for slot in order:
-        for round in checkpoint.rounds(store, slot, config.lineage)[-1:]:
+        for round in checkpoint.rounds(store, slot, run.lineage)[-1:]:
             try:
-                state = state_of(checkpoint.load(store, round, slot, config.lineage), round, limits_of(config))
+                state = state_of(checkpoint.load(store, round, slot, run.lineage), round, limits_of(run))
             except CheckpointError:  # damage is reported elsewhere, and does not concern the record
                 continue
             worker, life, place = state.source
@@ -111,17 +113,17 @@ def _must_be_whole(config: ResolvedRun, recorded: Path, order: Mapping[int, Sequ
                 raise ends_early(recorded / f"order{worker_suffix(worker)}.jsonl", round, f"worker {slot}")
 
 
-class _Run:
+class _Replayed:
     """A replayed run with its record: the messages and states shared by its processes, and their output."""
 
     record: RunFolder
     events: EventWriter
     messages: "_Messages"
 
-    def __init__(self, config: ResolvedRun, folder: Path, threads: Threads) -> None:
-        self.config, self.folder, self.lineage, self._threads = config, folder, config.lineage, threads
-        self.task, self._device = task_of(config), one_device(config.run.device)
-        self._probe = Probe(config, self.task, self._device)
+    def __init__(self, run: ResolvedRun, folder: Path, threads: Threads) -> None:
+        self.run, self.folder, self.lineage, self._threads = run, folder, run.lineage, threads
+        self.task, self._device = task_of(run), one_device(run.loop.device)
+        self._probe = Probe(run, self.task, self._device)
         self._probe.threads = threads.at(0, 0)
         self.states: dict[Source, bytes | None] = {}
         """Initial states of processes; None for one not computed yet."""
@@ -129,30 +131,28 @@ class _Run:
 
     def replica(self, slot: int, round: int) -> Replica:
         """A worker's replica at the start of the run, for a process that begins in this round."""
-        replica = Replica(slot, self.config.unpaced(), self.task, self._device)
+        replica = Replica(slot, self.run.unpaced(), self.task, self._device)
         replica.threads = self._threads.at(slot, round)
         return replica
 
     def compute(self, recorded: Path, order: Mapping[int, list[OrderLife]]) -> None:
         """Processes all events."""
-        config, probe, n = self.config, self._probe, self.config.workers
-        make = _PairReplay if isinstance(self.config.method, InPairs) else _Gossip
+        run, probe, n = self.run, self._probe, self.run.workers
+        make = _PairReplay if isinstance(self.run.method, InPairs) else _Gossip
         processes = [
             make(self, slot, one, lives[k + 1 :], recorded / f"order{worker_suffix(slot)}.jsonl")
             for slot, lives in sorted(order.items())
             for k, one in enumerate(lives)
         ]
         self.states = {one.begun.source: None for lives in order.values() for one in lives if one.begun.source}
-        self.messages = _Messages(config, processes)
+        self.messages = _Messages(run, processes)
         last: dict[int, _Process[Any]] = {one.slot: one for one in processes}
         with (
-            RunFolder(
-                self.folder, config.document, config.record, threads=(self._threads, config.owners.stop)
-            ) as self.record,
+            RunFolder(self.folder, run.document, run.record, threads=(self._threads, run.owners.stop)) as self.record,
             EventWriter(self.folder, network=HERE, workers=n) as self.events,
         ):
-            note_inputs(config, self.task, self.folder, None)
-            if config.run.eval_every:
+            note_inputs(run, self.task, self.folder, None)
+            if run.loop.eval_every:
                 self._validate(0, [probe.x.clone()] * n, [probe.buffers] * n)
             for one, _ in follow(processes):
                 if not one.left and one is not last[one.slot]:
@@ -166,7 +166,7 @@ class _Run:
     def _validate(self, over: int, xs: Sequence[Tensor], buffers: Sequence[Sequence[Tensor]]) -> float:
         figures = assess(xs, Probes([self._probe]), buffers).figures()
         if over or not self.tokens:  # else it is in the first round, after validation of the initial values
-            step = over * self.config.full_steps
+            step = over * self.run.full_steps
             self.record.log("eval", round=over - 1, step=step, tokens=self.tokens, **figures)
         return figures["loss"]
 
@@ -174,8 +174,8 @@ class _Run:
 class _Messages:
     """Messages still to be received, as others decode them."""
 
-    def __init__(self, config: ResolvedRun, processes: Sequence["_Process[Any]"]) -> None:
-        self._options = LoopOptions(codec=config.method.codec, seed=config.seed)
+    def __init__(self, run: ResolvedRun, processes: Sequence["_Process[Any]"]) -> None:
+        self._options = LoopOptions(codec=run.method.codec, seed=run.seed)
         self._wanted = Counter(key for one in processes for event in one.left for key in one.needs(event))
         self._senders = {key: one.key for one in processes for event in one.left for key in one.sends(event)}
         self._held = dict[Key, Tree]()
@@ -215,9 +215,9 @@ class _Process(Actor["Entered | OrderEvent"], Generic[Core]):
     kinds: ClassVar[tuple[type, ...]]
     """The events of such a run, except begin and end."""
 
-    def __init__(self, run: _Run, slot: int, life: OrderLife, later: Sequence[OrderLife], file: Path) -> None:
+    def __init__(self, run: _Replayed, slot: int, life: OrderLife, later: Sequence[OrderLife], file: Path) -> None:
         super().__init__((slot, life.life), f"worker {slot}", file, [life.begun, *life.events])
-        self.slot, self.life, self.ended, self._run = slot, life.life, life.ended is not None, run
+        self.slot, self.life, self.ended, self._replayed = slot, life.life, life.ended is not None, run
         # The slot resumed from there, so this process's records from that round or phase on are void. A second resume
         # may go back further.
         self._void_round = min((other.begun.round for other in later), default=_NEVER)
@@ -236,19 +236,19 @@ class _Process(Actor["Entered | OrderEvent"], Generic[Core]):
     def missing(self, event: Entered | OrderEvent) -> Missing | None:
         """See `Actor`."""
         if isinstance(event, Entered):
-            if event.source is None or self._run.states[event.source] is not None:
+            if event.source is None or self._replayed.states[event.source] is not None:
                 return None
             worker, life, place = event.source
             why = f"it began with the state of worker {worker} after {place} events, which it never had"
             return Missing(why, (worker, life))
         if not isinstance(event, (*self.kinds, Finished)):
             raise Contradiction(f"a run like this one has no '{type(event).__name__.lower()}'")
-        reasons = (self._run.messages.missing(key) for key in self.needs(event))
+        reasons = (self._replayed.messages.missing(key) for key in self.needs(event))
         return next((one for one in reasons if one is not None), None)
 
     def take(self, event: Entered | OrderEvent) -> None:
         """See `Actor`."""
-        run = self._run
+        run = self._replayed
         run.time_s = max(run.time_s, event.time_s)
         if isinstance(event, Entered):
             self._begin(event)
@@ -277,7 +277,7 @@ class _Process(Actor["Entered | OrderEvent"], Generic[Core]):
         elif isinstance(event, Mixed | Learned):
             # A worker saves when it next checks the run's progress, in its next phase.
             reached = (one.round for one in self.left if isinstance(one, Published | Learned))
-            due = due_round(run.config, self.round, next(reached, self.round))
+            due = due_round(run.run, self.round, next(reached, self.round))
         if 0 < due <= self._void_round:
             save_state(run.lineage, run.folder, due, self.slot, self._state())
 
@@ -290,15 +290,15 @@ class _Process(Actor["Entered | OrderEvent"], Generic[Core]):
         return self.slot, self.life, self._taken
 
     def _begin(self, begun: Entered) -> None:
-        self.replica = self._run.replica(self.slot, begun.round)
+        self.replica = self._replayed.replica(self.slot, begun.round)
         self.core = self.new_core()
         if begun.source is not None:
-            state = self._run.states[begun.source]
+            state = self._replayed.states[begun.source]
             assert state is not None  # it was missing
-            adopt(state_of(unpacked(state), begun.round, limits_of(self._run.config)), self.core, self.replica)
+            adopt(state_of(unpacked(state), begun.round, limits_of(self._replayed.run)), self.core, self.replica)
 
     def _train(self, event: Published | Learned) -> None:
-        run, replica = self._run, self.replica
+        run, replica = self._replayed, self.replica
         self.round, self._phases, replica.round = event.round, event.number + 1, event.round
         report = replica.local_phase(event.number)
         self.trained(event)
@@ -334,10 +334,10 @@ class _Process(Actor["Entered | OrderEvent"], Generic[Core]):
 class _Gossip(_Process[GossipWorker]):
     kinds = (Published, Mixed)
 
-    def __init__(self, run: _Run, slot: int, life: OrderLife, later: Sequence[OrderLife], file: Path) -> None:
+    def __init__(self, run: _Replayed, slot: int, life: OrderLife, later: Sequence[OrderLife], file: Path) -> None:
         super().__init__(run, slot, life, later, file)
-        assert isinstance(run.config.method, Method)
-        self._method, self._own = run.config.method, dict[int, Tree]()
+        assert isinstance(run.run.method, Method)
+        self._method, self._own = run.run.method, dict[int, Tree]()
         # A published message depends on the peers, which are in the following mix event.
         self._alive = {event.number: event.alive for event in life.events if isinstance(event, Mixed)}
 
@@ -353,7 +353,7 @@ class _Gossip(_Process[GossipWorker]):
     def trained(self, event: Published) -> None:
         number, (key,) = event.number, self.sends(event)
         message = self.core.message(number, self._mixing(number))
-        self._own[number] = self._run.messages.keep(key, self.replica, message, number)
+        self._own[number] = self._replayed.messages.keep(key, self.replica, message, number)
 
     def exchange(self, event: Mixed | Finished) -> Iterable[tuple[str, int]]:
         if isinstance(event, Finished):
@@ -365,12 +365,12 @@ class _Gossip(_Process[GossipWorker]):
             raise Contradiction(f"after phase {number} it heard workers {sorted(peers)}, and {known} were its peers")
         # A mix depends on the versions of the peers' messages and the workers of the topology, not on the order of
         # arrival, as messages are summed in the order of the mixing matrix.
-        received = {key[0]: self._run.messages.take(key) for key in self.needs(event)}
+        received = {key[0]: self._replayed.messages.take(key) for key in self.needs(event)}
         self.core.mix(number, self._own.pop(number), received, mixing)
         return [("fetch", j) for j in peers]
 
     def _mixing(self, number: int) -> Mixing:
-        everyone = frozenset(range(self._run.config.workers))
+        everyone = frozenset(range(self._replayed.run.workers))
         alive = self._alive.get(number)
         alive = everyone if alive is None else alive
         if not {self.slot} <= alive <= everyone:
@@ -384,8 +384,8 @@ class _PairReplay(_Process[PairWorker]):
     kinds = (Learned, MeetingSent, Met)
 
     def new_core(self) -> PairWorker:
-        assert isinstance(self._run.config.method, InPairs)
-        return PairWorker(pair_rule_of(self._run.config.method), self.replica)
+        assert isinstance(self._replayed.run.method, InPairs)
+        return PairWorker(pair_rule_of(self._replayed.run.method), self.replica)
 
     def missing(self, event: Entered | OrderEvent) -> Missing | None:
         """See `Actor`."""
@@ -416,9 +416,9 @@ class _PairReplay(_Process[PairWorker]):
         if isinstance(event, MeetingSent):
             # The message is of this moment: phases that end between it and the meeting only count in the latter.
             (key,) = self.sends(event)
-            self._run.messages.keep(key, self.replica, self.core.tell(), event.number, event.starter)
+            self._replayed.messages.keep(key, self.replica, self.core.tell(), event.number, event.starter)
             return []
-        sent, received = map(self._run.messages.take, self.needs(event))
+        sent, received = map(self._replayed.messages.take, self.needs(event))
         assert isinstance(sent, Tensor) and isinstance(received, Tensor)
         self.core.meet(sent, received)
         return [("meet", event.peer)]

@@ -85,31 +85,31 @@ def audit(
     """
     changed_code(settings_in(folder), folder, "repeat", speaks=False)
     real = any(folder.glob("metrics-[0-9]*.jsonl"))
-    config = _repeatable(recorded_run(folder, parts, real=real), folder, real=real)
+    run = _repeatable(recorded_run(folder, parts, real=real), folder, real=real)
     recorded = _hashes(folder)
     if not recorded:
         raise ConfigError(
             f"'{folder}' has no hashes to compare; train it again with --set record.hash=true, which records them"
         )
     first, last = (its if one is None else one for one, its in zip(rounds, (min(recorded), max(recorded)), strict=True))
-    if not 0 <= first <= last <= max(recorded) or not (worker is None or 0 <= worker < config.workers):
+    if not 0 <= first <= last <= max(recorded) or not (worker is None or 0 <= worker < run.workers):
         raise ConfigError(
             f"rounds {first}..{last} of {'all workers' if worker is None else f'worker {worker}'} were asked for, and recorded "
-            f"are rounds {min(recorded)}..{max(recorded)} of workers 0..{config.workers - 1}; name some of these"
+            f"are rounds {min(recorded)}..{max(recorded)} of workers 0..{run.workers - 1}; name some of these"
         )
-    some = _stretches(config, folder, real=real)
-    _must_be_of_this_run(recorded, folder, config.workers, max(one.config.rounds for one in some), real=real)
-    lives, lineage, device = read_outcomes(folder), lineage_of(config, folder), one_device(config.run.device)
+    some = _stretches(run, folder, real=real)
+    _must_be_of_this_run(recorded, folder, run.workers, max(one.run.rounds for one in some), real=real)
+    lives, lineage, device = read_outcomes(folder), lineage_of(run, folder), one_device(run.loop.device)
     if lives:
-        script = script_of(lives, config.in_rounds, max(one.config.rounds for one in some), config.seed, folder)
+        script = script_of(lives, run.in_rounds, max(one.run.rounds for one in some), run.seed, folder)
     else:
-        script = calm(config.timetable, config.workers, max(recorded) + 1)
+        script = calm(run.timetable, run.workers, max(recorded) + 1)
     sound = _sound_checkpoints(folder, sorted(script.lives), lineage)
     _must_be_whole(recorded, folder, script, sound, range(first, last + 1), worker, logged=bool(lives))
     snapshot = next(q for q in _candidates(sound, first) if _usable(script, q, sound))
-    task, threads = task_of(config), threads_of(config, folder)
-    must_have_inputs(config, task, folder, "repeat")
-    worker_threads, like = WorkerThreads(device, config, threads), Probe(config, task, device).x
+    task, threads = task_of(run), threads_of(run, folder)
+    must_have_inputs(run, task, folder, "repeat")
+    worker_threads, like = WorkerThreads(device, run, threads), Probe(run, task, device).x
     repeat = Repeat(some, task, script, folder, like, logged=bool(lives), threads=threads)
     repeat.restore(folder, snapshot, lineage)
     compared = 0
@@ -133,26 +133,26 @@ def audit(
     return Audit(first, last, snapshot, compared, None)
 
 
-def _repeatable(config: ResolvedRun, folder: Path, *, real: bool) -> ResolvedRun:
+def _repeatable(run: ResolvedRun, folder: Path, *, real: bool) -> ResolvedRun:
     """The run, with hashes. Raises ConfigError, with the reason, for one that cannot be repeated here."""
     here = this_machine()
 
     def refuse(why: str, instead: str) -> ConfigError:
         return ConfigError(f"the run in '{folder}' cannot be audited: {why}; {instead}")
 
-    if config.kind == "server":
+    if run.kind == "server":
         raise refuse(
             "a run with a server has no rounds of hashes",
             f"gossamer simulate RUN.toml --replay {folder} computes a real one again from its record",
         )
-    if config.event_driven:
+    if run.event_driven:
         raise refuse(
-            f"it is asynchronous ({config.kind}) and records no hashes",
+            f"it is asynchronous ({run.kind}) and records no hashes",
             f"simulate it again and compare, a real one with --replay {folder}",
         )
-    if config.run.adapt:
+    if run.loop.adapt:
         raise refuse("run.adapt chose its local steps by seconds, which are not repeated", "set run.adapt = false")
-    if real and config.run.reduction == "all_reduce":
+    if real and run.loop.reduction == "all_reduce":
         raise refuse(
             "run.reduction is 'all_reduce', whose order of summation is the backend's", "use run.reduction = 'ordered'"
         )
@@ -166,12 +166,12 @@ def _repeatable(config: ResolvedRun, folder: Path, *, real: bool) -> ResolvedRun
                 f"it was computed by torch {one.torch} on {one.processor} and here are torch {here.torch} and {here.processor}",
                 "audit it where it was computed",
             )
-    return replace(config, record=replace(config.record, hash=True))
+    return replace(run, record=replace(run.record, hash=True))
 
 
-def _stretches(config: ResolvedRun, folder: Path, *, real: bool) -> list[Stretch]:
+def _stretches(run: ResolvedRun, folder: Path, *, real: bool) -> list[Stretch]:
     """The stretches of a run, with hashes enabled in each."""
-    return [Stretch(first, replace(one, record=config.record)) for first, one in stretches(config, folder, real=real)]
+    return [Stretch(first, replace(one, record=run.record)) for first, one in stretches(run, folder, real=real)]
 
 
 def _hashes(folder: Path) -> Hashes:

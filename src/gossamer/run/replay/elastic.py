@@ -34,14 +34,14 @@ from gossamer.run.worker.worker import Worker
 from gossamer.transport.processes.launch import one_device
 
 
-def replay_elastic(config: ResolvedRun, folder: Path, recorded: Path) -> Result:
+def replay_elastic(run: ResolvedRun, folder: Path, recorded: Path) -> Result:
     """Replays the elastic run in the folder `recorded` and records it in `folder`, as far as its log goes.
 
     Raises: ConfigError when the record is of another run or of none, or `folder` holds one; DataError for a log that contradicts
         itself.
     Cost: as a simulation, and the states that workers took over.
     """
-    must_be_record_of(config, recorded)
+    must_be_record_of(run, recorded)
     lives = read_outcomes(recorded)
     if not lives:
         raise ConfigError(
@@ -52,7 +52,7 @@ def replay_elastic(config: ResolvedRun, folder: Path, recorded: Path) -> Result:
         behind = max(max(one.begun.after, *(done.round + 1 for done in one.rounds), 0) for one in some)
         if (newest := max(checkpoint.rounds(recorded / "checkpoints", slot), default=0)) > behind:
             raise ends_early(OUTCOMES.path(recorded, slot), newest, f"worker {slot}")
-    began, replay = time.perf_counter(), _Replay(config, folder, lives, recorded)
+    began, replay = time.perf_counter(), _Replay(run, folder, lives, recorded)
     replay.run()
     for path in sorted([*recorded.glob("outcomes-*.jsonl"), *recorded.glob("branches.json")]):
         shutil.copyfile(path, folder / path.name)
@@ -63,18 +63,18 @@ def replay_elastic(config: ResolvedRun, folder: Path, recorded: Path) -> Result:
 class _Replay:
     """A replayed elastic run, with its record."""
 
-    def __init__(self, config: ResolvedRun, folder: Path, lives: Mapping[int, Sequence[Life]], recorded: Path) -> None:
-        self._config, self._folder = config, folder
-        device, task, some = one_device(config.run.device), task_of(config), stretches(config, recorded, real=True)
-        must_have_inputs(config, task, recorded, "repeat")
+    def __init__(self, run: ResolvedRun, folder: Path, lives: Mapping[int, Sequence[Life]], recorded: Path) -> None:
+        self._run, self._folder = run, folder
+        device, task, some = one_device(run.loop.device), task_of(run), stretches(run, recorded, real=True)
+        must_have_inputs(run, task, recorded, "repeat")
         self._task = task
-        probe, method = Probe(config, task, device), config.in_rounds
-        self._threads = threads_of(config, recorded)
-        self._probes, self._worker_threads = Probes([probe]), WorkerThreads(device, config, self._threads)
+        probe, method = Probe(run, task, device), run.in_rounds
+        self._threads = threads_of(run, recorded)
+        self._probes, self._worker_threads = Probes([probe]), WorkerThreads(device, run, self._threads)
         probe.threads = self._threads.at(0, 0)
         self._sends_per_round = method.sends_per_round
-        rounds = max(one.config.rounds for one in some)
-        self._script = script_of(lives, method, rounds, config.seed, recorded)
+        rounds = max(one.run.rounds for one in some)
+        self._script = script_of(lives, method, rounds, run.seed, recorded)
         self._repeat = Repeat(some, task, self._script, recorded, probe.x, logged=True, threads=self._threads)
         self._present: list[Worker] = []
         self.loss = math.nan
@@ -82,51 +82,51 @@ class _Replay:
 
     def run(self) -> None:
         """Trains all rounds of the script, and records them."""
-        config, repeat = self._config, self._repeat
+        run, repeat = self._run, self._repeat
         with (
             self._worker_threads.opened(),
             RunFolder(
                 self._folder,
-                config.document,
-                config.record,
+                run.document,
+                run.record,
                 traced_per_round=self._sends_per_round,
-                threads=(self._threads, config.owners.stop),
+                threads=(self._threads, run.owners.stop),
             ) as record,
         ):
-            note_inputs(config, self._task, self._folder, None)
+            note_inputs(run, self._task, self._folder, None)
             journal = self._journal(record)
             if 0 in self._script.turns:
                 journal.begin()
             for round, reports in repeat.rounds(self._worker_threads.each):
-                if journal.config is not repeat.stretch.config:
+                if journal.run is not repeat.stretch.run:
                     journal = self._journal(record)
                 self._record(round, reports, journal)
             self.loss = self._validate()["loss"] if math.isnan(journal.loss) else journal.loss
 
     def tokens(self) -> int:
         """Tokens of the workers whose work was not lost."""
-        return sum(worker.replica.steps_taken for worker in self._repeat.workers) * self._config.step_tokens
+        return sum(worker.replica.steps_taken for worker in self._repeat.workers) * self._run.step_tokens
 
     def _journal(self, record: RunFolder) -> Journal:
         """The journal of a stretch of rounds with its settings."""
-        return Journal(self._repeat.stretch.config, lambda: record, self._validate, self._save_all)
+        return Journal(self._repeat.stretch.run, lambda: record, self._validate, self._save_all)
 
     def _record(self, round: int, reports: Reports, journal: Journal) -> None:
-        config, finished, turn = journal.config, round + 1, self._script.turns[round]
+        run, finished, turn = journal.run, round + 1, self._script.turns[round]
         for worker, report in reports:
             journal.log(worker, round, report)
         if reports:
             self._present = [worker for worker, _ in reports if worker.index not in turn.overruled]
-            journal.end_round(finished, step=config.timetable.begin(finished), tokens=self.tokens())
+            journal.end_round(finished, step=run.timetable.begin(finished), tokens=self.tokens())
         for slot, end in turn.ends.items():
             worker = self._repeat.workers[slot]
             for exchange in worker.loop.pop_rest():
                 exchange.finish()
                 worker.replica.recompute()
             if (
-                end.behind < config.rounds or not end.trained
+                end.behind < run.rounds or not end.trained
             ):  # a worker saves when it leaves, or when its peers have ended
-                self._save(worker, end.behind if end.left else config.rounds)
+                self._save(worker, end.behind if end.left else run.rounds)
 
     def _validate(self) -> dict[str, Any]:
         replicas = [worker.replica for worker in self._present or self._repeat.workers]
@@ -136,5 +136,5 @@ class _Replay:
         self._worker_threads.each(lambda worker: self._save(worker, finished), self._present)
 
     def _save(self, worker: Worker, finished: int) -> None:
-        lineage = self._repeat.stretch.config.lineage
+        lineage = self._repeat.stretch.run.lineage
         checkpoint.save(self._folder / "checkpoints", finished, worker.index, worker.state(), digest=lineage, keep=KEPT)

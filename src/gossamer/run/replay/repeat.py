@@ -64,7 +64,7 @@ class Repeat:
     ) -> None:
         self._threads, self._stretches = threads, some
         self.script, self.recorded, self._like, self._logged, self._given = script, recorded, like, logged, task
-        changed = next((one for one in some if one.config.run.elastic != some[0].config.run.elastic), None)
+        changed = next((one for one in some if one.run.loop.elastic != some[0].run.loop.elastic), None)
         if logged and changed is not None:
             raise ConfigError(
                 f"run.elastic changed after round {changed.first} of '{recorded}', and its log of outcomes has only the rounds "
@@ -72,7 +72,7 @@ class Repeat:
             )
         self.begins: Sequence[_BeginActor] = ()
         self.trained: _TrainingActor
-        self._slots = range(some[0].config.workers)
+        self._slots = range(some[0].run.workers)
         self._processes = [_Process(slot, script) for slot in self._slots]
         self._kept = defaultdict[tuple[int, int], list[bytes]](list)
         """By slot and completed rounds: the states taken over by others."""
@@ -121,7 +121,7 @@ class Repeat:
 
     def _adds_means(self, begun: Begun) -> bool:
         """Whether a process has added the means of rounds to the state with which it begins, as in a store."""
-        everyone = self._stretches[0].config.in_rounds.rule.needs == "everyone"
+        everyone = self._stretches[0].run.in_rounds.rule.needs == "everyone"
         return self._logged and everyone and begun.after < begun.round
 
     def _share(self, round: int, worker: Worker) -> None:
@@ -187,7 +187,7 @@ class Repeat:
         """Replaces the worker of a slot."""
         process = self._processes[slot] = _Process(slot, self.script, self._processes[slot].number)
         process.inner = self._network.transport(slot)
-        replica = Replica(slot, self.stretch.config.unpaced(), self._task, self._like.device)
+        replica = Replica(slot, self.stretch.run.unpaced(), self._task, self._like.device)
         self.workers[slot] = Worker(replica, self._method, process, membership=process.membership())
 
     def _take_over(self, slot: int, begun: Begun) -> None:
@@ -210,18 +210,18 @@ class Repeat:
 
     def _begin_stretch(self, there: Stretch) -> None:
         """Creates all workers with the settings of a stretch, as at the start of a run."""
-        self.stretch, config = there, there.config.unpaced()
+        self.stretch, run = there, there.run.unpaced()
         # An optimizer of the user may take its options from the settings.
-        self._task = self._given if there is self._stretches[-1] else task_of(there.config)
-        self._method: Method = config.in_rounds
-        self._network = MemoryNetwork(config.workers)
+        self._task = self._given if there is self._stretches[-1] else task_of(there.run)
+        self._method: Method = run.in_rounds
+        self._network = MemoryNetwork(run.workers)
         plain = [self._network.transport(slot) for slot in self._slots]
         for process, inner in zip(self._processes, plain, strict=True):
             process.inner = inner
         transports: Sequence[Transport] = self._processes if self._logged else plain
         membership = [one.membership() if self._logged else EVERYONE for one in self._processes]
         self.workers = make_workers(
-            config,
+            run,
             self._task,
             self._method,
             self._like,

@@ -28,30 +28,30 @@ def replay(resolved: Callable[[bool], ResolvedRun], folder: Path, recorded: Path
     """
     if read_branches(recorded) and not any(recorded.glob("outcomes-*.jsonl")):
         there, simulated = settings_in(recorded), not any(recorded.glob("metrics-[0-9]*.jsonl"))
-        calm = not there.event_driven and not there.run.elastic
-        if calm and not simulated and (there.run.adapt or there.run.reduction == "all_reduce"):
-            reason = "run.adapt follows its seconds" if there.run.adapt else "run.reduction is 'all_reduce'"
+        calm = not there.event_driven and not there.loop.elastic
+        if calm and not simulated and (there.loop.adapt or there.loop.reduction == "all_reduce"):
+            reason = "run.adapt follows its seconds" if there.loop.adapt else "run.reduction is 'all_reduce'"
             raise ConfigError(
                 f"'{recorded}' is a real run whose numbers no seed repeats ({reason}); simulate its run file"
             )
         if calm or simulated:
             return _resumed_alike(resolved(False), folder, recorded)
-    config = resolved(True)
+    run = resolved(True)
     replays = {"rounds": replay_elastic, "server": replay_server}
-    return replays.get(config.kind, replay_asynchronous)(config, folder, recorded)
+    return replays.get(run.kind, replay_asynchronous)(run, folder, recorded)
 
 
-def _resumed_alike(config: ResolvedRun, folder: Path, recorded: Path) -> Result:
+def _resumed_alike(run: ResolvedRun, folder: Path, recorded: Path) -> Result:
     """Replays a run determined by its settings, with the recorded settings of each round.
 
     It is simulated up to each change and resumed there, like the original, which had a checkpoint at that round.
     """
-    must_be_record_of(config, recorded)
-    some, result = stretches(config, recorded, real=False), None
-    for one, until in zip(some, [*(after.first for after in some[1:]), config.rounds], strict=True):
+    must_be_record_of(run, recorded)
+    some, result = stretches(run, recorded, real=False), None
+    for one, until in zip(some, [*(after.first for after in some[1:]), run.rounds], strict=True):
         if until > one.first:  # else the run was rewound past it, and no round has these settings
-            engine = engine_of(one.config, folder, resume=result is not None, recorded=recorded)
-            must_have_inputs(one.config, engine.task, recorded, "repeat")
+            engine = engine_of(one.run, folder, resume=result is not None, recorded=recorded)
+            must_have_inputs(one.run, engine.task, recorded, "repeat")
             with engine.opened():
                 while engine.finished < until:
                     engine.advance()

@@ -39,7 +39,7 @@ from gossamer.transport.processes.launch import one_device
 from gossamer.tree import nbytes
 
 
-def replay_server(config: ResolvedRun, folder: Path, recorded: Path) -> Result:
+def replay_server(run: ResolvedRun, folder: Path, recorded: Path) -> Result:
     """Replays the server run in the folder `recorded` and records it in `folder`.
 
     It ends where the record ends, so an interrupted run is replayed up to its interruption.
@@ -47,25 +47,25 @@ def replay_server(config: ResolvedRun, folder: Path, recorded: Path) -> Result:
     Raises: ConfigError when the record is of another run or `folder` holds one; DataError for an impossible record.
     Cost: parameters, gradients and inner state of every worker, and the state of the rule at each server.
     """
-    if config.kind != "server":
+    if run.kind != "server":
         raise ConfigError(
-            f"a replay needs a run with a [server], and '{config.name}' has none; give the run file of the server"
+            f"a replay needs a run with a [server], and '{run.name}' has none; give the run file of the server"
         )
     if any(recorded.glob("arrivals-*.jsonl")):  # regional servers
         raise ConfigError(
             f"'{recorded}' was recorded by 0.1.0 with real regions; this version replays servers without regions"
         )
-    threads = threads_of(config, recorded)
+    threads = threads_of(run, recorded)
     inputs, began = read_arrivals(recorded), time.perf_counter()
-    saved = checkpoint.rounds(recorded / "checkpoints", config.workers)
+    saved = checkpoint.rounds(recorded / "checkpoints", run.workers)
     unpushed = _Unpushed(inputs, recorded)
-    some = stretches(config, recorded, real=True)
+    some = stretches(run, recorded, real=True)
     settings, journal = [_settings(one, some, recorded) for one, _ in _processes(inputs)], None
     for now, (begin, lines) in zip(settings, _processes(inputs), strict=True):
         task = task_of(now)
         must_have_inputs(now, task, recorded, "repeat")
         probe = Probe(now, task, torch.device("cpu"))
-        probe.threads = threads.at(config.workers, begin.round)
+        probe.threads = threads.at(run.workers, begin.round)
         with (
             using_threads(probe.threads),
             open_session(now, folder, probe, begin.round or None, replays=threads) as session,
@@ -105,8 +105,8 @@ class _Unpushed:
 
 def _settings(begin: ServerInput, some: Sequence[Stretch], recorded: Path) -> ResolvedRun:
     """The settings of a process of the server. Raises ConfigError when it is of another run."""
-    candidates = [one.config for one in some if one.config.digest == begin.digest and one.first <= begin.round]
-    now = some[-1].config
+    candidates = [one.run for one in some if one.run.digest == begin.digest and one.first <= begin.round]
+    now = some[-1].run
     if not candidates or begin.workers != now.workers:
         must_be_record_of(now, recorded)  # names the difference
         raise ConfigError(
@@ -132,7 +132,7 @@ class _Server(Actor[ServerInput]):
     def __init__(
         self,
         session: ServerSession,
-        config: ResolvedRun,
+        run: ResolvedRun,
         task: Task,
         folder: Path,
         file: Path,
@@ -142,11 +142,11 @@ class _Server(Actor[ServerInput]):
         threads: Threads,
     ) -> None:
         super().__init__("server", "the server", file, lines)
-        self._session, self._config, self._task, self._folder = session, config, task, folder
+        self._session, self._run, self._task, self._folder = session, run, task, folder
         self._threads = threads
-        self._device = one_device(config.run.device)
+        self._device = one_device(run.loop.device)
         """The workers' device; the server computes on the host."""
-        self._options = LoopOptions(codec=config.with_server.codec, seed=config.seed)
+        self._options = LoopOptions(codec=run.with_server.codec, seed=run.seed)
         self._workers: dict[int, ServedWorker] = {}  # those that are present
         self._restored = {(item.worker, item.checkpoint) for item in inputs if item.event == "join"}
         self._joins: dict[int, ServerInput] = {}  # of workers without a starting point yet
@@ -166,7 +166,7 @@ class _Server(Actor[ServerInput]):
             raise Contradiction("it is none of such a server")
         if event.event == "tick":
             return None
-        if worker >= self._config.workers or (worker in self._workers) == (event.event == "join"):
+        if worker >= self._run.workers or (worker in self._workers) == (event.event == "join"):
             raise Contradiction("a worker joins once before it pushes or leaves")
         if event.event == "push" and core.expected_push(worker) != (event.phase, event.fragment):
             raise Contradiction(f"what it may push is phase and fragment {core.expected_push(worker)}")
@@ -208,7 +208,7 @@ class _Server(Actor[ServerInput]):
 
     def _join(self, item: ServerInput) -> None:
         worker, owned = item.worker, [item.checkpoint] if item.checkpoint else []
-        served = ServedWorker(worker, self._config.unpaced(), self._folder, self._task, self._device)
+        served = ServedWorker(worker, self._run.unpaced(), self._folder, self._task, self._device)
         self._workers[worker], self._joins[worker], self._present[worker] = served, item, item
         self._receive(self._session.join(worker, owned, item.time_s), item.time_s)
 

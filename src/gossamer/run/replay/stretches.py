@@ -21,15 +21,15 @@ class Stretch(NamedTuple):
 
     first: int
     """Its first round; it ends before the next stretch."""
-    config: ResolvedRun
+    run: ResolvedRun
 
 
-def stretches(config: ResolvedRun, folder: Path, *, real: bool) -> list[Stretch]:
+def stretches(run: ResolvedRun, folder: Path, *, real: bool) -> list[Stretch]:
     """The stretches of the run in a folder with these settings; differences between them and its record are kept.
 
     Args: `real` is as in `resolve`. Raises: DataError when the settings before a branch cannot be recovered.
     """
-    runs, branches = [config], read_branches(folder)
+    runs, branches = [run], read_branches(folder)
     for branch in reversed(branches):
         runs.insert(0, _before(branch, runs[0], folder, real=real))
     # A run rewound past a branch has it at the round of resumption: of two at one round the later counts.
@@ -41,10 +41,10 @@ def stretch_of(round: int, some: Sequence[Stretch]) -> Stretch:
     return [one for one in some if one.first <= round][-1]
 
 
-def must_not_have_changed(config: RunSettings, folder: Path, why: str) -> None:
+def must_not_have_changed(run: RunSettings, folder: Path, why: str) -> None:
     """Raises ConfigError where settings that affect results changed during a run of a kind that cannot be replayed then."""
     branches = read_branches(folder)
-    digests = [*(one["digest"] for one in branches), config.digest]
+    digests = [*(one["digest"] for one in branches), run.digest]
     if changed := [one for one, now in zip(branches, digests[1:], strict=True) if one["digest"] != now]:
         raise ConfigError(
             f"'{folder}' went on with other settings {described(changed[-1])}; {why}, so only a run whose settings stayed the "
@@ -52,9 +52,9 @@ def must_not_have_changed(config: RunSettings, folder: Path, why: str) -> None:
         )
 
 
-def _before(branch: Branch, config: ResolvedRun, folder: Path, *, real: bool) -> ResolvedRun:
+def _before(branch: Branch, run: ResolvedRun, folder: Path, *, real: bool) -> ResolvedRun:
     """The settings before a branch."""
-    document = parse_toml(config.document, "a run")
+    document = parse_toml(run.document, "a run")
     now, earlier = flat(document), dict[str, Any]()
     for key, (old, new) in branch["changes"].items():
         if not may_change(key):  # else the record could pass any option to the user's code
@@ -63,7 +63,7 @@ def _before(branch: Branch, config: ResolvedRun, folder: Path, *, real: bool) ->
             _remove(document, key)
             earlier |= {} if old is None else {key: old}
     try:
-        before = resolve_document(with_settings(document, earlier), config.parts, real=real)
+        before = resolve_document(with_settings(document, earlier), run.parts, real=real)
     except GossamerError as error:
         raise _unrecoverable(branch, folder, str(error)) from None
     if before.digest != branch["digest"]:

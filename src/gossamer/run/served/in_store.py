@@ -45,17 +45,17 @@ from gossamer.transport.sockets.letter import Letter, body_of
 log = logging.getLogger("gossamer")
 
 
-def train_served_in_store(config: ResolvedRun, folder: Path, url: str) -> None:
+def train_served_in_store(run: ResolvedRun, folder: Path, url: str) -> None:
     """Starts, joins or continues the run with a server in a store as one of its workers, until its end or until asked to leave.
 
     Raises: ConfigError, DataError, CheckpointError, PeerError, TrainingError.
     Cost: the state of the rule, in addition to that of a worker; it reads what all others push.
     """
-    with holding(folder, config.workers):
+    with holding(folder, run.workers):
         # How long a server expects workers that have not come is part of its decisions.
-        bucket, terms, task = open_store(config, url, {"server": True, "timeout_s": config.run.timeout_s})
+        bucket, terms, task = open_store(run, url, {"server": True, "timeout_s": run.loop.timeout_s})
         with leaving() as asked, contextlib.ExitStack() as open_:
-            one = _StoreWorker(config, folder, task, bucket, terms, asked)
+            one = _StoreWorker(run, folder, task, bucket, terms, asked)
             open_.callback(one.close)
             with renewing(one.attendance, bucket, one.over.wait):
                 one.live()
@@ -68,20 +68,20 @@ class _StoreWorker:
     """
 
     def __init__(
-        self, config: ResolvedRun, folder: Path, task: Task, bucket: Bucket, terms: StoreTerms, asked: Asked
+        self, run: ResolvedRun, folder: Path, task: Task, bucket: Bucket, terms: StoreTerms, asked: Asked
     ) -> None:
-        self._config, self._folder, self._task, self._bucket, self._asked = config, folder, task, bucket, asked
+        self._run, self._folder, self._task, self._bucket, self._asked = run, folder, task, bucket, asked
         self.over = threading.Event()
         """Set when all waits shall end."""
         self.attendance = ServerAttendance(terms, self, secrets.token_hex(16), time.monotonic)
-        self._probe = Probe(config, task, torch.device("cpu"))
-        self._form = WorkerLetters(self._probe, config)
+        self._probe = Probe(run, task, torch.device("cpu"))
+        self._form = WorkerLetters(self._probe, run)
         self._files = contextlib.ExitStack()
         self._opened: ServerSession | None = None
         self._replies, self._letters = deque[Reply](), deque[Letter]()
         self._state_due = False
         # A state has the parameters, the state of the rule, and the pushes that wait.
-        self._most_bytes = (128 + 8 * config.workers) * self._probe.x.numel() + (1 << 27)
+        self._most_bytes = (128 + 8 * run.workers) * self._probe.x.numel() + (1 << 27)
 
     def live(self) -> None:
         """Takes part until the end of the run, or until asked to leave."""
@@ -95,7 +95,7 @@ class _StoreWorker:
             break
         if self._session.is_finished:
             self._session.close(self._session.records.now_s)
-            say(f"the run in the store has ended after {self._config.rounds} rounds")
+            say(f"the run in the store has ended after {self._run.rounds} rounds")
 
     def close(self) -> None:
         """Ends all waits, and closes the files."""
@@ -106,12 +106,10 @@ class _StoreWorker:
         slot, life = self.attendance.slot, self.attendance.life
         # A hung process may hold the lock after it has lost its slot to this one.
         with holding(self._folder, slot, strict=False):
-            use_recorded_threads(self._config, self._folder, slot)
+            use_recorded_threads(self._run, self._folder, slot)
             self._replies.clear()
             self._letters.clear()
-            served = ServedWorker(
-                slot, self._config, self._folder, self._task, device_of(self._config.run.device, slot)
-            )
+            served = ServedWorker(slot, self._run, self._folder, self._task, device_of(self._run.loop.device, slot))
             # Its checkpoints count if no other process has had the slot since.
             last, claim = self._folder / "slot.txt", f"{slot} {self.attendance.lives.get(slot)}"
             owned = served.owned() if last.exists() and last.read_text(errors="replace").strip() == claim else []
@@ -120,7 +118,7 @@ class _StoreWorker:
             say(f"worker {slot} takes part in the run of the store, as number {life + 1} in its slot")
             self._asked.sentence = f"worker {slot} is asked to leave after its local phase"
             self._asked.left_s = lambda: served.learner.phase_left_s
-            take_part(self, served, self._config.with_server.codec, self._folder, self._asked.is_set)
+            take_part(self, served, self._run.with_server.codec, self._folder, self._asked.is_set)
             self._do(self.attendance.leave(finished=served.is_done))
 
     def _do(self, steps: Steps[T]) -> T:
@@ -166,7 +164,7 @@ class _StoreWorker:
         session, worker, now_s = self._session, event.worker, event.time_s
         before = session.journal.round
         if event.event == "join":
-            replies = session.join(worker, [r for r in event.owned if r < self._config.rounds], now_s)
+            replies = session.join(worker, [r for r in event.owned if r < self._run.rounds], now_s)
         elif event.event == "push":
             replies = self._push(event, message)
         elif event.event == "leave":
@@ -177,8 +175,8 @@ class _StoreWorker:
         session.records.check()
         if self.attendance.has_joined:
             self._replies.extend(reply for reply in replies if reply.peer == self.attendance.slot)
-        every = self._config.run.checkpoint_every
-        self._state_due = any(self._config.due(every, r) for r in range(before + 1, session.journal.round + 1))
+        every = self._run.loop.checkpoint_every
+        self._state_due = any(self._run.due(every, r) for r in range(before + 1, session.journal.round + 1))
 
     def _push(self, event: ServerEvent, message: memoryview) -> list[Reply]:
         """Takes a push; the worker of one that is none is gone, for all who read it."""
@@ -197,9 +195,9 @@ class _StoreWorker:
 
     def progress(self) -> tuple[int, list[int]]:
         """See `ServerWork`."""
-        config, core = self._config, self.core
-        steps = [core.phases(i) * config.local_steps_of(i) for i in range(config.workers)]
-        return config.rounds if core.is_finished else self._session.journal.round, steps
+        run, core = self._run, self.core
+        steps = [core.phases(i) * run.local_steps_of(i) for i in range(run.workers)]
+        return run.rounds if core.is_finished else self._session.journal.round, steps
 
     def is_state_due(self) -> bool:
         """See `ServerWork`."""
@@ -216,9 +214,9 @@ class _StoreWorker:
         state = unpacked(bytes(body))
         try:
             core, time_s = rebuilt(CoreState, state["core"]), float(state["time_s"])
-            within(core, worker=self._config.workers, fragment=self._config.fragments[0])
-            if not 0 < (round := int(state["round"])) < self._config.rounds:
-                raise ValueError(f"round {round} of {self._config.rounds}")
+            within(core, worker=self._run.workers, fragment=self._run.fragments[0])
+            if not 0 < (round := int(state["round"])) < self._run.rounds:
+                raise ValueError(f"round {round} of {self._run.rounds}")
             self._files.close()
             atomic_write(arrivals_file(self._folder), state["inputs"].numpy().tobytes())
             self._open(round).restore_whole(core, time_s)
@@ -238,7 +236,7 @@ class _StoreWorker:
         self._replies.clear()
         self._state_due = False
         # Validations are not made aside: training in this process has settings of torch that are common to all threads.
-        opened = open_session(self._config, self._folder, self._probe, start, takes_over=start > 0, aside=False)
+        opened = open_session(self._run, self._folder, self._probe, start, takes_over=start > 0, aside=False)
         self._opened = self._files.enter_context(opened)
-        note_inputs(self._config, self._task, self._folder, self._config.workers)
+        note_inputs(self._run, self._task, self._folder, self._run.workers)
         return self._opened

@@ -56,11 +56,11 @@ class ServerRecords:
     """
 
     def __init__(
-        self, config: RunSettings, files: ServerFiles, snapshots: Snapshots, *, begin_s: float, round: int, steps: int
+        self, run: RunSettings, files: ServerFiles, snapshots: Snapshots, *, begin_s: float, round: int, steps: int
     ) -> None:
         self.files = files
         self.record, self.events, self._arrivals, self._aside = files
-        self._config, self._snapshots = config, snapshots
+        self._run, self._snapshots = run, snapshots
         self._in_flight = Future[None]()
         self._in_flight.set_result(None)
         self._ended: dict[str, Any] = {}
@@ -73,8 +73,8 @@ class ServerRecords:
         """Rounds after which a recorded server saved on a stop request, for the replay."""
         self._stopped: int | None = None
         kept, folder = 3 if self._arrivals is None else 2, snapshots.folder
-        save = saver(lineage_of(config, folder), folder, lambda: [(config.workers, self._ended)], keep=kept)
-        self._journal = Journal(config, lambda: files.record, self._assess, save)
+        save = saver(lineage_of(run, folder), folder, lambda: [(run.workers, self._ended)], keep=kept)
+        self._journal = Journal(run, lambda: files.record, self._assess, save)
         self.journal = EventJournal(self._journal, lambda: files.events, end_round=self._end_round)
         self.journal.round, self.journal.steps = round, steps
 
@@ -94,7 +94,7 @@ class ServerRecords:
         if self._in_flight.done():
             self._in_flight.result()
             if self._stopped is not None:
-                done = f"{self._stopped} of {self._config.rounds}"
+                done = f"{self._stopped} of {self._run.rounds}"
                 raise KeyboardInterrupt(
                     f"stopped after round {done}, and saved; resume with --resume {self._snapshots.folder}"
                 )
@@ -114,9 +114,9 @@ class ServerRecords:
         """Schedules validation and saving of a completed round, after the previous one."""
         if self._stopped is not None:  # later rounds belong to the resumed process
             return
-        run, stops = self._config.run, self.asked() and finished < self._config.rounds
+        run, stops = self._run.loop, self.asked() and finished < self._run.rounds
         kept = stops or finished in self.stops
-        if not kept and not any(self._config.due(every, finished) for every in (run.eval_every, run.checkpoint_every)):
+        if not kept and not any(self._run.due(every, finished) for every in (run.eval_every, run.checkpoint_every)):
             return
         self._in_flight.result()  # the previous one still reads `_ended`, and checkpoints must be written in order
         self._ended = {**self._snapshots.state(), "time_s": self.now_s}
@@ -142,7 +142,7 @@ class ServerRecords:
 
 @contextlib.contextmanager
 def open_files(
-    config: RunSettings, folder: Path, start: int | None, *, replays: Threads | None = None, aside: bool = True
+    run: RunSettings, folder: Path, start: int | None, *, replays: Threads | None = None, aside: bool = True
 ) -> Iterator[ServerFiles]:
     """The files of a server process, which a replay writes for the workers as well.
 
@@ -152,11 +152,11 @@ def open_files(
         aside: whether to validate and save in another thread, where it is no replay.
     Raises: CheckpointError and ConfigError.
     """
-    n = config.workers
-    who, suffix, threads = (n, worker_suffix(n), None) if replays is None else (None, "", (replays, config.owners.stop))
+    n = run.workers
+    who, suffix, threads = (n, worker_suffix(n), None) if replays is None else (None, "", (replays, run.owners.stop))
     with contextlib.ExitStack() as files:
         record = files.enter_context(
-            RunFolder(folder, config.document, config.record, worker=who, resume_round=start, threads=threads)
+            RunFolder(folder, run.document, run.record, worker=who, resume_round=start, threads=threads)
         )
         events = files.enter_context(EventWriter(folder, network=HERE, workers=n, suffix=suffix, resume_round=start))
         arrivals = thread = None
@@ -169,15 +169,15 @@ def open_files(
         yield ServerFiles(record, events, arrivals, thread)
 
 
-def restored(config: RunSettings, folder: Path, start: int | None, *, loads: bool = True) -> dict[str, Any]:
+def restored(run: RunSettings, folder: Path, start: int | None, *, loads: bool = True) -> dict[str, Any]:
     """The server's checkpoint of a round, empty without one or where it is not to be loaded; later ones are removed.
 
     Raises: CheckpointError for one that is damaged or of a simulation.
     """
     if start is None:
         return {}
-    store, n = folder / "checkpoints", config.workers
-    saved: dict[str, Any] = checkpoint.load(store, start, n, lineage_of(config, folder)) if start and loads else {}
+    store, n = folder / "checkpoints", run.workers
+    saved: dict[str, Any] = checkpoint.load(store, start, n, lineage_of(run, folder)) if start and loads else {}
     if "run" in saved:
         raise CheckpointError(
             f"'{folder}' holds checkpoints of a simulation over virtual time, from which no real server goes on; go on with "

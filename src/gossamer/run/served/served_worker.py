@@ -93,15 +93,15 @@ class ServedWorker:
     def __init__(
         self,
         index: int,
-        config: RunSettings,
+        run: RunSettings,
         folder: Path,
         task: Task,
         device: torch.device,
         line: Lineage | None = None,
     ) -> None:
-        self.index, self.config = index, config
-        self.learner = Replica(index, config, task, device)
-        self._store, self._lineage = folder / "checkpoints", line or lineage_of(config, folder)
+        self.index, self.run = index, run
+        self.learner = Replica(index, run, task, device)
+        self._store, self._lineage = folder / "checkpoints", line or lineage_of(run, folder)
         self._damaged = 0
         """The newest round with a damaged checkpoint."""
         self._terms: Terms
@@ -110,7 +110,7 @@ class ServedWorker:
     @property
     def finished_rounds(self) -> int:
         """Completed rounds, as last reported by the server."""
-        return min(self._terms.round, self.config.rounds)
+        return min(self._terms.round, self.run.rounds)
 
     @property
     def phases(self) -> int:
@@ -138,7 +138,7 @@ class ServedWorker:
         if terms.again:
             checkpoint.rewind(self._store, terms.checkpoint, self.index, aside=self._damaged > terms.checkpoint)
             if terms.checkpoint:
-                warn_unverified(Store(self.config, self._store.parent), terms.checkpoint, [self.index])
+                warn_unverified(Store(self.run, self._store.parent), terms.checkpoint, [self.index])
                 self.learner.restore(checkpoint.load(self._store, terms.checkpoint, self.index, self._lineage))
         self._terms, self._worker = terms, ServerWorker(self.learner, self.learner.spans, starts)
 
@@ -148,7 +148,7 @@ class ServedWorker:
         report, push = self._worker.train(self._terms.phases)
         assert push is not None  # without overlap there is one after each phase
         assert isinstance(report, LocalPhase)
-        return Trained(self._terms.phases, min(self._terms.round, self.config.rounds - 1), report, push)
+        return Trained(self._terms.phases, min(self._terms.round, self.run.rounds - 1), report, push)
 
     def log(self, record: RunFolder, events: EventWriter, trained: Trained, start_s: float, end_s: float) -> None:
         """Writes a local phase into metrics and events."""
@@ -171,8 +171,8 @@ class ServedWorker:
         """Continues from the reply to a push, and saves if due; returns the newly completed rounds."""
         self._worker.receive(starts)
         self._terms = terms
-        finished = range(trained.round + 1, min(terms.round, self.config.rounds) + 1)
-        if any(self.config.due(self.config.run.checkpoint_every, r) for r in finished):
+        finished = range(trained.round + 1, min(terms.round, self.run.rounds) + 1)
+        if any(self.run.due(self.run.loop.checkpoint_every, r) for r in finished):
             checkpoint.save(self._store, finished[-1], self.index, self.learner.state(), digest=self._lineage)
         return finished
 
@@ -183,7 +183,7 @@ class ServedWorker:
             checkpoint.save(self._store, round, self.index, self.learner.state(), digest=self._lineage)
 
 
-def work(config: ResolvedRun, folder: Path, host: str, port: int, worker: int, *, resume: Resume = False) -> None:
+def work(run: ResolvedRun, folder: Path, host: str, port: int, worker: int, *, resume: Resume = False) -> None:
     """Trains one worker of the server at this address until no phase is left.
 
     Both ends authenticate with the secret of the run, from GOSSAMER_SECRET or the run folder. When the connection
@@ -196,42 +196,42 @@ def work(config: ResolvedRun, folder: Path, host: str, port: int, worker: int, *
         a stop request when its server is gone.
     Cost: one model, its gradients and inner state, and one starting point.
     """
-    use_threads(config)
-    if not 0 <= worker < config.workers:
+    use_threads(run)
+    if not 0 <= worker < run.workers:
         raise ConfigError(
-            f"--worker got {worker} but the run file has workers = {config.workers}; give 0 to {config.workers - 1}"
+            f"--worker got {worker} but the run file has workers = {run.workers}; give 0 to {run.workers - 1}"
         )
     if resume:
-        use_recorded_threads(config, folder, worker)
+        use_recorded_threads(run, folder, worker)
     # The server decides about duplicates; the lock only shows that this worker is running.
     with holding(folder, worker, strict=False):
-        _work(config, folder, host, port, worker, resume)
+        _work(run, folder, host, port, worker, resume)
 
 
-def _work(config: ResolvedRun, folder: Path, host: str, port: int, worker: int, resume: Resume) -> None:
-    method, keys, task = config.with_server, keys_for(config.peers, config.workers), task_of(config)
+def _work(run: ResolvedRun, folder: Path, host: str, port: int, worker: int, resume: Resume) -> None:
+    method, keys, task = run.with_server, keys_for(run.peers, run.workers), task_of(run)
     secret = folder_secret(folder) if keys is None else b""
-    key, settings = run_key(config, task), run_settings(config, task)
+    key, settings = run_key(run, task), run_settings(run, task)
     if resume:
-        must_have_inputs(config, task, folder, "resume")
-    patience, device = Patience(config.run.timeout_s), device_of(config.run.device, worker)
+        must_have_inputs(run, task, folder, "resume")
+    patience, device = Patience(run.loop.timeout_s), device_of(run.loop.device, worker)
     while True:
-        past = resumed(config, folder, resume)
+        past = resumed(run, folder, resume)
         # Created before the connection, as it takes seconds during which the server would wait; and again for each
         # connection, as the state of an aborted phase is dropped.
-        served = ServedWorker(worker, config, folder, task, device, past and past.lineage)
+        served = ServedWorker(worker, run, folder, task, device, past and past.lineage)
         hello = torch.tensor([first_batch(task, worker), *([0] * OWNED + served.owned())[-OWNED:]])
         client = connect(
             shown(host, port),
             secret=secret,
             run=key,
             me=worker,
-            limits=limits_of(config),
+            limits=limits_of(run),
             timeout_s=patience.left_s,
             settings=settings,
             keys=keys,
         )
-        client.channel.wait_at_most(config.run.timeout_s)
+        client.channel.wait_at_most(run.loop.timeout_s)
         was_asked = False
         try:
             with leaving(f"worker {worker} is asked to leave after its local phase") as asked:
@@ -247,7 +247,7 @@ def _work(config: ResolvedRun, folder: Path, host: str, port: int, worker: int, 
             if was_asked:
                 raise KeyboardInterrupt(f"worker {worker} was asked to leave: {error}") from None
             log.warning(
-                "%s; worker %d tries again for %g s, and trains this phase again", error, worker, config.run.timeout_s
+                "%s; worker %d tries again for %g s, and trains this phase again", error, worker, run.loop.timeout_s
             )
             patience.lost(client, error)
             resume = "auto"
@@ -271,14 +271,14 @@ def take_part(
         past: the settings that the run had before, where it is resumed.
         auto: whether the folder may hold the record of a run that starts again.
     """
-    config, worker = served.config, served.index
+    run, worker = served.run, served.index
     arrived = [_starting_point(client, served, p) for p in range(len(served.learner.spans))]
     terms = arrived[-1][1]
     served.join({p: start for p, (start, _) in enumerate(arrived)}, terms)
     # The server decides which rounds are valid, as its snapshot may be older than this worker's records.
     cut = terms.cut_round if terms.again else 0 if auto else None
     if auto and past is not None and not terms.again:
-        store = Store(config, folder)
+        store = Store(run, folder)
         must_lose_nothing(store, kept_by(store, [worker], past.lineage, past.before), past.before)
         checkpoint.rewind(store.path, 0, worker)
     if past is not None:
@@ -286,12 +286,12 @@ def take_part(
     void = served.uncounted(terms)
 
     with (
-        RunFolder(folder, config.document, config.record, worker=worker, resume_round=cut, void=void) as record,
+        RunFolder(folder, run.document, run.record, worker=worker, resume_round=cut, void=void) as record,
         EventWriter(
-            folder, network=HERE, workers=config.workers, suffix=worker_suffix(worker), resume_round=cut, void=void
+            folder, network=HERE, workers=run.workers, suffix=worker_suffix(worker), resume_round=cut, void=void
         ) as events,
     ):
-        note_inputs(config, served.learner.task, folder, worker)
+        note_inputs(run, served.learner.task, folder, worker)
         stopwatch = Stopwatch(worker, recorded_s(folder, worker, cut))
         _train(client, served, codec, terms, record, events, stopwatch, asked)
 
@@ -307,7 +307,7 @@ def _train(
     asked: Callable[[], bool],
 ) -> None:
     """Trains and pushes until no phase is left, or a stop is requested."""
-    config, spans = served.config, served.learner.spans
+    run, spans = served.run, served.learner.spans
     codecs = [fitted(codec, served.learner.layout.slice(*span)) for span in spans]
     # The server's clock, up to the letter's latency, so that events of all workers share one axis.
     early_s = terms.elapsed_us / 1e6 - time.monotonic()
@@ -318,7 +318,7 @@ def _train(
         ended_s = time.monotonic() + early_s
         served.log(record, events, trained, began_s, ended_s)
         must_be_finite({f"the message of worker {served.index} in its phase {number}": trained.push.message})
-        payload = encode(codecs[p], trained.push.message, random_key(config.seed, served.index, number, p, "codec"))
+        payload = encode(codecs[p], trained.push.message, random_key(run.seed, served.index, number, p, "codec"))
         packed = wire.pack_frames([frame.cpu() for frame in leaves(payload)])
         client.send(Letter(LetterKind.PUSH, served.index, Ticket(number, p), body=packed))
         sent_s = time.monotonic() + early_s
@@ -357,6 +357,6 @@ def _starting_point(client: ServerLink, served: ServedWorker, p: int, number: in
     like = [torch.empty(len(Terms._fields), dtype=torch.int64), torch.empty(last - first, device="meta")]
     body = client.receive(LetterKind.START, Ticket(0, p), wire.frames_bytes(like)).body
     numbers, x = wire.unpack_frames(body, like)
-    terms = decode_terms(numbers, limits_of(served.config))
+    terms = decode_terms(numbers, limits_of(served.run))
     must_be_finite({f"the starting point of phase {number} from the server": x})
     return StartingPoint(x, terms.updates), terms

@@ -50,7 +50,7 @@ from gossamer.tree import leaves, refill
 log = logging.getLogger("gossamer")
 
 
-def serve(config: ResolvedRun, folder: Path, host: str, port: int, *, resume: Resume = False) -> None:
+def serve(run: ResolvedRun, folder: Path, host: str, port: int, *, resume: Resume = False) -> None:
     """Serves workers until together they have taken all inner steps of the run.
 
     Workers authenticate with the secret of the run, from GOSSAMER_SECRET, or else from the run folder, where a new one
@@ -61,36 +61,36 @@ def serve(config: ResolvedRun, folder: Path, host: str, port: int, *, resume: Re
         KeyboardInterrupt on a stop signal, once the current round is over and saved, or no worker is connected.
     Cost: the rule's state; one message and one starting point per worker in flight.
     """
-    use_threads(config)
+    use_threads(run)
     if resume:
-        use_recorded_threads(config, folder, config.workers)
-    with holding(folder, config.workers):
-        _serve(config, folder, host, port, resume)
+        use_recorded_threads(run, folder, run.workers)
+    with holding(folder, run.workers):
+        _serve(run, folder, host, port, resume)
 
 
-def _serve(config: ResolvedRun, folder: Path, host: str, port: int, resume: Resume) -> None:
-    task, store = task_of(config), Store(config, folder)
-    probe, past = Probe(config, task, torch.device("cpu")), resumed(config, folder, resume)
-    start = begin_or_resume(store, task, past, alone(store, past, [config.workers]))
-    if start.round == config.rounds:
+def _serve(run: ResolvedRun, folder: Path, host: str, port: int, resume: Resume) -> None:
+    task, store = task_of(run), Store(run, folder)
+    probe, past = Probe(run, task, torch.device("cpu")), resumed(run, folder, resume)
+    start = begin_or_resume(store, task, past, alone(store, past, [run.workers]))
+    if start.round == run.rounds:
         return
-    start.go_on([config.workers])
-    keys = keys_for(config.peers, config.workers)
+    start.go_on([run.workers])
+    keys = keys_for(run.peers, run.workers)
     secret = folder_secret(folder, make=True) if keys is None else b""
     if keys is None and not environment_secret():
         log.warning(
             "the workers need the secret of the run: copy '%s' into the run folder of each machine",
             folder / SECRET_FILE,
         )
-    key, settings = run_key(config, task), run_settings(config, task)
+    key, settings = run_key(run, task), run_settings(run, task)
     with (
         leaving("the server is asked to save and to end after its round") as asked,
-        open_session(config, folder, probe, start.cut) as session,
+        open_session(run, folder, probe, start.cut) as session,
         listener_at(host, port) as listener,
     ):
-        note_inputs(config, task, folder, config.workers)
-        endpoint = Endpoint(listener, key, secret, config.run.timeout_s, keys=keys)
-        protocol = WorkerLetters(probe, config)
+        note_inputs(run, task, folder, run.workers)
+        endpoint = Endpoint(listener, key, secret, run.loop.timeout_s, keys=keys)
+        protocol = WorkerLetters(probe, run)
         server = ConnectionServer(endpoint, protocol, settings)
         try:
             server.open()
@@ -114,10 +114,10 @@ class WorkerLetters:
 
     hello_bytes = HELLO_BYTES
 
-    def __init__(self, probe: Probe, config: ResolvedRun) -> None:
-        layout, spans = arrange(layout_of(probe.model), *config.fragments)
-        self.limits = limits_of(config)
-        self._codecs = [fitted(config.method.codec, layout.slice(*span)) for span in spans]
+    def __init__(self, probe: Probe, run: ResolvedRun) -> None:
+        layout, spans = arrange(layout_of(probe.model), *run.fragments)
+        self.limits = limits_of(run)
+        self._codecs = [fitted(run.method.codec, layout.slice(*span)) for span in spans]
         self._likes = [torch.empty(b - a) for a, b in spans]
         self._payloads = [payload_like(codec, like) for codec, like in zip(self._codecs, self._likes, strict=True)]
         self._begin_with: dict[int, int] = {}

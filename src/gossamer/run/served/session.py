@@ -53,15 +53,15 @@ class ServerSession:
         resumed: completed rounds when the run was resumed; None if it was not.
     """
 
-    def __init__(self, config: ResolvedRun, core: ServerCore, records: ServerRecords, resumed: int | None) -> None:
-        self.config, self.core, self.records, self.journal = config, core, records, records.journal
+    def __init__(self, run: ResolvedRun, core: ServerCore, records: ServerRecords, resumed: int | None) -> None:
+        self.run, self.core, self.records, self.journal = run, core, records, records.journal
         self._resumed = resumed
         self._joined: dict[int, Terms] = {}  # of workers that have joined without a starting point yet
-        self._local_steps = [config.local_steps_of(i) for i in range(config.workers)]
+        self._local_steps = [run.local_steps_of(i) for i in range(run.workers)]
 
     def join(self, worker: int, owned: Sequence[int], now_s: float) -> list[Reply]:
         """A worker joins that has checkpoints of the rounds `owned`."""
-        again, rounds = self.core.joins(worker) > 0, self.config.rounds
+        again, rounds = self.core.joins(worker) > 0, self.run.rounds
         cut = rounds if self._resumed is None or self.core.seen(worker) else self._resumed
         restored = max((r for r in owned if 0 < r <= cut), default=0) if again else 0
         self.records.write("join", now_s, worker=worker, checkpoint=restored)
@@ -75,7 +75,7 @@ class ServerSession:
         phase, _ = self.core.expected_push(worker) or (0, 0)
         self.records.write("push", now_s, worker=worker, phase=phase, fragment=fragment)
         self.records.log(Transfer("push", start_s, now_s, worker, SERVER, fragment, size))
-        push = self.core.counted(worker, fragment, message, self.config.step_tokens)
+        push = self.core.counted(worker, fragment, message, self.run.step_tokens)
         return self._perform(self.core.push(worker, push, now_s))
 
     def hear(self, worker: int, content: Pushed, now_s: float) -> list[Reply]:
@@ -119,7 +119,7 @@ class ServerSession:
     @property
     def progress(self) -> str:
         """The progress of the run, in words."""
-        return f"{self.core.absorbed_steps} of {self.config.workers * self.config.run.steps} inner steps are done"
+        return f"{self.core.absorbed_steps} of {self.run.workers * self.run.loop.steps} inner steps are done"
 
     def close(self, now_s: float) -> None:
         """Validates and saves after the last round."""
@@ -129,12 +129,12 @@ class ServerSession:
         replies: list[Reply] = []
         for action in actions:
             if isinstance(action, Update):
-                self.journal.tokens = self.core.absorbed_steps * self.config.step_tokens
+                self.journal.tokens = self.core.absorbed_steps * self.run.step_tokens
                 self.records.log(action, self._local_steps)
             elif isinstance(action, Send):
-                none = Terms(0, 0, 0, 0, 0, self.config.rounds, 0, 0)
+                none = Terms(0, 0, 0, 0, 0, self.run.rounds, 0, 0)
                 terms = self._joined.pop(action.worker, none)._replace(
-                    round=action.absorbed_steps // (self.config.workers * self.config.full_steps),
+                    round=action.absorbed_steps // (self.run.workers * self.run.full_steps),
                     go=int(action.go),
                     phases=action.phases,
                     elapsed_us=int(self.records.now_s * 1e6),
@@ -145,7 +145,7 @@ class ServerSession:
 
 @contextlib.contextmanager
 def open_session(
-    config: ResolvedRun,
+    run: ResolvedRun,
     folder: Path,
     probe: Probe,
     start: int | None,
@@ -162,26 +162,26 @@ def open_session(
         takes_over: whether `restore_whole` follows, in place of that checkpoint; the log has the inputs up to there.
         aside: whether to validate and save in another thread.
     """
-    n = config.workers
-    saved = restored(config, folder, start, loads=not takes_over)  # before its files are truncated to that round
-    with open_files(config, folder, start, replays=replays, aside=aside) as files:
+    n = run.workers
+    saved = restored(run, folder, start, loads=not takes_over)  # before its files are truncated to that round
+    with open_files(run, folder, start, replays=replays, aside=aside) as files:
         begin_s = saved.get("time_s", 0.0)
-        layout, spans = arrange(layout_of(probe.model), *config.fragments)
+        layout, spans = arrange(layout_of(probe.model), *run.fragments)
         core = ServerCore(
-            config.with_server.rule,
+            run.with_server.rule,
             probe.x.clone(),
             layout,
             spans,
-            [config.local_steps_of(i) for i in range(n)],
-            budget=Budget(n * config.run.steps),
-            expected_until_s=begin_s + config.run.timeout_s,
+            [run.local_steps_of(i) for i in range(n)],
+            budget=Budget(n * run.loop.steps),
+            expected_until_s=begin_s + run.loop.timeout_s,
         )
         if saved:
             core.restore(saved)
         snapshots = Snapshots(folder, probe, core.state)
-        records = ServerRecords(config, files, snapshots, begin_s=begin_s, round=start or 0, steps=core.absorbed_steps)
+        records = ServerRecords(run, files, snapshots, begin_s=begin_s, round=start or 0, steps=core.absorbed_steps)
         if not takes_over:
-            records.write("serve", begin_s, workers=n, round=start or 0, digest=config.digest)
+            records.write("serve", begin_s, workers=n, round=start or 0, digest=run.digest)
         if not start:
             records.begin()
-        yield ServerSession(config, core, records, None if takes_over else start or None)
+        yield ServerSession(run, core, records, None if takes_over else start or None)

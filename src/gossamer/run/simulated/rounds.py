@@ -63,30 +63,28 @@ class Rounds:
 
     _record: RunFolder
 
-    def __init__(
-        self, config: ResolvedRun, folder: Path, *, resume: Resume = False, recorded: Path | None = None
-    ) -> None:
-        m = config.in_rounds
-        for sentence in config.warnings:
+    def __init__(self, run: ResolvedRun, folder: Path, *, resume: Resume = False, recorded: Path | None = None) -> None:
+        m = run.in_rounds
+        for sentence in run.warnings:
             log.warning(sentence)
-        self.config, self.folder, device = config, folder, one_device(config.run.device)
-        self.task, self._threads = task_of(config), threads_of(config, recorded or (folder if resume else None))
-        probe = Probe(config, self.task, device)
-        mailboxes, together = MemoryNetwork(config.workers), Together(config.workers)
-        self.workers = make_workers(config, self.task, m, probe.x, mailboxes.transport, together)
+        self.run, self.folder, device = run, folder, one_device(run.loop.device)
+        self.task, self._threads = task_of(run), threads_of(run, recorded or (folder if resume else None))
+        probe = Probe(run, self.task, device)
+        mailboxes, together = MemoryNetwork(run.workers), Together(run.workers)
+        self.workers = make_workers(run, self.task, m, probe.x, mailboxes.transport, together)
         self._sends_per_round = m.sends_per_round
-        start, lineage = _started(self.workers, Store(config, folder), resumed(config, folder, resume))
+        start, lineage = _started(self.workers, Store(run, folder), resumed(run, folder, resume))
         self.finished, self._cut = start.round, start.cut
-        self._worker_threads = WorkerThreads(device, config, self._threads)
-        self._train = Stacks(self.workers, config.run.batched).train if config.run.batched > 1 else train_each
+        self._worker_threads = WorkerThreads(device, run, self._threads)
+        self._train = Stacks(self.workers, run.loop.batched).train if run.loop.batched > 1 else train_each
         for worker in self.workers:
             worker.replica.turns = self._worker_threads.turns
-        probes = [probe, *(Probe(config, self.task, device) for _ in range(self._worker_threads.count - 1))]
+        probes = [probe, *(Probe(run, self.task, device) for _ in range(self._worker_threads.count - 1))]
         for one in probes:
             one.turns = self._worker_threads.turns
         self._all_probes, self._probes = probes, Probes(probes, self._worker_threads.each)
         self._journal = Journal(
-            config,
+            run,
             lambda: self._record,
             lambda: self._assessed().figures(),
             lambda finished: _save(self.workers, folder, finished, lineage, self._worker_threads.each),
@@ -96,22 +94,22 @@ class Rounds:
     @contextmanager
     def opened(self) -> Iterator[None]:
         """Opens the files of the run and starts the threads."""
-        config = self.config
+        run = self.run
         self._take_threads()
         with (
             self._worker_threads.opened(),
             RunFolder(
                 self.folder,
-                config.document,
-                config.record,
+                run.document,
+                run.record,
                 resume_round=self._cut,
                 traced_per_round=self._sends_per_round,
-                threads=(self._threads, config.owners.stop),
-                computes=self.finished < config.rounds,
+                threads=(self._threads, run.owners.stop),
+                computes=self.finished < run.rounds,
             ) as self._record,
         ):
-            note_inputs(config, self.task, self.folder, None)
-            write_pipeline(self.folder, pipeline_work(config, self.workers[0].replica.layout))
+            note_inputs(run, self.task, self.folder, None)
+            write_pipeline(self.folder, pipeline_work(run, self.workers[0].replica.layout))
             if self.finished == 0:
                 self._journal.begin()
             yield
@@ -119,7 +117,7 @@ class Rounds:
 
     def advance(self) -> None:
         """Trains the next round. Raises TrainingError when a number is not finite; DataError when a stream cannot be read."""
-        config, workers, round = self.config, self.workers, self.finished
+        run, workers, round = self.run, self.workers, self.finished
         try:
             for worker in workers:
                 worker.replica.read_ahead(round)
@@ -134,9 +132,9 @@ class Rounds:
         self._busy_s += time.perf_counter() - began
         for worker, report in zip(workers, reports, strict=True):
             self._journal.log(worker, round, report)
-        if config.network is not None and finished < config.rounds:
-            _adapt(config.network, workers, round, reports)
-        self._journal.end_round(finished, step=config.timetable.begin(finished), tokens=_tokens(workers))
+        if run.network is not None and finished < run.rounds:
+            _adapt(run.network, workers, round, reports)
+        self._journal.end_round(finished, step=run.timetable.begin(finished), tokens=_tokens(workers))
         self.finished = finished
 
     def _take_threads(self) -> None:
@@ -154,11 +152,11 @@ class Rounds:
         """The figures of the rounds so far; after the last, the mean model is published."""
         loss = self._assessed().loss if math.isnan(self._journal.loss) else self._journal.loss
         layout = self.workers[0].replica.layout
-        steps = {name: in_stages(network, self.config, layout) for name, network in self.config.networks.items()}
+        steps = {name: in_stages(network, self.run, layout) for name, network in self.run.networks.items()}
         time_s = _record_seconds(self._record, steps, self._sends_per_round)
-        if self.finished == self.config.rounds and self.config.record.export:
+        if self.finished == self.run.rounds and self.run.record.export:
             union, buffers = union_of(self.task, self.models()), mean_buffers(self.buffers())
-            publish(self.config, self.task, union, self.folder, buffers, finished=self.finished, loss=loss)
+            publish(self.run, self.task, union, self.folder, buffers, finished=self.finished, loss=loss)
         tokens = _tokens(self.workers)
         return Result(loss, tokens, (tokens - self._before) / self._busy_s if self._busy_s else 0.0, time_s)
 
@@ -175,7 +173,7 @@ class Rounds:
 
 
 def make_workers(
-    config: RunSettings,
+    run: RunSettings,
     task: Task,
     m: Method,
     like: Tensor,
@@ -193,10 +191,10 @@ def make_workers(
     Raises: ConfigError unless they start alike.
     """
     if task.holding is not None:
-        replicas = [Replica(i, config, task, like.device) for i in range(config.workers)]
+        replicas = [Replica(i, run, task, like.device) for i in range(run.workers)]
     else:
-        stacked = torch.empty(config.workers, like.numel(), dtype=like.dtype, device=like.device)
-        replicas = [Replica(i, config, task, like.device, x) for i, x in enumerate(stacked)]
+        stacked = torch.empty(run.workers, like.numel(), dtype=like.dtype, device=like.device)
+        replicas = [Replica(i, run, task, like.device, x) for i, x in enumerate(stacked)]
         must_start_alike(replicas)
     return [
         Worker(one, m, transport(one.index), together=together, membership=membership(one.index)) for one in replicas
@@ -205,17 +203,17 @@ def make_workers(
 
 def _tokens(workers: Sequence[Worker]) -> int:
     """The tokens that all workers have trained on."""
-    return sum(worker.replica.steps_taken for worker in workers) * workers[0].config.step_tokens
+    return sum(worker.replica.steps_taken for worker in workers) * workers[0].run.step_tokens
 
 
 def _started(workers: Sequence[Worker], store: Store, past: History | None) -> tuple[Start, Lineage]:
     """The start of all workers, with restored state, and the lineage of checkpoints. Raises: as `begin_or_resume`."""
-    owners, task = store.config.owners, workers[0].replica.task
+    owners, task = store.run.owners, workers[0].replica.task
     start = begin_or_resume(store, task, past, alone(store, past, owners))
 
     def restore(i: int, line: Lineage) -> None:
         workers[i].restore(store.load(task, start.round, i, line))
-        store.take_over(i, start.round, workers[i].state(), line, store.config.lineage)
+        store.take_over(i, start.round, workers[i].state(), line, store.run.lineage)
 
     lineage = start.go_on(owners, restore)
     for owner in owners if past is not None else ():
@@ -255,7 +253,7 @@ def train_together(workers: Sequence[Worker], round: int, each: Each, train: Tra
         each(lambda turn: turn[0].receive(turn[1]), turns)
     if workers:
         step_on_gradients([worker.replica for worker in workers], round, each)
-    if workers and round + 1 == workers[0].config.rounds:
+    if workers and round + 1 == workers[0].run.rounds:
         for key in dict.fromkeys(key for worker in workers for key in worker.loop.rest()):
             _finish(key, workers, each)
         each(lambda worker: worker.replica.recompute(), workers)

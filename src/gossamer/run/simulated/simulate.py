@@ -123,22 +123,20 @@ def simulate_until_asked(
         return simulation.go_on(until, asked=asked, is_held=True)
 
 
-def _must_fit(config: ResolvedRun) -> None:
+def _must_fit(run: ResolvedRun) -> None:
     """Raises ConfigError where a batch, or the persistent state of all workers, exceeds this machine's memory."""
-    must_fit_memory(config.data)
-    must_fit_memory(config.data, config.run.eval_batches)
+    must_fit_memory(run.data)
+    must_fit_memory(run.data, run.loop.eval_batches)
     here = psutil.virtual_memory().total
-    known = not config.model.own and config.model.experts is None and one_device(config.run.device).type == "cpu"
-    words = vocabulary(config.data.tokenizer) if known else None
+    known = not run.model.own and run.model.experts is None and one_device(run.loop.device).type == "cpu"
+    words = vocabulary(run.data.tokenizer) if known else None
     if words is None:
         return
-    copies = (
-        1 if config.inner.optimizer == "sgd" else 3
-    )  # lower bound: gradients, outer states and messages come on top
-    need = 4 * copies * config.workers * parameter_count(config.model, words)
+    copies = 1 if run.inner.optimizer == "sgd" else 3  # lower bound: gradients, outer states and messages come on top
+    need = 4 * copies * run.workers * parameter_count(run.model, words)
     if need > here:
         raise ConfigError(
-            f"a simulation of {config.workers:,} workers holds at least {need / 1e9:,.3g} GB of parameters and inner states, and "
+            f"a simulation of {run.workers:,} workers holds at least {need / 1e9:,.3g} GB of parameters and inner states, and "
             f"this machine has {here / 1e9:,.3g} GB; take fewer workers or a smaller model"
         )
 
@@ -149,28 +147,28 @@ def recorded_beside(file: str | Path) -> Path | None:
     return path if path.is_dir() else path.parent if path.name == "run.toml" else None
 
 
-def engine_of(config: ResolvedRun, folder: Path, *, resume: Resume, recorded: Path | None = None) -> Engine:
+def engine_of(run: ResolvedRun, folder: Path, *, resume: Resume, recorded: Path | None = None) -> Engine:
     """The engine that trains a run in this process: in rounds, over virtual time, or a no-op for an ended run.
 
     Args: `recorded` is the folder of a recorded run whose workers' threads it takes; by default that of a run that is resumed.
     Raises: as `simulate`.
     """
-    _must_fit(config)
-    kept = config.record.keep_checkpoints
+    _must_fit(run)
+    kept = run.record.keep_checkpoints
     emptied = not kept and not (folder / "checkpoints").exists()
-    if resume and emptied and is_finished(config, folder):
-        say(ended(folder, config.rounds, kept=kept))
-        return _Ended(config, folder)
-    if config.event_driven:
-        return VirtualTimeSimulation(config, folder, resume=resume, recorded=recorded)
-    return Rounds(config, folder, resume=resume, recorded=recorded)
+    if resume and emptied and is_finished(run, folder):
+        say(ended(folder, run.rounds, kept=kept))
+        return _Ended(run, folder)
+    if run.event_driven:
+        return VirtualTimeSimulation(run, folder, resume=resume, recorded=recorded)
+    return Rounds(run, folder, resume=resume, recorded=recorded)
 
 
 class _Ended:
     """A run that has ended in its folder, without its checkpoints."""
 
-    def __init__(self, config: ResolvedRun, folder: Path) -> None:
-        self.config, self.folder, self.task, self.finished = config, folder, task_of(config), config.rounds
+    def __init__(self, run: ResolvedRun, folder: Path) -> None:
+        self.run, self.folder, self.task, self.finished = run, folder, task_of(run), run.rounds
 
     def opened(self) -> AbstractContextManager[None]:
         """Opens nothing."""
@@ -190,9 +188,9 @@ class _Ended:
 
     def models(self) -> list[Tensor]:
         """The parameters of each worker, or of the server."""
-        store, lineage = self.folder / "checkpoints", self.config.lineage
-        return [checkpoint.load(store, self.finished, owner, lineage)["x"] for owner in self.config.owners]
+        store, lineage = self.folder / "checkpoints", self.run.lineage
+        return [checkpoint.load(store, self.finished, owner, lineage)["x"] for owner in self.run.owners]
 
     def buffers(self) -> list[list[Tensor]]:
         """None, as its checkpoints hold none."""
-        return [[] for _ in self.config.owners]
+        return [[] for _ in self.run.owners]

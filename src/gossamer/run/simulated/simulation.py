@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class Engine(Protocol):
     """The engine that trains the workers of a simulation, round by round."""
 
-    config: ResolvedRun
+    run: ResolvedRun
     folder: Path
     task: Task
     finished: int
@@ -170,7 +170,7 @@ class Simulation(RecordedRun):
     @property
     def resolved(self) -> ResolvedRun:
         """The run with all its parts."""
-        return self._engine.config
+        return self._engine.run
 
     @property
     def text(self) -> str:
@@ -180,7 +180,7 @@ class Simulation(RecordedRun):
     @property
     def over(self) -> bool:
         """Whether all rounds are over."""
-        return self.rounds >= self.config.rounds
+        return self.rounds >= self.config.length.rounds
 
     @torch.inference_mode(False)
     def go_on(
@@ -195,14 +195,16 @@ class Simulation(RecordedRun):
             another process trains in the folder; KeyboardInterrupt when it was asked to stop.
         """
         if until is not None and until < 0:
-            raise ConfigError(f"until got {until}; give the number of rounds to stop after, of {self.config.rounds}")
-        last = self.config.rounds if until is None else min(until, self.config.rounds)
+            raise ConfigError(
+                f"until got {until}; give the number of rounds to stop after, of {self.config.length.rounds}"
+            )
+        last = self.config.length.rounds if until is None else min(until, self.config.length.rounds)
         with nullcontext() if is_held else holding(self.folder, None), self._engine.opened():
             while self._engine.finished < last:
                 self._engine.advance()
                 if asked() and self._engine.finished < last:
                     self._engine.save()
-                    done = f"{self._engine.finished} of {self.config.rounds}"
+                    done = f"{self._engine.finished} of {self.config.length.rounds}"
                     raise KeyboardInterrupt(
                         f"stopped after round {done}, and saved; resume with --resume {self.folder}"
                     )
@@ -246,7 +248,7 @@ class Simulation(RecordedRun):
         """
         engine = self._engine
         return model_with(
-            engine.config, engine.task, union_of(engine.task, engine.models()), mean_buffers(engine.buffers())
+            engine.run, engine.task, union_of(engine.task, engine.models()), mean_buffers(engine.buffers())
         )
 
     @torch.inference_mode(False)
@@ -261,8 +263,8 @@ class Simulation(RecordedRun):
             raise ConfigError(
                 f"model got worker {worker}, but the run keeps the models of 0 to {len(models) - 1}; name one of them"
             )
-        return model_with(engine.config, engine.task, models[worker], engine.buffers()[worker])
+        return model_with(engine.run, engine.task, models[worker], engine.buffers()[worker])
 
     def __repr__(self) -> str:
         figures = "" if self._result is None else f", loss {self.loss:.4f}"
-        return f"<Simulation '{self.config.name}': round {self.rounds} of {self.config.rounds}{figures}>"
+        return f"<Simulation '{self.config.name}': round {self.rounds} of {self.config.length.rounds}{figures}>"

@@ -29,11 +29,11 @@ class WorkerThreads:
 
     pool: ThreadPoolExecutor
 
-    def __init__(self, device: torch.device, config: RunSettings, threads: Threads) -> None:
+    def __init__(self, device: torch.device, run: RunSettings, threads: Threads) -> None:
         cores, self.intra_op = available_cores(), threads.widest
-        alone = not config.parts.own.keys() <= {"model", "loss", "data", "validation", "optimizer"}
-        self.count = 1 if alone or device.type == "cuda" else max(1, min(config.workers, cores // self.intra_op))
-        self.turns = Turns(always=config.run.take_turns) if self.count > 1 else None
+        alone = not run.parts.own.keys() <= {"model", "loss", "data", "validation", "optimizer"}
+        self.count = 1 if alone or device.type == "cuda" else max(1, min(run.workers, cores // self.intra_op))
+        self.turns = Turns(always=run.loop.take_turns) if self.count > 1 else None
         """For the replicas and probes that train and score in these threads."""
         if self.count * self.intra_op > cores:
             log.warning(

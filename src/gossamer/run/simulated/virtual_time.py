@@ -58,31 +58,27 @@ class VirtualTimeSimulation:
     _record: RunFolder
     _log: EventWriter
 
-    def __init__(
-        self, config: ResolvedRun, folder: Path, *, resume: Resume = False, recorded: Path | None = None
-    ) -> None:
-        assert config.event_driven and config.network is not None and config.network_name is not None
-        self.config, self.folder, self._name = config, folder, config.network_name
-        for sentence in config.warnings:
+    def __init__(self, run: ResolvedRun, folder: Path, *, resume: Resume = False, recorded: Path | None = None) -> None:
+        assert run.event_driven and run.network is not None and run.network_name is not None
+        self.run, self.folder, self._name = run, folder, run.network_name
+        for sentence in run.warnings:
             logger.warning(sentence)
-        device, self._tally = one_device(config.run.device), _Tally(config)
-        self._threads = threads_of(config, recorded or (folder if resume else None))
-        self.task, self._worker_threads = task_of(config), WorkerThreads(device, config, self._threads)
-        self._learners = [
-            _Learner(i, config, self.task, device, self._tally, self._threads) for i in range(config.workers)
-        ]
+        device, self._tally = one_device(run.loop.device), _Tally(run)
+        self._threads = threads_of(run, recorded or (folder if resume else None))
+        self.task, self._worker_threads = task_of(run), WorkerThreads(device, run, self._threads)
+        self._learners = [_Learner(i, run, self.task, device, self._tally, self._threads) for i in range(run.workers)]
         must_start_alike(self._learners)
         for learner in self._learners:
             learner.turns = self._worker_threads.turns
-        self._run = _loop(config, config.network, self._learners)
-        self._device = torch.device("cpu") if isinstance(self._run, ServerRun) else device
+        self._loop = _loop(run, run.network, self._learners)
+        self._device = torch.device("cpu") if isinstance(self._loop, ServerRun) else device
         """The device of everything but the learners: a server computes and is scored on the host, as real ones are."""
-        probe = Probe(config, self.task, self._device)
+        probe = Probe(run, self.task, self._device)
         self._pending: deque[Record] = deque()
-        start, lineage, saved = _started(Store(config, folder), self.task, resumed(config, folder, resume))
-        save = saver(lineage, folder, lambda: _snapshots(self._run, config.workers, self._state()))
-        self._journal = Journal(config, lambda: self._record, lambda: self._assessed(probe), save)
-        self._events = EventJournal(self._journal, lambda: self._log, EventSeconds(config.workers, self._name))
+        start, lineage, saved = _started(Store(run, folder), self.task, resumed(run, folder, resume))
+        save = saver(lineage, folder, lambda: _snapshots(self._loop, run.workers, self._state()))
+        self._journal = Journal(run, lambda: self._record, lambda: self._assessed(probe), save)
+        self._events = EventJournal(self._journal, lambda: self._log, EventSeconds(run.workers, self._name))
         self._busy_s, self.finished, self._cut = 0.0, start.round, start.cut
         if saved is not None:
             self._restore(saved)
@@ -91,24 +87,24 @@ class VirtualTimeSimulation:
     @contextmanager
     def opened(self) -> Iterator[None]:
         """Opens the files of the run and starts the threads, which may compute local phases ahead of virtual time."""
-        config, cut = self.config, self._cut
+        run, cut = self.run, self._cut
         with (
             RunFolder(
                 self.folder,
-                config.document,
-                config.record,
+                run.document,
+                run.record,
                 resume_round=cut,
-                threads=(self._threads, config.owners.stop),
-                computes=self.finished < config.rounds,
+                threads=(self._threads, run.owners.stop),
+                computes=self.finished < run.rounds,
             ) as self._record,
-            EventWriter(self.folder, network=self._name, workers=config.workers, resume_round=cut) as self._log,
+            EventWriter(self.folder, network=self._name, workers=run.workers, resume_round=cut) as self._log,
             self._worker_threads.opened(),
         ):
-            note_inputs(config, self.task, self.folder, None)
+            note_inputs(run, self.task, self.folder, None)
             for learner in self._learners:
                 learner.pool = (
                     self._worker_threads.pool
-                    if self._worker_threads.count > 1 and _may_run_ahead(config, learner)
+                    if self._worker_threads.count > 1 and _may_run_ahead(run, learner)
                     else None
                 )
             if self.finished == 0:
@@ -122,8 +118,8 @@ class VirtualTimeSimulation:
         self._events.catch_up()  # one event may end several rounds, and a checkpoint be of the first
         while self._events.round == self.finished:
             if self._pending:
-                self._events.log(self._pending.popleft(), self._run.time_s, steps)
-            elif (records := self._run.step()) is not None:
+                self._events.log(self._pending.popleft(), self._loop.time_s, steps)
+            elif (records := self._loop.step()) is not None:
                 self._pending.extend(records)
             else:
                 self._events.end()
@@ -137,15 +133,15 @@ class VirtualTimeSimulation:
     def result(self) -> Result:
         """The figures of the rounds so far; after the last, the model is published."""
         events = self._events
-        if self.finished == self.config.rounds and self.config.record.export:
-            x, buffers = _model(self._run), mean_buffers(self.buffers())
-            publish(self.config, self.task, x, self.folder, buffers, finished=self.finished, loss=events.loss)
+        if self.finished == self.run.rounds and self.run.record.export:
+            x, buffers = _model(self._loop), mean_buffers(self.buffers())
+            publish(self.run, self.task, x, self.folder, buffers, finished=self.finished, loss=events.loss)
         speed = (events.tokens - self._tokens_before) / self._busy_s if self._busy_s else 0.0
         return Result(events.loss, events.tokens, speed, {self._name: events.time_s})
 
     def models(self) -> list[Tensor]:
         """The parameters of each worker, or of the server."""
-        return [self._run.model()] if isinstance(self._run, ServerRun) else self._run.models()
+        return [self._loop.model()] if isinstance(self._loop, ServerRun) else self._loop.models()
 
     def buffers(self) -> list[list[Tensor]]:
         """The buffers of each worker's model."""
@@ -154,7 +150,7 @@ class VirtualTimeSimulation:
     def _state(self) -> dict[str, Any]:
         """The state to resume from: the loop, the learners, the journal, and events not in it yet."""
         return {
-            "loop": self._run.state(),
+            "loop": self._loop.state(),
             "learners": [learner.state() for learner in self._learners],
             "steps": self._tally.steps,
             "journal": self._events.state(),
@@ -165,7 +161,7 @@ class VirtualTimeSimulation:
         """Continues from a checkpoint. Raises CheckpointError when it does not fit."""
         try:
             state = on_device(saved["run"], self._device)
-            self._run.restore(state["loop"])
+            self._loop.restore(state["loop"])
             for learner, saved_learner in zip(self._learners, state["learners"], strict=True):
                 learner.restore(saved_learner)
             self._tally.steps = int(state["steps"])
@@ -183,8 +179,8 @@ class VirtualTimeSimulation:
 
     def _assessed(self, probe: Probe) -> dict[str, Any]:
         """The figures of a validation: of the server's model, or of the mean and each worker's own."""
-        run, buffers = self._run, self.buffers()
-        probe.threads = self._threads.at(self.config.owners[0], self.finished)
+        run, buffers = self._loop, self.buffers()
+        probe.threads = self._threads.at(self.run.owners[0], self.finished)
         if isinstance(run, ServerRun):
             return {"loss": probe.loss(run.model(), mean_buffers(buffers))}
         return assess(run.models(), Probes([probe]), buffers).figures()
@@ -199,23 +195,23 @@ def _started(store: Store, task: Task, past: History | None) -> tuple[Start, Lin
 
     Raises: CheckpointError and ConfigError.
     """
-    config, folder = store.config, store.folder
+    run, folder = store.run, store.folder
     if past is not None and "run.steps" in past.changes:
         raise ConfigError(
-            f"run.steps is {past.changes['run.steps'][0]} in '{folder}' and {config.run.steps} now, but an asynchronous run "
+            f"run.steps is {past.changes['run.steps'][0]} in '{folder}' and {run.loop.steps} now, but an asynchronous run "
             "keeps it, as its workers have shared its steps out; set it back, or start again with another --out"
         )
-    start = begin_or_resume(store, task, past, alone(store, past, config.owners))
+    start = begin_or_resume(store, task, past, alone(store, past, run.owners))
     saved = None
     if past is not None and start.round:
-        saved = checkpoint.load(store.path, start.round, config.owners[0], past.lineage)
+        saved = checkpoint.load(store.path, start.round, run.owners[0], past.lineage)
         # Before newer checkpoints are removed: real workers, which resume from their own newest round, would need them.
         if "run" not in saved:
             raise CheckpointError(
                 f"'{folder}' holds checkpoints of real processes, and an asynchronous simulation goes on from its own alone; go "
                 f"on with gossamer train --resume {folder}, or repeat it with --replay"
             )
-    return start, start.go_on(config.owners), saved
+    return start, start.go_on(run.owners), saved
 
 
 def _reported(record: Record) -> Record:
@@ -223,18 +219,18 @@ def _reported(record: Record) -> Record:
     return record._replace(report=rebuilt(LocalPhase, record.report)) if isinstance(record, Phase) else record
 
 
-def _loop(config: ResolvedRun, network: Network, learners: "Sequence[_Learner]") -> _Loop:
+def _loop(run: ResolvedRun, network: Network, learners: "Sequence[_Learner]") -> _Loop:
     """The event loop of this run."""
     options = LoopOptions(
-        absences=config.absences,
-        codec=config.method.codec,
-        seed=config.seed,
-        budget=config.workers * config.run.steps,
+        absences=run.absences,
+        codec=run.method.codec,
+        seed=run.seed,
+        budget=run.workers * run.loop.steps,
         begins=lambda worker, number: learners[worker].begin(number),
     )
-    match config.method:
+    match run.method:
         case WithServer(rule=rule):
-            spans, overlap = learners[0].spans, config.events.overlap
+            spans, overlap = learners[0].spans, run.events.overlap
             return ServerRun(rule, learners, network, spans=spans, overlap=overlap, options=options)
         case InPairs(rule=rule, rates=rates):
             return PairRun(rule, learners, network, rates, options)
@@ -242,19 +238,19 @@ def _loop(config: ResolvedRun, network: Network, learners: "Sequence[_Learner]")
             return GossipRun(rule, topology, learners, network, options)
 
 
-def _may_run_ahead(config: RunSettings, learner: "_Learner") -> bool:
+def _may_run_ahead(run: RunSettings, learner: "_Learner") -> bool:
     """Whether threads may compute local phases of a worker ahead of virtual time.
 
     A phase is lost if its worker leaves during it, gossip reads parameters in the middle of a phase, and a validation buffers.
     """
-    return config.kind != "no waiting" and not config.events.absences and not learner.buffers
+    return run.kind != "no waiting" and not run.events.absences and not learner.buffers
 
 
 class _Tally:
     """The progress of the run."""
 
-    def __init__(self, config: RunSettings) -> None:
-        self.steps, self._per_round = 0, config.workers * config.full_steps
+    def __init__(self, run: RunSettings) -> None:
+        self.steps, self._per_round = 0, run.workers * run.full_steps
 
     @property
     def rounds(self) -> int:
@@ -266,9 +262,9 @@ class _Learner(Replica):
     """A replica whose local phase may be computed before the virtual time at which it ends."""
 
     def __init__(
-        self, index: int, config: RunSettings, task: Task, device: torch.device, tally: _Tally, threads: Threads
+        self, index: int, run: RunSettings, task: Task, device: torch.device, tally: _Tally, threads: Threads
     ) -> None:
-        super().__init__(index, config, task, device)
+        super().__init__(index, run, task, device)
         self._tally, self._threads_by_round = tally, threads
         self.pool: Executor | None = None
         """Threads that compute phases ahead; None to compute each when it ends."""

@@ -98,39 +98,39 @@ def must_be_elastic() -> None:
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
 
 
-def meet(configs: Mapping[int, ResolvedRun], folder: Path) -> Meeting | None:
+def meet(runs: Mapping[int, ResolvedRun], folder: Path) -> Meeting | None:
     """Agrees with all other processes on the stages of the run, and makes this process a part of it.
 
-    Args: `configs` has the run with each number of stages that it may have.
+    Args: `runs` has the run with each number of stages that it may have.
     Returns: None for a spare process, once the run has ended.
     Raises: PeerError where others are missing, differ or are too few; DataError for a spoilt record; DiskError.
     Cost: of a worker, the checkpoints that this process lacks pass through its memory.
     """
-    config = configs[max(configs)]
-    workers, timeout_s = config.workers, config.run.timeout_s
+    run = runs[max(runs)]
+    workers, timeout_s = run.workers, run.loop.timeout_s
     member = launched(timeout_s, outlives=False)
     ranks = 1 if member is None else member.ranks
-    stages = min(max(configs), ranks // workers)
+    stages = min(max(runs), ranks // workers)
     if member is None or stages < FEWEST:
         raise PeerError(
             f"processes are there: {ranks}, which are fewer than {FEWEST} stages for each of {workers} workers; start more, and "
-            f"let torchrun wait for them with --nnodes {FEWEST * workers}:{max(configs) * workers}"
+            f"let torchrun wait for them with --nnodes {FEWEST * workers}:{max(runs) * workers}"
         )
-    config = configs[stages]
-    torch.set_num_threads(intra_op_threads(config.run.threads, int(os.environ.get("LOCAL_WORLD_SIZE", ranks))))
-    _take_newest_record(config, folder, member)
+    run = runs[stages]
+    torch.set_num_threads(intra_op_threads(run.loop.threads, int(os.environ.get("LOCAL_WORLD_SIZE", ranks))))
+    _take_newest_record(run, folder, member)
     rest = [
-        _speed(config),
-        {str(w): {k: sorted(v) for k, v in one.items()} for w, one in _held(config, folder).items()},
+        _speed(run),
+        {str(w): {k: sorted(v) for k, v in one.items()} for w, one in _held(run, folder).items()},
     ]
-    facts = [_fact(rank, fact) for rank, fact in enumerate(agree(member, config.digest, rest, timeout_s=timeout_s))]
-    cuts = cuts_at([speed for speed, _ in facts], config)
+    facts = [_fact(rank, fact) for rank, fact in enumerate(agree(member, run.digest, rest, timeout_s=timeout_s))]
+    cuts = cuts_at([speed for speed, _ in facts], run)
     own = Partition(stages, cuts)
     use_interface_towards(os.environ["MASTER_ADDR"])
     spares = range(stages * workers, ranks)
     try:
         group = gloo_group(PrefixStore("regroup", member.store), member.rank, ranks, timeout_s)
-        _fetch(config, folder, own, [held for _, held in facts], group)
+        _fetch(run, folder, own, [held for _, held in facts], group)
         group.barrier().wait(timedelta(seconds=timeout_s))  # nobody trains while another drops newer checkpoints
         if member.rank in spares:
             _wait_as_spare(member, group)
@@ -146,49 +146,47 @@ def meet(configs: Mapping[int, ResolvedRun], folder: Path) -> Meeting | None:
     return Meeting((f"pipeline.stages={stages}", f"pipeline.cuts={[*cuts]}"), spares, group)
 
 
-def cuts_at(speeds: Sequence[float], config: RunSettings) -> tuple[int, ...]:
+def cuts_at(speeds: Sequence[float], run: RunSettings) -> tuple[int, ...]:
     """The cuts with which the slowest stage is as fast as possible, the same for all workers, given each process's speed.
 
     Speeds count in quarters of the fastest, so that noise moves no layer.
     """
-    return cuts_of(
-        replace(config.pipeline, cuts=None, speeds=tuple(_quarters(speeds, config))), config.model, config.data
-    )
+    return cuts_of(replace(run.pipeline, cuts=None, speeds=tuple(_quarters(speeds, run))), run.model, run.data)
 
 
-def _quarters(speeds: Sequence[float], config: RunSettings) -> list[float]:
+def _quarters(speeds: Sequence[float], run: RunSettings) -> list[float]:
     """The speed of each stage, which is that of the slowest process that has it."""
-    stages = config.pipeline.stages
-    slowest = [min(speeds[w * stages + p] for w in range(config.workers)) for p in range(stages)]
+    stages = run.pipeline.stages
+    slowest = [min(speeds[w * stages + p] for w in range(run.workers)) for p in range(stages)]
     return [max(1, round(4 * speed / max(slowest))) / 4 for speed in slowest]
 
 
-def may_be_faster(speeds: Sequence[float], config: RunSettings) -> bool:
+def may_be_faster(speeds: Sequence[float], run: RunSettings) -> bool:
     """Whether other cuts would make the slowest stage faster by a third, now that processes have these speeds."""
-    work, quarters = work_of_layers(config.model, config.data), _quarters(speeds, config)
+    work, quarters = work_of_layers(run.model, run.data), _quarters(speeds, run)
 
     def longest_s(cuts: Sequence[int]) -> float:
         spans = pairwise([0, *cuts, len(work)])
         return max(sum(work[a:b]) / speed for (a, b), speed in zip(spans, quarters, strict=True))
 
-    now, best = (longest_s(cuts) for cuts in (config.pipeline.cuts or (), cuts_at(speeds, config)))
+    now, best = (longest_s(cuts) for cuts in (run.pipeline.cuts or (), cuts_at(speeds, run)))
     return best <= 0.75 * now
 
 
 class SlowStages:
     """Notices in process 0 that other cuts would suit the processes better, from speeds that all of them post each round."""
 
-    def __init__(self, config: RunSettings, board: Board) -> None:
-        self._config, self._board, self._rounds = config, board, 0
+    def __init__(self, run: RunSettings, board: Board) -> None:
+        self._run, self._board, self._rounds = run, board, 0
 
     def noticed(self) -> bool:
         """Whether that has been so for some rounds; each process calls it once a round. Never waits for another."""
-        notes = self._board.circulate(f"{_speed(self._config):.3f}")
+        notes = self._board.circulate(f"{_speed(self._run):.3f}")
         texts = [notes[rank].decode(errors="replace") for rank in sorted(notes)]
-        if self._board.worker or len(texts) < self._config.pipeline.stages * self._config.workers:
+        if self._board.worker or len(texts) < self._run.pipeline.stages * self._run.workers:
             return False
         known = all(re.fullmatch(r"\d{1,12}(\.\d{1,12})?", text) and float(text) > 0 for text in texts)
-        faster = known and may_be_faster([*map(float, texts)], self._config)
+        faster = known and may_be_faster([*map(float, texts)], self._run)
         self._rounds = self._rounds + 1 if faster else 0
         return self._rounds >= _ROUNDS
 
@@ -214,15 +212,15 @@ def copy_on(store: Store, pipe: Pipe, worker: int, round: int) -> None:
     pipe.flush()
 
 
-def _take_newest_record(config: RunSettings, folder: Path, member: Member) -> None:
+def _take_newest_record(run: RunSettings, folder: Path, member: Member) -> None:
     """Takes the run file and the changes of the process that has taken part in most changes.
 
     Each meeting that changes the stages adds one, so who was away has fewer.
     """
     paths = [folder / "run.toml", folder / "branches.json"]  # in this order: until both are here, it counts as old
     mine = [len(read_branches(folder)), *(path.read_text() if path.exists() else None for path in paths)]
-    settings = short_settings(config.decisive)
-    records = agree(member, config.digest, mine, settings=settings, timeout_s=config.run.timeout_s)
+    settings = short_settings(run.decisive)
+    records = agree(member, run.digest, mine, settings=settings, timeout_s=run.loop.timeout_s)
     for rank, record in enumerate(records):
         match record:
             case [int(), None | str(), None | str()]:
@@ -234,15 +232,15 @@ def _take_newest_record(config: RunSettings, folder: Path, member: Member) -> No
         for path, text in zip(paths, newest[1:], strict=True):
             if text is not None:
                 atomic_write(path, text.encode())
-        history(config, folder)  # refuses the record of another run
+        history(run, folder)  # refuses the record of another run
 
 
-def _held(config: RunSettings, folder: Path) -> Held:
-    line = history(config, folder).lineage
+def _held(run: RunSettings, folder: Path) -> Held:
+    line = history(run, folder).lineage
     names = _names(folder)
     return {
         w: {name: frozenset(checkpoint.rounds(folder / "checkpoints" / name, w, line)) for name in names}
-        for w in range(config.workers)
+        for w in range(run.workers)
     }
 
 
@@ -271,9 +269,9 @@ def _odd(rank: int, what: str) -> PeerError:
     )
 
 
-def _speed(config: RunSettings) -> float:
+def _speed(run: RunSettings) -> float:
     """How many products of matrices this process takes in a second on the device of the run."""
-    x, best_s = torch.ones(512, 512, device=device_of(config.run.device)), 1e9
+    x, best_s = torch.ones(512, 512, device=device_of(run.loop.device)), 1e9
     for _ in range(8):  # the best of some, as a machine that is busy for a moment is not slow
         began_s = time.perf_counter()
         (x @ x).sum().item()
@@ -281,16 +279,16 @@ def _speed(config: RunSettings) -> float:
     return 1 / best_s
 
 
-def _newest(held: list[Held], config: RunSettings, own: Partition) -> tuple[int, dict[int, Partition]]:
+def _newest(held: list[Held], run: RunSettings, own: Partition) -> tuple[int, dict[int, Partition]]:
     """The newest round of which each worker has all stages of a partition somewhere, and that partition; 0 for none."""
     whole: list[dict[int, Partition]] = []
-    for w in range(config.workers):
+    for w in range(run.workers):
         rounds: dict[str, frozenset[int]] = {}
         for name, some in (item for one in held for item in one.get(w, {}).items()):
             rounds[name] = rounds.get(name, frozenset()) | some
         found: dict[int, Partition] = {}
         # Its own last, which needs fewer files.
-        for partition in sorted(partitions_of(rounds, config.model.shape.layers), key=lambda one: (one == own, one)):
+        for partition in sorted(partitions_of(rounds, run.model.shape.layers), key=lambda one: (one == own, one)):
             parts = [rounds.get(path.name, frozenset()) for path in partition.folders(Path())]
             found |= dict.fromkeys(frozenset.intersection(*parts), partition)
         whole.append(found)
@@ -307,13 +305,13 @@ def _needed(newest: Mapping[int, Partition], own: Partition, ranks: int) -> Iter
         yield from ((rank, worker, name) for name in (names if newest[worker] != own else names[part : part + 1]))
 
 
-def _fetch(config: RunSettings, folder: Path, own: Partition, held: list[Held], group: dist.ProcessGroup) -> None:
+def _fetch(run: RunSettings, folder: Path, own: Partition, held: list[Held], group: dist.ProcessGroup) -> None:
     """Sends each process the checkpoints of the newest round that it lacks; newer ones are dropped."""
-    round, newest = _newest(held, config, own)
+    round, newest = _newest(held, run, own)
     if not round:
         return
     for path in (folder / "checkpoints" / name for name in _names(folder)):
-        for w in range(config.workers):
+        for w in range(run.workers):
             faults = checkpoint.generation_faults(path, w).items()
             damaged = any(r > round and why is not None and why.kind != FaultKind.ABSENT for r, why in faults)
             checkpoint.rewind(path, round, w, aside=damaged)
@@ -324,9 +322,9 @@ def _fetch(config: RunSettings, folder: Path, own: Partition, held: list[Held], 
         place = folder / "checkpoints" / name
         if group.rank() == holder:
             for path in checkpoint.files_of(place, round, w):
-                _send(group, rank, path.read_bytes(), config.run.timeout_s)
+                _send(group, rank, path.read_bytes(), run.loop.timeout_s)
         elif group.rank() == rank:
-            files = [_receive(group, holder, config.run.timeout_s) for _ in range(2)]
+            files = [_receive(group, holder, run.loop.timeout_s) for _ in range(2)]
             checkpoint.take(place, round, w, *files)
 
 

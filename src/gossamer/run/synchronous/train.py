@@ -83,7 +83,7 @@ checkpoints.
 """
 
 
-def train(config: ResolvedRun, folder: Path, *, resume: Resume = False, meeting: Meeting | None = None) -> None:
+def train(run: ResolvedRun, folder: Path, *, resume: Resume = False, meeting: Meeting | None = None) -> None:
     """Joins the other processes by the variables of their launcher, trains to the end and leaves.
 
     On a stop request to any process, all save and end after the same round. With [peers] the processes exchange over
@@ -93,28 +93,28 @@ def train(config: ResolvedRun, folder: Path, *, resume: Resume = False, meeting:
     Raises: ConfigError, DataError, CheckpointError; PeerError naming the worker that failed first; TrainingError;
         KeyboardInterrupt when the run was stopped.
     """
-    run, keys = config.run, keys_for(config.peers, config.workers)
-    if keys is not None and run.backend == "nccl":
+    loop, keys = run.loop, keys_for(run.peers, run.workers)
+    if keys is not None and loop.backend == "nccl":
         raise ConfigError(
-            f"the run has [peers] and run.backend is '{run.backend}', which cannot encrypt; set it to 'auto'"
+            f"the run has [peers] and run.backend is '{loop.backend}', which cannot encrypt; set it to 'auto'"
         )
     member = join(
-        config.workers,
-        parts=config.processes,
-        backend=run.backend,
-        device=run.device,
-        threads=run.threads,
-        timeout_s=run.timeout_s,
+        run.workers,
+        parts=run.processes,
+        backend=loop.backend,
+        device=loop.device,
+        threads=loop.threads,
+        timeout_s=loop.timeout_s,
         group=keys is None,
         keys=keys,
-        part_is="stage" if run.shards == 1 else "shard",
+        part_is="stage" if loop.shards == 1 else "shard",
     )
     failed: GossamerError | OSError | KeyboardInterrupt | None = None
     with leaving(f"{member.name(member.rank)} is asked to leave after its round") as asked:
         asked.at_once = True
         try:
             with holding(folder, member.worker, member.part, member.parts):
-                train_member(config, folder, member, keys, resume=resume, asked=asked, varies=meeting is not None)
+                train_member(run, folder, member, keys, resume=resume, asked=asked, varies=meeting is not None)
                 if meeting is not None:
                     meeting.dismiss()
         except (GossamerError, OSError, KeyboardInterrupt) as error:
@@ -139,7 +139,7 @@ class _Stopped(KeyboardInterrupt):
 
 
 def train_member(
-    config: ResolvedRun,
+    run: ResolvedRun,
     folder: Path,
     member: Member,
     keys: Keys | None = None,
@@ -161,40 +161,40 @@ def train_member(
     Cost: one model, its gradients and states, and messages in flight.
     """
     if resume:
-        use_recorded_threads(config, folder, member.worker)
-    use_equal_threads(config, member)
-    m = config.in_rounds
-    task = task_of(config)
+        use_recorded_threads(run, folder, member.worker)
+    use_equal_threads(run, member)
+    m = run.in_rounds
+    task = task_of(run)
     # Every worker resolves the rule for its topology independently, like the text and the user's code.
-    found = {**{f"rule.{name}": value for name, value in m.rule.options.items()}, **found_by_each(task, config.parts)}
-    past = resumed(config, folder, resume)
+    found = {**{f"rule.{name}": value for name, value in m.rule.options.items()}, **found_by_each(task, run.parts)}
+    past = resumed(run, folder, resume)
     # All shards read their worker's checkpoints, written by the first of them.
-    store = Store(config, folder, partition_of(config, member.worker), member.part if config.run.shards == 1 else 0)
+    store = Store(run, folder, partition_of(run, member.worker), member.part if run.loop.shards == 1 else 0)
     agreement = _agreement(store, member, found, past)
     try:
         start = begin_or_resume(store, task, past, agreement)
     except GossamerError:
-        part(member, min(config.run.timeout_s, 10.0))  # so that all can report the reason rather than a lost store
+        part(member, min(run.loop.timeout_s, 10.0))  # so that all can report the reason rather than a lost store
         raise
-    if start.round == config.rounds:
-        part(member, config.run.timeout_s)  # the store's host must not leave while another process still reads it
+    if start.round == run.rounds:
+        part(member, run.loop.timeout_s)  # the store's host must not leave while another process still reads it
         return
-    compare_first_batches(member, task, config.run.timeout_s)
+    compare_first_batches(member, task, run.loop.timeout_s)
     with contextlib.ExitStack() as open_:
-        pipe = Pipe(member, config.run.timeout_s) if member.parts > 1 else None
+        pipe = Pipe(member, run.loop.timeout_s) if member.parts > 1 else None
         if pipe is not None:
             open_.callback(pipe.close)
         open_.enter_context(quieted(member.part > 0))  # one process per worker prints
         stopwatch = Stopwatch(member.worker, recorded_s(folder, member.worker, start.cut))
-        own = None if keys is None else [_connections(config, folder, member, keys, open_)]
-        trainer = _trainer(config, task, member, pipe, stopwatch, own)
+        own = None if keys is None else [_connections(run, folder, member, keys, open_)]
+        trainer = _trainer(run, task, member, pipe, stopwatch, own)
         stopped, unreadable = _train_rounds(trainer, start, member, asked or Asked(), open_, varies=varies)
     with contextlib.suppress(GossamerError):  # other processes' errors, when this one is done
-        part(member, config.run.timeout_s)  # the store's host must not leave while another process still uses it
+        part(member, run.loop.timeout_s)  # the store's host must not leave while another process still uses it
     if stopped is not None:
         if unreadable is not None:
             raise DataError(saved_when_unreadable(unreadable, folder, stopped))
-        raise _Stopped(f"stopped after round {stopped} of {config.rounds}, and saved; resume with --resume {folder}")
+        raise _Stopped(f"stopped after round {stopped} of {run.rounds}, and saved; resume with --resume {folder}")
 
 
 class _Trainer(NamedTuple):
@@ -211,22 +211,22 @@ class _Trainer(NamedTuple):
 
 
 def _connections(
-    config: ResolvedRun, folder: Path, member: Member, keys: Keys, open_: contextlib.ExitStack
+    run: ResolvedRun, folder: Path, member: Member, keys: Keys, open_: contextlib.ExitStack
 ) -> SocketTransport:
     """Encrypted connections with all other workers, closed by `open_`."""
-    run, timeout_s = int(config.digest, 16), config.run.timeout_s
+    key, timeout_s = int(run.digest, 16), run.loop.timeout_s
     # Listens before publishing its address, as readers may connect at once.
     listener, address = listening_towards(os.environ["MASTER_ADDR"])
     open_.callback(listener.close)
-    addresses = agree(member, config.digest, address, timeout_s=timeout_s)
-    write_address(folder, Address(member.worker, address, run))
-    transport = SocketTransport(member, Endpoint(listener, run, member.secret, timeout_s, keys=keys), addresses)
+    addresses = agree(member, run.digest, address, timeout_s=timeout_s)
+    write_address(folder, Address(member.worker, address, key))
+    transport = SocketTransport(member, Endpoint(listener, key, member.secret, timeout_s, keys=keys), addresses)
     open_.callback(transport.close, at_once=True)
     return transport
 
 
 def _trainer(
-    config: ResolvedRun,
+    run: ResolvedRun,
     task: Task,
     member: Member,
     pipe: Pipe | None,
@@ -234,26 +234,22 @@ def _trainer(
     transports: Sequence[GroupTransport | SocketTransport] | None,
 ) -> _Trainer:
     """The trainer of this process; `transports` are those over encrypted connections."""
-    run, m = config.run, config.in_rounds
-    sides = (
-        [member]
-        if config.pipeline.workers is None or pipe
-        else list(map(member.on_side, range(config.pipeline.stages)))
-    )
+    loop, m = run.loop, run.in_rounds
+    sides = [member] if run.pipeline.workers is None or pipe else list(map(member.on_side, range(run.pipeline.stages)))
     transports = transports or [
-        GroupTransport(side, run=int(config.digest, 16), timeout_s=run.timeout_s) for side in sides
+        GroupTransport(side, run=int(run.digest, 16), timeout_s=loop.timeout_s) for side in sides
     ]
     cut = shard = None
-    if pipe is not None and run.shards > 1:
-        shard = lambda whole: Shards(whole, config, member, pipe)  # noqa: E731
+    if pipe is not None and loop.shards > 1:
+        shard = lambda whole: Shards(whole, run, member, pipe)  # noqa: E731
     elif pipe is not None:
-        cut = lambda whole: LocalStages(whole, config, pipe, member.device)  # noqa: E731
-    replica = Replica(member.worker, config, task, member.device, cut=cut, shard=shard)
-    reduce = _timed_all_reduce(run.timeout_s, stopwatch) if run.reduction == "all_reduce" else None
+        cut = lambda whole: LocalStages(whole, run, pipe, member.device)  # noqa: E731
+    replica = Replica(member.worker, run, task, member.device, cut=cut, shard=shard)
+    reduce = _timed_all_reduce(loop.timeout_s, stopwatch) if loop.reduction == "all_reduce" else None
     stages = replica.staged if isinstance(replica.staged, LocalStages) else None
 
     def with_sides(setup: Setup) -> Setup:
-        stage_of = stage_in(config.pipeline, config.model, config.data)
+        stage_of = stage_in(run.pipeline, run.model, run.data)
         return in_sides(setup, m.codec, transports, stage_of)
 
     worker = Worker(replica, m, transports[0], reduce, sides=with_sides if len(transports) > 1 else None)
@@ -280,41 +276,41 @@ def _train_rounds(
         if varies and trainer.pipe is not None:
             copy_on(store, trainer.pipe, worker.index, round)
 
-    config, line = store.config, _go_on(worker, start, member, copy)
-    board = Board(member.entries, member.rank, member.ranks, patience_s=min(2.0, config.run.timeout_s / 4))
+    run, line = store.run, _go_on(worker, start, member, copy)
+    board = Board(member.entries, member.rank, member.ranks, patience_s=min(2.0, run.loop.timeout_s / 4))
     record, log_of_stages = _record(store, member, worker, start.cut, open_), None
     if trainer.stages is not None:
         log_of_stages = open_.enter_context(
             stage_log(store.folder, member.worker, member.part, member.parts, start.cut)
         )
     save = _saver(store.path, line, worker, board, first, copy, writes=_writes(store, member))
-    journal = Journal(config, lambda: record, _validator(config, trainer), save, kind="validation")
+    journal = Journal(run, lambda: record, _validator(run, trainer), save, kind="validation")
     if not first:
         journal.begin(worker=member.worker)
     stopped: int | None = None
     unreadable: DataError | None = None
     asked.left_s, asked.at_once = lambda: worker.replica.phase_left_s, False
-    slow, uneven = SlowStages(config, board) if varies else None, False
+    slow, uneven = SlowStages(run, board) if varies else None, False
     stopping = open_.enter_context(Stopping(member, lambda: asked.is_set() or unreadable is not None or uneven, first))
     stopwatch.start()
-    for round in range(first, config.rounds):
+    for round in range(first, run.rounds):
         if unreadable is None:
             try:
-                worker.replica.read_ahead(round, min(AHEAD, round - first + 1, config.rounds - round))
+                worker.replica.read_ahead(round, min(AHEAD, round - first + 1, run.rounds - round))
             except DataError as error:
                 log.warning("%s; all workers are asked to stop after a round and to save", error)
                 unreadable = error
-        report, deliveries = _trained_round(trainer, round, config, log_of_stages)
+        report, deliveries = _trained_round(trainer, round, run, log_of_stages)
         journal.log(worker, round, report)
         if slow is not None and not uneven and slow.noticed():
             log.warning("a process is slow; all are asked to stop after a round, and to start again with other cuts")
             uneven = True
-        if worker.pacer is not None and round + 1 < config.rounds:
+        if worker.pacer is not None and round + 1 < run.rounds:
             _adapt(worker, report, deliveries, board, worker.loop.method.topology)
         # After local steps have adapted, so that a checkpoint here has those of the next round.
         journal.end_own_round(worker.replica, round + 1)
         record.log_seconds(stopwatch.round(round))
-        if round + 1 < config.rounds and stopping.after(round + 1):
+        if round + 1 < run.rounds and stopping.after(round + 1):
             journal.save(round + 1)
             stopped = round + 1
             break
@@ -324,7 +320,7 @@ def _train_rounds(
 
 
 def _trained_round(
-    trainer: _Trainer, round: int, config: RunSettings, log_of_stages: StageLog | None
+    trainer: _Trainer, round: int, run: RunSettings, log_of_stages: StageLog | None
 ) -> tuple[RoundReport, list[Delivery]]:
     """A round of this process, with deliveries, seconds in the stopwatch and the log of its stages."""
     worker, transports, stopwatch, stages, pipe = trainer
@@ -359,47 +355,47 @@ def _record(
     store: Store, member: Member, worker: Worker, newest: int | None, open_: contextlib.ExitStack
 ) -> RunFolder | Unrecorded:
     """The record of this process: one process per worker writes."""
-    config, folder = store.config, store.folder
+    run, folder = store.run, store.folder
     if not member.part:
         record = open_.enter_context(
             RunFolder(
                 folder,
-                config.document,
-                config.record,
+                run.document,
+                run.record,
                 worker=worker.index,
                 resume_round=newest,
                 traced_per_round=worker.loop.method.sends_per_round,
             )
         )
-        note_inputs(config, worker.replica.task, folder, member.worker, 0, member.parts)
-        write_pipeline(folder, _work(config, worker.replica.task))
+        note_inputs(run, worker.replica.task, folder, member.worker, 0, member.parts)
+        write_pipeline(folder, _work(run, worker.replica.task))
         return record
     # Its machine may have no other process of the worker that would write the file.
     if newest is not None or not (folder / "run.toml").exists():
         make_folder(folder)
-        atomic_write(folder / "run.toml", config.document.encode())
-    note_inputs(config, worker.replica.task, folder, member.worker, member.part, member.parts)
+        atomic_write(folder / "run.toml", run.document.encode())
+    note_inputs(run, worker.replica.task, folder, member.worker, member.part, member.parts)
     return Unrecorded()
 
 
-def _work(config: RunSettings, task: Task) -> PipelineWork | None:
+def _work(run: RunSettings, task: Task) -> PipelineWork | None:
     """The work of an inner step in stages, independent of this process's stage."""
-    if config.pipeline.stages == 1:
+    if run.pipeline.stages == 1:
         return None
-    words = task.tokenizer or load_tokenizer(config.data.tokenizer)
-    return pipeline_work(config, layout_for(config.model, words.vocab_size))
+    words = task.tokenizer or load_tokenizer(run.data.tokenizer)
+    return pipeline_work(run, layout_for(run.model, words.vocab_size))
 
 
-def _validator(config: RunSettings, trainer: _Trainer) -> Callable[[], Mapping[str, Any]]:
+def _validator(run: RunSettings, trainer: _Trainer) -> Callable[[], Mapping[str, Any]]:
     """The validation function of this worker."""
     replica, stages = trainer.worker.replica, trainer.stages
     if (shards := replica.shards) is not None:
-        scored = [on_device(batch, replica.device) for batch in replica.task.data.validation(config.run.eval_batches)]
+        scored = [on_device(batch, replica.device) for batch in replica.task.data.validation(run.loop.eval_batches)]
         return lambda: {"loss": shards.validate(replica.task.loss, scored)}
     if stages is None:
-        probe = Probe(config, replica.task, replica.device)
+        probe = Probe(run, replica.task, replica.device)
         return lambda: {"loss": probe.loss(replica.scored, replica.buffers)}
-    batches = [on_device(batch, replica.device) for batch in replica.task.data.validation(config.run.eval_batches)]
+    batches = [on_device(batch, replica.device) for batch in replica.task.data.validation(run.loop.eval_batches)]
 
     def validate() -> Mapping[str, Any]:
         with replica.holding_evaluated():
@@ -414,9 +410,9 @@ def _agreement(store: Store, member: Member, found: Mapping[str, Any], past: His
     Args: `found` has the inputs that each worker computes and all must share.
     Raises: PeerError when workers differ.
     """
-    config, me = store.config, member.worker
-    common, timeout_s = f"{config.digest} {found}", config.run.timeout_s
-    settings = short_settings({**config.decisive, **found})
+    run, me = store.run, member.worker
+    common, timeout_s = f"{run.digest} {found}", run.loop.timeout_s
+    settings = short_settings({**run.decisive, **found})
     own = KeptRounds({}) if past is None else kept_by(store, [me], past.lineage, past.before)[me]
     facts = agree(member, common, encode_kept(own), settings=settings, timeout_s=timeout_s)
     # By process, each of which has a stage of a worker.
@@ -440,22 +436,22 @@ def _go_on(worker: Worker, start: Start, member: Member, copy: Callable[[int], N
     Args: `copy` copies the checkpoint of a round to another process of the worker.
     """
     store, me, round = start.store, worker.index, start.round
-    config, writes = store.config, _writes(store, member)
+    run, writes = store.run, _writes(store, member)
 
     def restore(me: int, line: Lineage) -> None:
         if not store.begins_without(round, me, line):
             worker.restore(store.load(worker.replica.task, round, me, line))
             state = worker.state()  # for shards: all are restored together
             if writes:
-                store.take_over(me, round, state, line, config.lineage)
+                store.take_over(me, round, state, line, run.lineage)
             return
         # It receives the remaining state from others before it trains. No checkpoint is written until then: if killed,
         # it repeats this.
-        worker.replica.steps_taken = config.timetable.steps_before(me, round)
+        worker.replica.steps_taken = run.timetable.steps_before(me, round)
         if "streams" in worker.replica.task.data.state():
             raise CheckpointError(
                 f"stage {member.part} of worker {me} has no checkpoint of round {round}, and with it the place in "
-                f"'{config.data.source}' is lost, which is read as it comes; bring its checkpoint back, or start again with "
+                f"'{run.data.source}' is lost, which is read as it comes; bring its checkpoint back, or start again with "
                 "another --out"
             )
 
@@ -465,7 +461,7 @@ def _go_on(worker: Worker, start: Start, member: Member, copy: Callable[[int], N
     if round:
         copy(round)  # before anybody removes what other stages have saved
     # With changed stages, a process reads files that another one removes next.
-    agree(member, "all have taken over what other stages have saved", timeout_s=config.run.timeout_s)
+    agree(member, "all have taken over what other stages have saved", timeout_s=run.loop.timeout_s)
     if writes:
         store.forget_others(me)
     if member.part == 0:
@@ -481,7 +477,7 @@ def _timed_all_reduce(timeout_s: float, stopwatch: Stopwatch) -> Reduce:
 
 def _writes(store: Store, member: Member) -> bool:
     """Whether this process writes checkpoints: each stage its own, and of shards the first those of the whole worker."""
-    return store.config.run.shards == 1 or member.part == 0
+    return store.run.loop.shards == 1 or member.part == 0
 
 
 def _saver(
@@ -527,7 +523,7 @@ def _adapt(
     worker: Worker, report: RoundReport, deliveries: Sequence[Delivery], board: Board, topology: Topology
 ) -> None:
     """Adapts local steps for the next round to the other workers' notes so far."""
-    n = worker.config.workers
+    n = worker.run.workers
     mine = worker.pace_note(report, _uplinks(deliveries, topology))
     read = {i: note_of(text, n) for i, text in board.circulate(mine.text).items()}
     notes = {i: note for i, note in read.items() if note is not None}

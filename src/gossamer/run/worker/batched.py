@@ -35,7 +35,7 @@ class Stack:
             name: torch.empty(len(replicas), *p.shape, dtype=p.dtype, device=p.device).requires_grad_()
             for name, p in like.model.named_parameters()
         }
-        self._losses = made_ready(stacked_losses, like.config)
+        self._losses = made_ready(stacked_losses, like.run)
         names = {p: name for name, p in like.model.named_parameters()}
         self._part: dict[str, str] = {}
         """The part of a joined optimizer that updates each parameter."""
@@ -64,26 +64,26 @@ class Stack:
             losses.append(self._backward(round))
             if steps:
                 self._step(round, h)
-            note_trained(R, R * like.config.step_tokens)
+            note_trained(R, R * like.run.step_tokens)
         if steps:
             self._give()
         else:
             self._give_gradients()
         each_s = (time.perf_counter() - began) / R
         lr = (self._optimizer if steps else like.optimizer).param_groups[0]["lr"]
-        tokens = len(losses) * like.config.step_tokens
+        tokens = len(losses) * like.run.step_tokens
         return [LocalPhase(tuple(values[r] for values in losses), lr, each_s, tokens) for r in range(R)]
 
     def _backward(self, round: int) -> list[float]:
         """The gradients of one inner step of all replicas; returns their losses."""
-        like, accumulate = self._replicas[0], self._replicas[0].config.data.accumulate
+        like, accumulate = self._replicas[0], self._replicas[0].run.data.accumulate
         self._optimizer.zero_grad()
         total = torch.zeros(len(self._replicas), device=like.device)
         for micro in range(accumulate):
             number = like.steps_taken * accumulate + micro
             batch = torch.stack([replica.task.data.batch(replica.index, number) for replica in self._replicas])
-            with computing(like.config, like.device):
-                losses = self._losses(self._weights, like.config.model.shape, on_device(batch, like.device))
+            with computing(like.run, like.device):
+                losses = self._losses(self._weights, like.run.model.shape, on_device(batch, like.device))
             (losses.sum() / accumulate).backward()
             total += losses.detach()
         values = (total / accumulate).tolist()
@@ -95,8 +95,8 @@ class Stack:
     def _step(self, round: int, h: int) -> None:
         like = self._replicas[0]
         like.set_lr(self._optimizer, round, h)
-        if like.config.inner.clip is not None:
-            self._clip(like.config.inner.clip)
+        if like.run.inner.clip is not None:
+            self._clip(like.run.inner.clip)
         self._optimizer.step()
 
     def _clip(self, max_norm: float) -> None:
@@ -171,7 +171,7 @@ class Stacks:
 
     def __init__(self, workers: Sequence[Worker], size: int) -> None:
         def steps(worker: Worker) -> list[int]:
-            return [one.of(worker.index) for one in worker.config.timetable.stretches]
+            return [one.of(worker.index) for one in worker.run.timetable.stretches]
 
         alike = [[*group] for _, group in groupby(sorted(workers, key=steps), key=steps)]
         groups = [group[k : k + size] for group in alike for k in range(0, len(group), size)]

@@ -11,7 +11,7 @@ from gossamer.rounds.kernel import must_have_compiler
 from gossamer.run.config.resolved import RunSettings
 
 
-def made_ready(forward: Callable[..., Tensor], config: RunSettings) -> Callable[..., Tensor]:
+def made_ready(forward: Callable[..., Tensor], run: RunSettings) -> Callable[..., Tensor]:
     """The forward function, or that of a stage given with its module, compiled if the run asks for it.
 
     It is compiled and run in `gossamer.run.worker.numerics.deterministic`, without which the gradient of an embedding
@@ -19,7 +19,7 @@ def made_ready(forward: Callable[..., Tensor], config: RunSettings) -> Callable[
 
     Raises: ConfigError when there is no C++ compiler. Cost: ten seconds or more at the first step of a process.
     """
-    return _compiled(forward) if config.inner.compile else forward
+    return _compiled(forward) if run.inner.compile else forward
 
 
 @functools.cache

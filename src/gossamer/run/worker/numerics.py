@@ -23,22 +23,22 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _TORCH: Any = torch.utils.deterministic  # whose one attribute is a property of the module
 
 
-def threads_of(config: RunSettings, recorded: Path | None = None) -> Threads:
+def threads_of(run: RunSettings, recorded: Path | None = None) -> Threads:
     """The intra-op threads of each worker, for a process that computes for all: those that real workers have on this machine.
 
     Args: `recorded` is the folder of the run that is replayed or resumed. Its workers keep their recorded threads,
         unless `run.threads` has changed.
     Raises: ConfigError where OMP_NUM_THREADS is no number; DataError for a damaged record.
     """
-    configured = config.run.threads
-    threads = Threads(intra_op_threads(configured, sum(config.processes)))
+    configured = run.loop.threads
+    threads = Threads(intra_op_threads(configured, sum(run.processes)))
     machines = [] if recorded is None else read_machines(recorded)
     if recorded is None or not machines:
         return threads
     warn_of_other_machine(recorded)
     if configured and configured != flat(parse_toml(run_file(recorded).read_text(), "a run")).get("run.threads"):
         return threads
-    numbers = range(config.owners.stop)  # the server has the last
+    numbers = range(run.owners.stop)  # the server has the last
     each = {i: tuple((one.round, one.machine.threads) for one in machines if one.worker in (None, i)) for i in numbers}
     return threads._replace(each={i: changes for i, changes in each.items() if changes})
 

@@ -86,7 +86,7 @@ def must_start_alike(replicas: Sequence["Replica"]) -> None:
     for replica in replicas[1:]:
         if not torch.equal(replicas[0].x, replica.x):
             raise ConfigError(
-                f"model.size is '{replica.config.model.size}', which returned a model with other parameters when called again; "
+                f"model.size is '{replica.run.model.size}', which returned a model with other parameters when called again; "
                 "let it draw from torch's own generator alone, which is seeded before each call, or load the same file"
             )
 
@@ -108,33 +108,33 @@ class Replica:
     def __init__(
         self,
         index: int,
-        config: RunSettings,
+        run: RunSettings,
         task: Task,
         device: torch.device,
         buffer: Tensor | None = None,
         cut: Callable[[Llama], InStages] | None = None,
         shard: Callable[[Llama], Shards] | None = None,
     ) -> None:
-        self.index, self.config, self.task, self.device = index, config, task, device
+        self.index, self.run, self.task, self.device = index, run, task, device
         self.threads: int | None = None
         """Intra-op threads with which it trains, in a process with several workers; None takes those of the calling thread."""
         if index == 0:  # warn once
-            warn_of_slow_bf16(config.inner, device)
+            warn_of_slow_bf16(run.inner, device)
         self.turns: Turns | None = None
         """Coordinates concurrent forward passes of a process's replicas; None if they are serialised."""
         self.model = task.model()
         if task.holding is not None:
             keep_experts(self.model, task.holding.holders.resident(index))
-        self.layout, self.spans = arranged(layout_of(self.model), config)
+        self.layout, self.spans = arranged(layout_of(self.model), run)
         self.staged: InStages | None = None
         """The stages of a model that is cut, which share its parameters."""
-        if config.pipeline.cuts_replica(index):
+        if run.pipeline.cuts_replica(index):
             assert isinstance(self.model, Llama)  # `must_fit` refuses others
-            self.staged = cut(self.model) if cut else StagedModel(self.model.to(device), config)
+            self.staged = cut(self.model) if cut else StagedModel(self.model.to(device), run)
             self.model = self.staged.model
             self.layout, self.spans = subset(self.layout, self.spans, dict(self.model.named_parameters()))
         self.model.to(device)
-        self._loss = made_ready(task.loss, config)
+        self._loss = made_ready(task.loss, run)
         self._recomputes = task.draws
         """Whether backward passes may set torch's generator; determined by the first one."""
         self.buffers = buffers_of(self.model)
@@ -150,7 +150,7 @@ class Replica:
         self.averaged: Tensor | None = None
         """The average x and the iterate z of an averaging optimizer, concatenated `[2P]`; the parameters follow from them."""
         homes = {}
-        if config.inner.averaging is not None:
+        if run.inner.averaging is not None:
             self.averaged = torch.empty(2 * self.x.numel(), dtype=self.x.dtype, device=device)
             homes = {
                 name: views(self.model, self.layout, half)
@@ -158,7 +158,7 @@ class Replica:
             }
         self.evaluated = self.x if self.averaged is None else self.averaged[: self.x.numel()]
         self.optimizer = (
-            build_optimizer(config.inner, self.model, **homes, factory=task.optimizer)
+            build_optimizer(run.inner, self.model, **homes, factory=task.optimizer)
             if self.shards is None
             else self.shards.optimizer()
         )
@@ -168,11 +168,11 @@ class Replica:
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
         self.moments: tuple[Tensor, Tensor] | None = None
         """The inner optimizer's first and second moments, `[P]` each, where the schedule exchanges them."""
-        if config.schedule.inner_every:
+        if run.schedule.inner_every:
             self.moments = share_moments(self.optimizer, self.model, self.layout)
         self.gradient: Tensor | None = None
         """The flat gradient `[P]` of a replica whose inner steps wait for the mean gradient; see `keep_gradient`."""
-        self.local_steps = config.local_steps_of(index)
+        self.local_steps = run.local_steps_of(index)
         """Inner steps of its next local phases."""
         self.phase_left_s: float | None = None
         """The estimated seconds left of its local phase, from its completed steps; None before the first one."""
@@ -227,7 +227,7 @@ class Replica:
                 if self.gradient is None:
                     self._step(round, h)
             note_trained(1, count)
-            if pace_s := self.config.pace_s_of(self.index):
+            if pace_s := self.run.pace_s_of(self.index):
                 time.sleep(max(0.0, began + len(losses) * pace_s - time.perf_counter()))
             self.phase_left_s = (self.local_steps - h - 1) * (time.perf_counter() - began) / len(losses)
             after_step()
@@ -298,14 +298,14 @@ class Replica:
         else:
             (step,) = places.values()  # a worker in stages trains only on its own slot
             losses = self._backward_in_stages(step)
-        return sum(losses) / len(losses), len(places) * self.config.step_tokens
+        return sum(losses) / len(losses), len(places) * self.run.step_tokens
 
     def read_ahead(self, round: int = 0, rounds: int = 1) -> None:
         """Prefetches the batches of `rounds` rounds from a stream, beginning with this one.
 
         So a read error occurs before the round begins. Raises: DataError.
         """
-        per_step, step, timetable = self.config.data.accumulate, self.steps_taken, self.config.timetable
+        per_step, step, timetable = self.run.data.accumulate, self.steps_taken, self.run.timetable
         steps = rounds * self.local_steps
         if timetable.changes:
             steps = timetable.steps_before(self.index, round + rounds) - timetable.steps_before(self.index, round)
@@ -313,14 +313,14 @@ class Replica:
 
     def _backward_whole(self, places: Mapping[int, int]) -> list[float]:
         if self.shards is None:
-            return self._backward_over(places, range(self.config.data.accumulate))
+            return self._backward_over(places, range(self.run.data.accumulate))
         with self.shards.step():
-            losses = self._backward_over(places, self.shards.share(self.config.data.accumulate))
+            losses = self._backward_over(places, self.shards.share(self.run.data.accumulate))
         return self.shards.all_losses(losses)
 
     def _backward_over(self, places: Mapping[int, int], micro_batches: range) -> list[float]:
         """The losses of these micro-batches of each slot; accumulates their mean gradient."""
-        losses, accumulate = list[float](), self.config.data.accumulate
+        losses, accumulate = list[float](), self.run.data.accumulate
         passes = len(micro_batches) * len(places)
         for slot, step in places.items():
             for number in (step * accumulate + k for k in micro_batches):
@@ -342,7 +342,7 @@ class Replica:
 
     def _backward_in_stages(self, step: int) -> list[float]:
         assert self.staged is not None
-        data, accumulate = cast(Corpus, self.task.data), self.config.data.accumulate
+        data, accumulate = cast(Corpus, self.task.data), self.run.data.accumulate
         numbers = range(step * accumulate, (step + 1) * accumulate)
         return self.staged.backward(
             [(on_device(data.batch(self.index, k), self.device), data.samples(self.index, k)) for k in numbers]
@@ -355,12 +355,12 @@ class Replica:
         """
 
         def act() -> Tensor:
-            with computing(self.config, self.device):
+            with computing(self.run, self.device):
                 return self._loss(self.model, batch)
 
         if not self.task.draws:
             return act()
-        alone = functools.partial(rng.drawing, self.device, self.config.seed, slot, number, "model")
+        alone = functools.partial(rng.drawing, self.device, self.run.seed, slot, number, "model")
         if self.turns is not None:
             return self.turns.call(act, alone, self._keep_buffers)
         with alone():
@@ -383,20 +383,20 @@ class Replica:
         """Sets the learning rates of an inner step in an optimizer with this replica's groups."""
         # Workers with fewer local steps advance faster in the schedule, so that all are at the same point after a
         # round.
-        progress = self.config.timetable.progress(round, h / self.local_steps)
-        scale = lr_scale(self.config.inner, progress, self.config.run.steps)
+        progress = self.run.timetable.progress(round, h / self.local_steps)
+        scale = lr_scale(self.run.inner, progress, self.run.loop.steps)
         for group, base in zip(optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = base * scale
 
     def _step(self, round: int, h: int) -> None:
         self.set_lr(self.optimizer, round, h)
-        if self.config.inner.clip is not None:
+        if self.run.inner.clip is not None:
             if self.shards is not None:
-                self.shards.clip(self.config.inner.clip)
+                self.shards.clip(self.run.inner.clip)
             elif self.staged is None:
-                clip_gradients(list(self.model.parameters()), self.config.inner.clip)
+                clip_gradients(list(self.model.parameters()), self.run.inner.clip)
             else:
-                self.staged.clip(self.config.inner.clip, again=self.gradient is not None)
+                self.staged.clip(self.run.inner.clip, again=self.gradient is not None)
         with self._turn_to_step:
             self.optimizer.step()
 

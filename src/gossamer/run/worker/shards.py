@@ -44,19 +44,19 @@ class Shards:
         checkpoint one vector of the whole model at a time, in host memory, and for the first process all of them.
     """
 
-    def __init__(self, model: Llama, config: RunSettings, member: Member, pipe: Pipe) -> None:
+    def __init__(self, model: Llama, run: RunSettings, member: Member, pipe: Pipe) -> None:
         from torch.distributed.device_mesh import DeviceMesh  # both take a second to import, only needed here
         from torch.distributed.fsdp import fully_shard
 
-        self._config, self._pipe, self._device = config, pipe, member.device
+        self._run, self._pipe, self._device = run, pipe, member.device
         self.part, self.parts = pipe.part, pipe.parts
-        self._whole = Arranged(*arranged(layout_of(model), config))
-        mesh = DeviceMesh.from_group(_collectives(member, config.run.timeout_s), member.device.type)
+        self._whole = Arranged(*arranged(layout_of(model), run))
+        mesh = DeviceMesh.from_group(_collectives(member, run.loop.timeout_s), member.device.type)
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         self._model = model
-        self.flat = flat_of(model, mesh, config.schedule)
+        self.flat = flat_of(model, mesh, run.schedule)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._own = nn.Module()
         """The shards as plain parameters in the same memory, for elementwise optimizers."""
@@ -65,7 +65,7 @@ class Shards:
 
     def optimizer(self) -> InnerOptimizer:
         """The inner optimizer of this shard."""
-        return build_optimizer(self._config.inner, self._own)
+        return build_optimizer(self._run.inner, self._own)
 
     def share(self, micro_batches: int) -> range:
         """The micro-batches of a step for this process; all processes have equally many."""
@@ -102,7 +102,7 @@ class Shards:
     def validate(self, loss: Callable[[nn.Module, Any], Tensor], batches: Sequence[Any]) -> float:
         """The mean loss over batches, computed by all processes, as none has a whole model."""
         self._model.eval()
-        with self._translate_errors(), torch.no_grad(), computing(self._config, self._device):
+        with self._translate_errors(), torch.no_grad(), computing(self._run, self._device):
             losses = [loss(self._model, batch).item() for batch in batches]
         reshard(
             self._model

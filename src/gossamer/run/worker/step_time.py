@@ -22,7 +22,7 @@ class StepTime(NamedTuple):
     of: StepOf
 
 
-def step_time(config: RunSettings, worker: int, device: torch.device, *, test_s: float = 2.0) -> StepTime:
+def step_time(run: RunSettings, worker: int, device: torch.device, *, test_s: float = 2.0) -> StepTime:
     """Trains a few inner steps of a run on its data, and takes the median of their seconds.
 
     Args:
@@ -31,16 +31,16 @@ def step_time(config: RunSettings, worker: int, device: torch.device, *, test_s:
     Raises: DataError when the data cannot be opened, ConfigError when a package is missing.
     Cost: a model, its gradients and its inner optimizer, for 3 to 21 inner steps.
     """
-    replica = Replica(worker, config, task_of(config), device)
+    replica = Replica(worker, run, task_of(run), device)
     replica.train(0, 0, 1)  # warm-up: the first step imports, allocates and tunes
     took: list[float] = []
     began = time.perf_counter()
     while len(took) < _FEWEST or (len(took) < _MOST and time.perf_counter() - began < test_s):
         took.append(replica.train(0, 0, 1).compute_s)
     of = StepOf(
-        model=config.model,
-        vocab_size=load_tokenizer(config.data.tokenizer).vocab_size,
-        seq_len=config.data.seq_len,
-        batch_size=config.data.batch_size * config.data.accumulate,
+        model=run.model,
+        vocab_size=load_tokenizer(run.data.tokenizer).vocab_size,
+        seq_len=run.data.seq_len,
+        batch_size=run.data.batch_size * run.data.accumulate,
     )
     return StepTime(statistics.median(took), of)

@@ -49,52 +49,50 @@ class Task(NamedTuple):
     """The part of the model that each worker holds; None if all hold all of it."""
 
 
-def task_of(config: RunSettings, *, scored: bool = False) -> Task:
+def task_of(run: RunSettings, *, scored: bool = False) -> Task:
     """Opens the data of a run and prepares the factories of its model and optimizer.
 
     Args: `scored`: text in files is all for validation.
     Raises: DataError; ConfigError, and UserCodeError when code of the user's fails.
     """
-    text = config.data
+    text = run.data
     # Half of it, as others wait for this worker up to `run.timeout_s`, and it still has a round to train.
-    patience_s = config.run.timeout_s / 2
+    patience_s = run.loop.timeout_s / 2
     data = (
-        OwnBatches(config)
-        if text.own
-        else open_corpus(text, config.workers, config.seed, scored=scored, patience_s=patience_s)
+        OwnBatches(run) if text.own else open_corpus(text, run.workers, run.seed, scored=scored, patience_s=patience_s)
     )
     tokenizer = None if isinstance(data, OwnBatches) else data.tokenizer
     layout: Layout | None = None
-    if config.model.own:
-        model = partial(_own_model, config)
+    if run.model.own:
+        model = partial(_own_model, run)
     else:
-        words = tokenizer or load_tokenizer(config.data.tokenizer)
-        model = partial(build_model, config.model, words.vocab_size, config.data.seq_len, config.seed)
-        layout = layout_for(config.model, words.vocab_size)
+        words = tokenizer or load_tokenizer(run.data.tokenizer)
+        model = partial(build_model, run.model, words.vocab_size, run.data.seq_len, run.seed)
+        layout = layout_for(run.model, words.vocab_size)
     return Task(
         model,
-        _loss(config),
+        _loss(run),
         data,
-        _optimizer(config) if "optimizer" in config.parts.own else None,
-        draws=config.model.own or config.model.loss is not None or config.model.dropout > 0.0,
+        _optimizer(run) if "optimizer" in run.parts.own else None,
+        draws=run.model.own or run.model.loss is not None or run.model.dropout > 0.0,
         tokenizer=tokenizer,
-        holding=holding_of(config, layout),
+        holding=holding_of(run, layout),
     )
 
 
-def _own_model(config: RunSettings) -> nn.Module:
+def _own_model(run: RunSettings) -> nn.Module:
     """The user's model, made right after `torch.manual_seed(seed)`; torch's generator is left as it was."""
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(config.seed)
-        model = caller(config.parts, "model", config.model.size)(**(config.model.options or {}))
+        torch.default_generator.manual_seed(run.seed)
+        model = caller(run.parts, "model", run.model.size)(**(run.model.options or {}))
     must_be_trainable(model, "the run")
     return model
 
 
-def _loss(config: RunSettings) -> Loss:
-    if config.model.loss is None:
+def _loss(run: RunSettings) -> Loss:
+    if run.model.loss is None:
         return next_token_loss
-    name, loss_function = config.model.loss, caller(config.parts, "loss", config.model.loss)
+    name, loss_function = run.model.loss, caller(run.parts, "loss", run.model.loss)
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         value = loss_function(model, batch)
@@ -110,34 +108,34 @@ def _loss(config: RunSettings) -> Loss:
     return loss
 
 
-def _optimizer(config: RunSettings) -> OptimizerFactory:
+def _optimizer(run: RunSettings) -> OptimizerFactory:
     """The user's optimizer, with those settings of [inner] that it takes by name."""
-    function, options = config.parts.own["optimizer"], dict(config.inner.options or {})
+    function, options = run.parts.own["optimizer"], dict(run.inner.options or {})
     try:
         takes = inspect.signature(function).parameters
     except ValueError:
         takes = {}
-    if not config.inner.optimizer.startswith(GIVEN):
-        ours = {name: getattr(config.inner, name) for name in PASSED_BY_NAME if name in takes}
+    if not run.inner.optimizer.startswith(GIVEN):
+        ours = {name: getattr(run.inner, name) for name in PASSED_BY_NAME if name in takes}
         defaults = {name: takes[name].default for name in ours}
         # A name may have another type there, such as Adafactor's pair of eps.
         fit = (name for name, value in ours.items() if _pair(defaults[name]) in (None, _pair(value)))
         options = {name: ours[name] for name in fit} | options
 
     def optimizer(parameters: list[nn.Parameter]) -> Any:
-        made = caller(config.parts, "optimizer", config.inner.optimizer)(parameters, **options)
+        made = caller(run.parts, "optimizer", run.inner.optimizer)(parameters, **options)
         if not all(
             hasattr(made, name) for name in ("step", "zero_grad", "param_groups", "state_dict", "load_state_dict")
         ):
             raise ConfigError(
-                f"{KEYS['optimizer']} is '{config.inner.optimizer}', which returned a {type(made).__name__}; return an optimizer "
+                f"{KEYS['optimizer']} is '{run.inner.optimizer}', which returned a {type(made).__name__}; return an optimizer "
                 "such as torch.optim.AdamW"
             )
         try:
             inspect.signature(made.step).bind()
         except TypeError as error:
             raise ConfigError(
-                f"{KEYS['optimizer']} is '{config.inner.optimizer}', whose step cannot be called alone ({error}), as one with a "
+                f"{KEYS['optimizer']} is '{run.inner.optimizer}', whose step cannot be called alone ({error}), as one with a "
                 "line search cannot; name one that steps on the gradients that it finds, such as torch.optim:AdamW"
             ) from None
         return made
@@ -178,12 +176,12 @@ class OwnBatches:
     This is checked at the first batch of each worker. A process with all workers warns if their batches are the same.
     """
 
-    def __init__(self, config: RunSettings) -> None:
-        self._config, self._checked, self.read = config, set[int](), ()
+    def __init__(self, run: RunSettings) -> None:
+        self._run, self._checked, self.read = run, set[int](), ()
         self._first: dict[int, str] = {}
-        self._batch = partial(caller(config.parts, "data", str(config.data.source)), **(config.data.options or {}))
-        name = config.data.validation
-        self._validation = None if name is None else caller(config.parts, "validation", name)
+        self._batch = partial(caller(run.parts, "data", str(run.data.source)), **(run.data.options or {}))
+        name = run.data.validation
+        self._validation = None if name is None else caller(run.parts, "validation", name)
 
     def batch(self, worker: int, step: int) -> Any:
         """See `Batches.batch`. Raises: ConfigError when it differs from one call to the next."""
@@ -191,7 +189,7 @@ class OwnBatches:
         with rng.TURN:
             if worker not in self._first:
                 self._first[worker] = f"{step} {_hash_of(batch)}"
-                if len(self._first) == self._config.workers:
+                if len(self._first) == self._run.workers:
                     warn_of_equal_batches(self._first.values())
         return batch
 
@@ -202,7 +200,7 @@ class OwnBatches:
                 self._checked.add(worker)
                 if not _equal(batch, self._batch(worker, step)):
                     raise ConfigError(
-                        f"{KEYS['data']} is '{self._config.data.source}', which returned different batches for worker {worker} "
+                        f"{KEYS['data']} is '{self._run.data.source}', which returned different batches for worker {worker} "
                         f"and step {step} when called twice; make the batch depend on these two alone, with a torch.Generator "
                         "seeded from them"
                     )
@@ -217,10 +215,10 @@ class OwnBatches:
 
     def validation(self, num_batches: int) -> list[Any]:
         """See `Batches.validation`: the user's, or the batches after the last inner step."""
-        config, n = self._config, self._config.workers
+        run, n = self._run, self._run.workers
         if self._validation is not None:
             return [self._validation(k) for k in range(num_batches)]
-        last = config.run.steps * config.data.accumulate
+        last = run.loop.steps * run.data.accumulate
         return [self._repeatable_batch(k % n, last + k // n) for k in range(num_batches)]
 
     def state(self) -> dict[str, Any]:

@@ -78,14 +78,14 @@ class Worker:
         membership: Membership = EVERYONE,
         sides: Callable[[Setup], Setup] | None = None,
     ) -> None:
-        self.replica, self.config, self.index = replica, replica.config, replica.index
+        self.replica, self.run, self.index = replica, replica.run, replica.index
         self._method, self._transport = m, transport
         self._reduce, self._together, self._membership, self._sides = reduce, together, membership, sides
         self.loop = self._looped(m.start or m)
         self.pacer: Pacer | None = None
         """Decides on the local steps of the next round, where they adapt."""
-        if self.config.run.adapt:
-            full_steps = self.config.full_steps
+        if self.run.loop.adapt:
+            full_steps = self.run.full_steps
             hidden = 1.0 if m.rule.delay_rounds else m.schedule.hidden(full_steps)
             self.pacer = Pacer(self.index, replica.local_steps, full_steps, hidden)
         self._hashes: list[str] = []
@@ -104,14 +104,14 @@ class Worker:
             self._transport,
             parts,
             local_steps=replica.local_steps,
-            timetable=self.config.timetable,
-            seed=self.config.seed,
+            timetable=self.run.timetable,
+            seed=self.run.seed,
             reduce=self._reduce,
             together=self._together,
             membership=self._membership,
-            sharing=first_sharing(self.config.workers) if self.config.data.constant_batch else None,
+            sharing=first_sharing(self.run.workers) if self.run.data.constant_batch else None,
             sides=self._sides,
-            first=self.config.run.synchronous_steps if m is self._method else 0,
+            first=self.run.loop.synchronous_steps if m is self._method else 0,
             **(
                 {}
                 if replica.shards is None
@@ -130,10 +130,10 @@ class Worker:
 
     def begin_round(self, round: int) -> None:
         """Sets the method and the local steps of a round, unless they follow from the previous round."""
-        if self._starts and round >= self.config.run.synchronous_steps:
+        if self._starts and round >= self.run.loop.synchronous_steps:
             self.loop = self._looped(self._method)
         if self.pacer is None:
-            self.set_local_steps(self.loop.adapted(self.config.local_steps_of(self.index, round)))
+            self.set_local_steps(self.loop.adapted(self.run.local_steps_of(self.index, round)))
 
     def segments(self, round: int) -> Iterator[Segment]:
         """The segments of a round, one for each stop."""
@@ -154,7 +154,7 @@ class Worker:
         """
         self.begin_round(round)
         loop, report = self.loop, RoundReport([], [])
-        overlaps = self.config.schedule.overlap_steps or loop.method.rule.delay_rounds
+        overlaps = self.run.schedule.overlap_steps or loop.method.rule.delay_rounds
         after_step = loop.advance if overlaps else _no_op
         for segment in self.segments(round):
             report.phases.append(self.train(segment, after_step))
@@ -162,7 +162,7 @@ class Worker:
             self.receive(segment)
             after_stop()
         self.replica.step_on_gradient(round)
-        if round + 1 == self.config.rounds:
+        if round + 1 == self.run.rounds:
             self.receive_rest()
         return report
 
@@ -173,7 +173,7 @@ class Worker:
 
     def send(self, segment: Segment) -> list[Operation]:
         """Sends the fragments due at the stop of a segment."""
-        if self.config.record.hash and segment.stop.sends:
+        if self.run.record.hash and segment.stop.sends:
             self._hashes.append(self._hash(segment.stop))
         with using_threads(self.replica.threads):
             return self.loop.post(segment.round, segment.stop)
@@ -228,7 +228,7 @@ class Worker:
     def adapt(self, notes: Mapping[int, PaceNote]) -> None:
         """Sets the local steps of the next round by the notes of all workers."""
         assert self.pacer is not None
-        self.set_local_steps(self.pacer.decided(notes, self.config.workers))
+        self.set_local_steps(self.pacer.decided(notes, self.run.workers))
 
     def state(self) -> dict[str, Any]:
         """Everything a checkpoint needs to continue bit for bit: model, inner and outer state, data position.
@@ -257,13 +257,13 @@ class Worker:
             raise CheckpointError(
                 f"the checkpoint of worker {self.index} does not fit rule '{self.loop.method.rule.name}' and this model "
                 f"({error}); "
-                f"resume with the run file it was written by (digest {self.config.digest})"
+                f"resume with the run file it was written by (digest {self.run.digest})"
             ) from None
 
     def _load(self, state: dict[str, Any], load_replica: Callable[[dict[str, Any]], None]) -> None:
         """Loads a state. Raises: one of MISFITS."""
         shards = self.replica.shards
-        if self._starts and int(state["steps_taken"]) > self.config.run.synchronous_steps:
+        if self._starts and int(state["steps_taken"]) > self.run.loop.synchronous_steps:
             self.loop = self._looped(self._method)
         state = state if shards is None else shards.own(state)
         tensors, saved_tensors = [self.replica.evaluated, *leaves(self.loop.state)], [state["x"], *state["outer"]]
@@ -292,7 +292,7 @@ class Worker:
                 raise ValueError("it has numbers that are not finite")
             self.replica.must_be_of_another(state)
             if self.loop.sharing is not None and max(self.loop.sharing.restored(state["sharing"]).steps) > (
-                self.config.workers * self.config.run.steps
+                self.run.workers * self.run.loop.steps
             ):
                 raise ValueError("it counts more inner steps than the run has")
         except MISFITS as error:

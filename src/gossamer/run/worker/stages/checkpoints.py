@@ -76,18 +76,18 @@ def partitions_of(names: Iterable[str], layers: int) -> set[Partition]:
     }
 
 
-def partition_of(config: RunSettings, worker: int) -> Partition:
+def partition_of(run: RunSettings, worker: int) -> Partition:
     """The assignment of a worker's layers to its processes in `gossamer train`."""
-    pipeline = config.pipeline
+    pipeline = run.pipeline
     if not pipeline.cuts_replica(worker):
         return WHOLE
-    return Partition(pipeline.stages, cuts_of(pipeline, config.model, config.data))
+    return Partition(pipeline.stages, cuts_of(pipeline, run.model, run.data))
 
 
 class Store(NamedTuple):
     """The checkpoints of a run for one process: its own stage of some workers, or whole workers."""
 
-    config: RunSettings
+    run: RunSettings
     folder: Path
     own: Partition = WHOLE
     part: int = 0
@@ -159,8 +159,8 @@ class Store(NamedTuple):
             return states[0]
         model = cast(Llama, task.model())
         try:
-            whole = joined_state(self.config, model, source, states)
-            return whole if self.own == WHOLE else state_of_part(self.config, model, self.own, self.part, whole)
+            whole = joined_state(self.run, model, source, states)
+            return whole if self.own == WHOLE else state_of_part(self.run, model, self.own, self.part, whole)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(
                 f"the checkpoints of worker {worker} from {source.stages} stages do not fit this model and inner optimizer "
@@ -182,17 +182,17 @@ class Store(NamedTuple):
 
     def _lost(self, worker: int) -> list[LostStage]:
         """The rounds at which this process's stage was lost."""
-        lost = self.config.pipeline.lost if self.own != WHOLE else ()
+        lost = self.run.pipeline.lost if self.own != WHOLE else ()
         return [one for one in lost if (one.worker, one.stage) == (worker, self.part)]
 
     def _with_checked_steps(self, round: int, worker: int, state: dict[str, Any]) -> dict[str, Any]:
         """The state. Raises CheckpointError unless it has the inner steps that its worker takes in `round` rounds."""
-        config, step = self.config, state.get("steps_taken")
-        if config.kind != "rounds" or config.run.adapt or config.run.elastic or step is None:
+        run, step = self.run, state.get("steps_taken")
+        if run.kind != "rounds" or run.loop.adapt or run.loop.elastic or step is None:
             return state
         if (self.folder / f"outcomes{worker_suffix(worker)}.jsonl").exists():  # an elastic worker may have joined late
             return state
-        needed = config.timetable.steps_before(worker, round)
+        needed = run.timetable.steps_before(worker, round)
         if step != needed:
             raise CheckpointError(
                 f"the checkpoint of worker {worker} after round {round} has step {step!r:.40} but needs {needed}; resume with "
@@ -218,10 +218,10 @@ class Store(NamedTuple):
 
     def _other_partitions(self) -> list[Partition]:
         """The other partitions that may have checkpoints here."""
-        if self.config.model.own:  # it has no layers to cut
+        if self.run.model.own:  # it has no layers to cut
             return sorted({WHOLE} - {self.own})
         names = (path.name for path in (self.folder / "checkpoints").glob("stage-*"))
-        return sorted({WHOLE, *partitions_of(names, self.config.model.shape.layers)} - {self.own})
+        return sorted({WHOLE, *partitions_of(names, self.run.model.shape.layers)} - {self.own})
 
 
 class Arranged(NamedTuple):
@@ -231,9 +231,9 @@ class Arranged(NamedTuple):
     spans: Spans
 
     @staticmethod
-    def of(config: RunSettings, model: Llama, parts: Sequence[OwnLayers]) -> "list[Arranged]":
+    def of(run: RunSettings, model: Llama, parts: Sequence[OwnLayers]) -> "list[Arranged]":
         """The arrangement of a model, and of each of these parts of it."""
-        whole = Arranged(*arranged(layout_of(model), config))
+        whole = Arranged(*arranged(layout_of(model), run))
         return [whole, *(Arranged(*subset(*whole, dict(part.named_parameters()))) for part in parts)]
 
     def fragment(self, p: int | None) -> Layout:
@@ -247,7 +247,7 @@ class Arranged(NamedTuple):
 
 
 def joined_state(
-    config: RunSettings, model: Llama, source: Partition, states: Sequence[Mapping[str, Any]]
+    run: RunSettings, model: Llama, source: Partition, states: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """The state of a whole worker, from those of its stages in order, which must agree on everything not specific to a
     stage.
@@ -258,13 +258,13 @@ def joined_state(
     if source == WHOLE:
         return {**states[0]}
     parts, names = source.parts(model), {p: name for name, p in model.named_parameters()}
-    layout, *layouts = Arranged.of(config, model, parts)
+    layout, *layouts = Arranged.of(run, model, parts)
 
     def joined(values: Sequence[Tensor], fragment: int | None = None) -> Tensor:
         return _whole_of(values, [one.fragment(fragment) for one in layouts], layout.fragment(fragment))
 
     inner = [
-        named_state(build_optimizer(config.inner, part), state["inner"], names)
+        named_state(build_optimizer(run.inner, part), state["inner"], names)
         for part, state in zip(parts, states, strict=True)
     ]
     known = inner[0]
@@ -284,21 +284,21 @@ def joined_state(
             }
             for one in flying
         ],
-        "inner": for_optimizer(build_optimizer(config.inner, model), known, names),
+        "inner": for_optimizer(build_optimizer(run.inner, model), known, names),
         "boundaries": {layer: ends for state in states for layer, ends in state["boundaries"].items()},
         "squares": {first: square for state in states for first, square in state.get("squares", {}).items()},
     }
 
 
 def state_of_part(
-    config: RunSettings, model: Llama, target: Partition, part: int, whole: Mapping[str, Any]
+    run: RunSettings, model: Llama, target: Partition, part: int, whole: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The state of one stage, from the state of a whole worker; extra memories of boundaries are ignored.
 
     Args and raises: as `joined_state`.
     """
     own, names = target.parts(model)[part], {p: name for name, p in model.named_parameters()}
-    layout, places = Arranged.of(config, model, [own])
+    layout, places = Arranged.of(run, model, [own])
 
     def cut(value: Tensor, fragment: int | None = None) -> Tensor:
         return _part_of(value, places.fragment(fragment), layout.fragment(fragment))
@@ -311,8 +311,8 @@ def state_of_part(
             {**one, "sent": [cut(value, one["fragment"]) for value in one["sent"]]} for one in whole["under_way"]
         ],
         "inner": for_optimizer(
-            build_optimizer(config.inner, own),
-            named_state(build_optimizer(config.inner, model), whole["inner"], names),
+            build_optimizer(run.inner, own),
+            named_state(build_optimizer(run.inner, model), whole["inner"], names),
             names,
         ),
     }

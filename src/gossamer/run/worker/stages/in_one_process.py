@@ -67,22 +67,22 @@ class InStages(Protocol):
         ...
 
 
-def spans_of(config: RunSettings) -> list[tuple[int, int]]:
+def spans_of(run: RunSettings) -> list[tuple[int, int]]:
     """The first layer of each stage, and the one after its last."""
-    cuts = cuts_of(config.pipeline, config.model, config.data)
-    return [*pairwise([0, *cuts, config.model.shape.layers])]
+    cuts = cuts_of(run.pipeline, run.model, run.data)
+    return [*pairwise([0, *cuts, run.model.shape.layers])]
 
 
-def boundary_ends(config: RunSettings, layer: int) -> tuple[BoundaryEnd, BoundaryEnd]:
+def boundary_ends(run: RunSettings, layer: int) -> tuple[BoundaryEnd, BoundaryEnd]:
     """The forward and the backward direction of the boundary before this layer."""
-    shape = (config.data.batch_size, config.data.seq_len, crossing(config.model, layer))
-    there, back = (BoundaryEnd(boundary_of(getattr(config.pipeline, direction)), shape) for direction in DIRECTIONS)
+    shape = (run.data.batch_size, run.data.seq_len, crossing(run.model, layer))
+    there, back = (BoundaryEnd(boundary_of(getattr(run.pipeline, direction)), shape) for direction in DIRECTIONS)
     return there, back
 
 
-def computing(config: RunSettings, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def computing(run: RunSettings, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """A context in which forward passes have the precision of the run."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=config.inner.autocast == "bf16")
+    return torch.autocast(device.type, torch.bfloat16, enabled=run.inner.autocast == "bf16")
 
 
 def squared_norm(stage: nn.Module) -> Tensor:
@@ -132,16 +132,16 @@ class StagedModel:
     Cost: none beyond the model, except for codecs with memory.
     """
 
-    def __init__(self, model: Llama, config: RunSettings) -> None:
+    def __init__(self, model: Llama, run: RunSettings) -> None:
         self.model: nn.Module = model
-        self._config = config
-        self.stages = stages_of(model, cuts_of(config.pipeline, config.model, config.data))
-        self.boundaries = [boundary_ends(config, stage.first) for stage in self.stages[1:]]
+        self._run = run
+        self.stages = stages_of(model, cuts_of(run.pipeline, run.model, run.data))
+        self.boundaries = [boundary_ends(run, stage.first) for stage in self.stages[1:]]
         """The forward and the backward direction of each, in order of the stages."""
         self._by_layer = {stage.first: ends for stage, ends in zip(self.stages[1:], self.boundaries, strict=True)}
         self._linear = self.boundaries[0][0].codec.linear
         self._rest: Tensor | None = None
-        self._forward = made_ready(Stage.forward, config)
+        self._forward = made_ready(Stage.forward, run)
         self._squares: Mapping[int, float] = {}
 
     def begin(self) -> None:
@@ -149,7 +149,7 @@ class StagedModel:
         if self._linear:
             self._rest = lost_of(self.stages[0].table, self.boundaries[0][0].codec)
             # With chunks, once per process.
-            for there, _ in self.boundaries[: self._config.pipeline.stages - 1]:
+            for there, _ in self.boundaries[: self._run.pipeline.stages - 1]:
                 there.sent_bytes += nbytes(self._rest)
 
     def loss(self, batch: Tensor, samples: Sequence[int]) -> Tensor:
@@ -173,7 +173,7 @@ class StagedModel:
         """See `InStages`."""
         losses: list[float] = []
         for batch, samples in batches:
-            with computing(self._config, batch.device):
+            with computing(self._run, batch.device):
                 value = self.loss(batch, samples)
             (value / len(batches) if len(batches) > 1 else value).backward()
             losses.append(value.item())

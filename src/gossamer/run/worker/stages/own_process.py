@@ -84,13 +84,13 @@ class _Side:
 class _Computing(nn.Module):
     """A stage whose forward pass has the precision of the run."""
 
-    def __init__(self, stage: Stage, config: RunSettings, device: torch.device) -> None:
+    def __init__(self, stage: Stage, run: RunSettings, device: torch.device) -> None:
         super().__init__()
-        self.stage, self._config, self._device = stage, config, device
-        self._forward = made_ready(Stage.forward, config)
+        self.stage, self._run, self._device = stage, run, device
+        self._forward = made_ready(Stage.forward, run)
 
     def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
-        with computing(self._config, self._device):
+        with computing(self._run, self._device):
             return self._forward(self.stage, x, tokens)
 
 
@@ -102,16 +102,16 @@ class LocalStages:
     Cost: payloads in flight for all micro-batches of a step, and a message to and from each other process a step.
     """
 
-    def __init__(self, whole: Llama, config: RunSettings, pipe: Pipe, device: torch.device) -> None:
+    def __init__(self, whole: Llama, run: RunSettings, pipe: Pipe, device: torch.device) -> None:
         must_have_schedules()
-        self._config, self._pipe, self._device = config, pipe, device
-        spans = spans_of(config)
+        self._run, self._pipe, self._device = run, pipe, device
+        spans = spans_of(run)
         self._places = range(pipe.part, len(spans), pipe.parts)
         self._pieces = len(spans)
         self.model: nn.Module = OwnLayers(whole, [spans[k] for k in self._places]).to(device)
         self._stages = {k: Stage(whole, *spans[k]).to(device) for k in self._places}
         self.boundaries = {
-            b: boundary_ends(config, spans[b + 1][0])
+            b: boundary_ends(run, spans[b + 1][0])
             for b in range(self._pieces - 1)
             if b in self._places or b + 1 in self._places
         }
@@ -122,9 +122,9 @@ class LocalStages:
         self._table_shape = whole.model.embed_tokens.weight.shape if linear else None
         self._rest: Tensor | None = None
         carried = [self._carried(k, whole) for k in self._places]
-        self._accumulate = config.data.accumulate
+        self._accumulate = run.data.accumulate
         self._losses: list[float] = []
-        self._schedule = schedule_of(config.pipeline.schedule, carried, self._accumulate, self._loss)
+        self._schedule = schedule_of(run.pipeline.schedule, carried, self._accumulate, self._loss)
         self._squares: list[Tensor] | None = None
         self._saved: Mapping[int, float] = {}
         self._unused: dict[int, Any] = {}
@@ -135,7 +135,7 @@ class LocalStages:
 
     def _carried(self, k: int, whole: Llama) -> BoundaryStage:
         """The stage of torch for piece k of the model."""
-        config, tokens = self._config, (self._config.data.batch_size, self._config.data.seq_len)
+        run, tokens = self._run, (self._run.data.batch_size, self._run.data.seq_len)
         sides, shapes = list[_Side | None](), list[Tensor]()
         for boundary, sends in ((k - 1, False), (k, True)):
             if not 0 <= boundary < self._pieces - 1:
@@ -146,20 +146,20 @@ class LocalStages:
                     else torch.empty(*tokens, dtype=torch.int64, device="meta")
                 )
                 continue
-            width = crossing(config.model, spans_of(config)[boundary + 1][0])
+            width = crossing(run.model, spans_of(run)[boundary + 1][0])
             other = (k + 1 if sends else k - 1) % self._pipe.parts
             like = torch.empty(*tokens, width, device=self._device)
             sides.append(_Side(self._pipe, boundary, other, self.boundaries[boundary], like, sends=sends))
             shapes.append(torch.empty(*tokens, width, device="meta", requires_grad=True))
         self._sides += [side for side in sides if side is not None]
-        module = _Computing(self._stages[k], config, self._device)
+        module = _Computing(self._stages[k], run, self._device)
         return BoundaryStage(
             module, (k, self._pieces), self._device, self._pipe.group, (shapes[0], shapes[1]), (sides[0], sides[1])
         )
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """One micro-batch's share of the mean loss."""
-        with computing(self._config, self._device):
+        with computing(self._run, self._device):
             value = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
         self._losses.append(value.item())
         return value / self._accumulate if self._accumulate > 1 else value
@@ -195,7 +195,7 @@ class LocalStages:
         self._schedule.step(*first, target=tokens[:, 1:], return_outputs=False, tokens=tokens[:, :-1])
         self._pipe.flush()
         losses = self._losses or [0.0] * self._accumulate
-        clips = self._config.inner.clip is not None
+        clips = self._run.inner.clip is not None
         squares = [float(squared_norm(self._stages[k])) if clips else 0.0 for k in self._places]
         gathered = self._pipe.gather(torch.tensor([*losses, *squares], dtype=torch.float64))
         self._squares = self._in_order(gathered, self._accumulate) if clips else None
@@ -269,12 +269,12 @@ class LocalStages:
         tokens = x = batch[:, :-1]
         if k > 0:
             stream, other = Flow("validation", k - 1), (k - 1) % self._pipe.parts
-            model = self._config.model
+            model = self._run.model
             width = crossing(model, stage.first) if stage.subspace is None else model.shape.hidden_size
             shape = (*tokens.shape, width)
             self._pipe.expect(stream, other, [4 * math.prod(shape)], 4 * math.prod(shape))
             x = self._pipe.receive(stream, other).view(torch.float32).view(shape).to(self._device)
-        with computing(self._config, self._device):
+        with computing(self._run, self._device):
             return stage(x, tokens, full=True)
 
     def state(self) -> dict[int, list[dict[str, Any]]]:
@@ -284,6 +284,6 @@ class LocalStages:
     def restore(self, state: Any, squares: Mapping[int, float]) -> None:
         """See `gossamer.run.worker.stages.in_one_process.InStages`."""
         restore_boundaries(self._by_layer, state)
-        cuts = {first for first, _ in spans_of(self._config)}
+        cuts = {first for first, _ in spans_of(self._run)}
         self._unused = {layer: ends for layer, ends in state.items() if layer not in cuts}
         self._saved = squares

@@ -62,18 +62,18 @@ def stand_in(name: str, lost: Span, neighbour: Span) -> str:
     return ".".join(words)
 
 
-def lost_before(round: int, config: RunSettings) -> list[LostStage]:
+def lost_before(round: int, run: RunSettings) -> list[LostStage]:
     """The stages lost right before a round."""
-    return [one for one in config.pipeline.lost if one.after == round]
+    return [one for one in run.pipeline.lost if one.after == round]
 
 
 def recover_all(workers: Sequence[Worker], round: int) -> None:
     """Recovers the stages lost before a round, for all workers in this process."""
-    config = workers[0].config
-    for one in lost_before(round, config):
-        worker, spans = workers[one.worker], spans_of(config)
+    run = workers[0].run
+    for one in lost_before(round, run):
+        worker, spans = workers[one.worker], spans_of(run)
         lost, names = spans[one.stage], _names(worker, spans[one.stage])
-        donor = donor_of(one, config.pipeline, config.workers)
+        donor = donor_of(one, run.pipeline, run.workers)
         if donor is None:
             sides = [spans[one.stage - 1], spans[one.stage + 1]]
             values = _mean(*(_given(worker, lost, names, side) for side in sides))
@@ -87,9 +87,9 @@ def recover_own(worker: Worker, transport: Transport, pipe: Pipe, round: int) ->
 
     Neighbours communicate through their worker's connections, peers through those of their stage. Raises: PeerError.
     """
-    config = worker.config
-    for number, one in enumerate(lost_before(round, config)):
-        donor, spans = donor_of(one, config.pipeline, config.workers), spans_of(config)
+    run = worker.run
+    for number, one in enumerate(lost_before(round, run)):
+        donor, spans = donor_of(one, run.pipeline, run.workers), spans_of(run)
         lost, names = spans[one.stage], _names(worker, spans[one.stage])
         mine = worker.index == one.worker and pipe.part == one.stage
         if donor is None and mine:

@@ -19,16 +19,16 @@ from gossamer.run.config.pipeline import boundary_of, cuts_of
 from gossamer.run.config.resolved import RunSettings
 
 
-def in_stages(network: Network, config: RunSettings, layout: Layout) -> InnerSteps:
+def in_stages(network: Network, run: RunSettings, layout: Layout) -> InnerSteps:
     """The inner steps of a run on a network, see `gossamer.network.inner_steps.inner_steps`.
 
     Args: `layout` is that of the whole model.
     Raises: ConfigError when the network gives the speeds of another number of stages.
     """
-    return inner_steps(network, pipeline_work(config, layout), config.workers)
+    return inner_steps(network, pipeline_work(run, layout), run.workers)
 
 
-def pipeline_work(config: RunSettings, layout: Layout) -> PipelineWork | None:
+def pipeline_work(run: RunSettings, layout: Layout) -> PipelineWork | None:
     """The work of an inner step in stages; None for whole replicas.
 
     A stage's share of the work is its matrices' share of all parameters. Payloads count with their maximum size. Where
@@ -36,11 +36,11 @@ def pipeline_work(config: RunSettings, layout: Layout) -> PipelineWork | None:
 
     Args: `layout` is that of the whole model.
     """
-    pipeline, data = config.pipeline, config.data
+    pipeline, data = run.pipeline, run.data
     if pipeline.stages == 1:
         return None
-    cuts = cuts_of(pipeline, config.model, data)
-    shapes = [(data.batch_size, data.seq_len, crossing(config.model, cut)) for cut in cuts]
+    cuts = cuts_of(pipeline, run.model, data)
+    shapes = [(data.batch_size, data.seq_len, crossing(run.model, cut)) for cut in cuts]
     codecs = [boundary_of(getattr(pipeline, direction)) for direction in DIRECTIONS]
 
     def most_bytes(codec: Boundary) -> list[int]:
@@ -49,7 +49,7 @@ def pipeline_work(config: RunSettings, layout: Layout) -> PipelineWork | None:
 
     (there, back), again, first = map(most_bytes, codecs), codecs[0].again_bytes, 1.0
     if again is not None and data.windows is not None:
-        first = min(1.0, data.windows / (config.run.steps * data.accumulate * data.batch_size))
+        first = min(1.0, data.windows / (run.loop.steps * data.accumulate * data.batch_size))
     return PipelineWork(
         stages=pipeline.stages,
         chunks=pipeline.chunks,
