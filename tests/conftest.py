@@ -191,13 +191,22 @@ def beyond_ci(items: list[pytest.Item]) -> set[pytest.Item]:
     return left_out
 
 
+def is_named(item: pytest.Item, given: list[str]) -> bool:
+    """Whether a node id was given for this test: then it is run, as a note that it was left out would help nobody."""
+    for one in given:
+        file, _, names = one.partition("::")
+        whole = [part.nodeid.partition("::")[2] for part in item.listchain()]  # the class, the test; "" for a file
+        of_one = item.nodeid.partition("[")[0].partition("::")[2]  # all cases
+        if names and Path(file).resolve() == item.path and names in (*whole, of_one):
+            return True
+    return False
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # after other plugins have shuffled
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, None, None]:
-    # A test that is named is run: a note that it was left out would help nobody.
-    if not config.getoption("--full") and not any("::" in given for given in config.args):
-        left_out = beyond_ci(
-            items
-        )  # before other plugins shuffle, so that a case is in CI or is not, whatever the seed
+    if not config.getoption("--full"):
+        # Before other plugins shuffle, so that a case is in CI or is not, whatever the seed.
+        left_out = {item for item in beyond_ci(items) if not is_named(item, config.args)}
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=[*left_out])
     yield
@@ -242,6 +251,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("needs a CUDA device, and torch sees none")
     if item.get_closest_marker("netns") and (lack := lacking_for_netns()):
         pytest.skip(f"needs network namespaces, and {lack}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed and (prefork := sys.modules.get("prefork")):
+        report.sections.append(("What processes of all tests have written of late", prefork.written_of_late()))
+    return report
 
 
 @functools.cache

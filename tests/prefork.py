@@ -4,15 +4,18 @@ Each would import them for ten seconds, and start a fork server that imports for
 """
 
 import atexit
+import contextlib
 import gc
 import importlib
+import multiprocessing.util
 import os
 import signal
 import sys
+import tempfile
 import threading
 import types
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -38,6 +41,30 @@ class _Fork:
         os.kill(self.pid, signal.SIGKILL)
 
 
+WRITTEN = tempfile.TemporaryFile("a+b")  # noqa: SIM115
+"""What forks of the fork server write to their standard streams, where nobody has given them others."""
+
+
+def written_of_late() -> str:
+    """The end of what all forks have written."""
+    length = os.fstat(WRITTEN.fileno()).st_size
+    return os.pread(WRITTEN.fileno(), 4000, max(0, length - 4000)).decode(errors="replace")
+
+
+@contextlib.contextmanager
+def writing_there() -> Iterator[None]:
+    """The standard streams of this process, and of those that it starts here, are `WRITTEN`."""
+    kept = os.dup(1), os.dup(2)
+    os.dup2(WRITTEN.fileno(), 1)
+    os.dup2(WRITTEN.fileno(), 2)
+    try:
+        yield
+    finally:
+        for stream, own in enumerate(kept, 1):
+            os.dup2(own, stream)
+            os.close(own)
+
+
 def fork_workers(config: pytest.Config, specs: "Sequence[XSpec]", tests: Sequence[Path]) -> None:
     """Forks the processes that xdist is about to start, after an import of these tests; xdist is then given the forks.
 
@@ -53,7 +80,8 @@ def fork_workers(config: pytest.Config, specs: "Sequence[XSpec]", tests: Sequenc
         torch.set_num_threads(1)  # threads would not exist in a fork
         from commands import start_forking
 
-        start_forking()  # its server imports meanwhile
+        with writing_there():
+            start_forking()  # its server imports meanwhile
         for path in tests:
             try:
                 importlib.import_module(path.stem)
@@ -103,6 +131,7 @@ def _serve(config: pytest.Config, from_here: int, to_here: int) -> NoReturn:
     from execnet.gateway_io import popen_bootstrapline
 
     atexit._clear()  # what the first process shall do at its end
+    atexit.register(multiprocessing.util._exit_function)  # ends what tests have started, and its semaphores
     config.pluginmanager.getplugin("capturemanager").stop_global_capturing()
     os.dup2(from_here, 0)
     os.dup2(to_here, 1)

@@ -221,7 +221,9 @@ def test_who_asked_for_fsdp_on_a_cpu_is_told_that_accelerate_made_copies(told, l
     warned = [
         line for line in told[1].splitlines() if "warned: Accelerate holds the whole model in each of the 2" in line
     ]
-    assert len(warned) == 4 * (1 + ("accelerate, copies" in looked_at)) and all("ignores on a CPU without a word" in line for line in warned)
+    assert len(warned) == 4 * (1 + ("accelerate, copies" in looked_at)) and all(
+        "ignores on a CPU without a word" in line for line in warned
+    )
 
 
 def test_several_processes_without_a_site_are_told_of_both_ways(told):

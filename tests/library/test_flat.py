@@ -5,7 +5,7 @@ import copy
 import gc
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -534,8 +534,8 @@ class Told(NamedTuple):
         return torch.load(self.folder / f"{what}-{worker}.pt", weights_only=True)
 
 
-def in_ci_or_not(*names: str) -> list[Any]:
-    return [pytest.param(name, marks=[pytest.mark.full] if name in BEYOND_CI else []) for name in names]
+def in_ci_or_not(*names: str, beyond: Container[str] = BEYOND_CI) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.full] if name in beyond else []) for name in names]
 
 
 pytestmark = pytest.mark.timeout(900)  # the first waits for all that the four do, on a slow machine beside other tests
