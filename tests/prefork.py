@@ -112,17 +112,20 @@ def _forked(config: pytest.Config, others: Sequence[Any]) -> Any:
     (from_here, to_it), (from_it, to_here) = os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:
-        for other in others:  # a process is seen to have died when nobody holds the other end of its pipe
-            other.outfile.close()
-            other.infile.close()
-        os.close(to_it)
-        os.close(from_it)
-        _serve(config, from_here, to_here)
+        try:
+            for other in others:  # a process is seen to have died when nobody holds the other end of its pipe
+                other.outfile.close()
+                other.infile.close()
+            os.close(to_it)
+            os.close(from_it)
+            _serve(config, from_here, to_here)
+        finally:
+            os._exit(1)  # not a second pytest
     os.close(from_here)
     os.close(to_here)
     io = gateway_io.Popen2IOMaster.__new__(gateway_io.Popen2IOMaster)
-    io.popen = _Fork(pid)  # type: ignore[assignment]
-    super(gateway_io.Popen2IOMaster, io).__init__(os.fdopen(to_it, "wb"), os.fdopen(from_it, "rb"), None)  # type: ignore[arg-type]
+    io.popen = _Fork(pid)
+    super(gateway_io.Popen2IOMaster, io).__init__(os.fdopen(to_it, "wb"), os.fdopen(from_it, "rb"), None)
     return io
 
 
@@ -130,19 +133,19 @@ def _serve(config: pytest.Config, from_here: int, to_here: int) -> NoReturn:
     """Does as `python -c BOOTSTRAP` does, with which execnet starts a process."""
     from execnet.gateway_io import popen_bootstrapline
 
-    atexit._clear()  # what the first process shall do at its end
-    atexit.register(multiprocessing.util._exit_function)  # ends what tests have started, and its semaphores
-    config.pluginmanager.getplugin("capturemanager").stop_global_capturing()
+    atexit._clear()  # what the first process shall do at its end, but for this, which ends what tests have started
+    atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
+    capture: Any = config.pluginmanager.getplugin("capturemanager")
+    capture.stop_global_capturing()
     os.dup2(from_here, 0)
     os.dup2(to_here, 1)
     os.close(from_here)
     os.close(to_here)
     sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
     # That of the first process would look whether it lives, and start another, as it is not its child.
-    forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign, attr-defined]
-    sys.modules["__main__"] = main = types.ModuleType(
-        "__main__"
-    )  # else each process that a test starts imports pytest's
+    forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main  # else each process that a test starts imports pytest's
     code = 1
     try:
         exec(popen_bootstrapline, main.__dict__)
