@@ -60,6 +60,7 @@ LONGEST = (
     "served_in_store",
     "check",
     "store_runs",
+    "in_store",
     "fuzz",
     "codecs",
     "elastic_replay",

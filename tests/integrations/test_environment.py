@@ -31,6 +31,7 @@ def test_a_method_its_steps_and_where_sites_meet_are_read_from_one_variable():
         (None, {"local_steps": 5}, {"GOSSAMER_OUTER": "diloco:3"}, "the script gives local_steps too"),
         (None, {}, {"GOSSAMER_OUTER": "diloco:0"}, r"set it to METHOD\[:H\]\[@HOST:PORT\]"),
         (None, {}, {"GOSSAMER_OUTER": "diloco@host"}, r"set it to METHOD\[:H\]\[@HOST:PORT\]"),
+        (None, {}, {"GOSSAMER_OUTER": "diloco:3@s3://bucket/run:80"}, r"set it to METHOD\[:H\]\[@HOST:PORT\]"),
         (None, {}, {"GOSSAMER_OUTER": "diloko"}, "did you mean 'diloco'"),
         (None, {}, {"GOSSAMER_OUTER": "diloco:3@host:1"}, "GOSSAMER_SITE is None; set it to the number of this site"),
         (None, {}, {"GOSSAMER_OUTER": "diloco", "GOSSAMER_SITE": "0/2"}, "as in diloco@HOST:PORT"),

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tomli_w
+from test_stored import begun, commit, put
 from test_watch import served, serving
 
 from commands import Command
@@ -24,11 +25,14 @@ from gossamer.record.logs.trace import Entry, Operation
 from gossamer.report.page import view
 from gossamer.report.page.assets import whole_page
 from gossamer.report.page.page import write_report
+from gossamer.report.page.web import page_server
+from gossamer.report.reading.stored import FollowedStore
 from gossamer.run.planning.calculator import Calculator, frozen_contents
 from gossamer.run.play.actions import Action
 from gossamer.run.play.film import film_contents
 from gossamer.run.play.live import Live, filmed
 from gossamer.topologies import make_topology
+from gossamer.transport.bucket.protocol import commit_name
 from tiny import document
 
 CHROMIUM = shutil.which("chromium") or ""
@@ -110,6 +114,22 @@ def test_the_pairs_drawn_are_those_of_the_topology_on_the_live_page_and_in_the_r
             for place, (name, n) in enumerate(TOPOLOGIES.items()):
                 for r in (0, 1, ROUNDS - 1):  # the last is that of everyone where there is one
                     assert drawn(page, place, r) == planned(name, n, r), (address, name, r)
+
+
+def test_the_page_of_a_run_in_a_store_draws_rounds_over_time_and_no_empty_losses(page: Any, tmp_path: Path) -> None:
+    store = begun(tmp_path / "store")
+    for round in range(4):
+        put(store, commit_name(round), commit(round, (0, 1) if round else (0,)))
+    with serving(page_server((), "127.0.0.1", 0, stores=[FollowedStore(store.root)])) as server:
+        page.goto(server.address)
+        page.locator("svg[data-round='3']").wait_for()
+        assert page.locator("figure[data-figure=closed_rounds] path[data-curve]").count() == 1
+        assert page.locator("#axis").input_value() == "time:"
+        assert page.get_by_text("a store keeps no losses").count() == 1
+        assert not page.get_by_text("Training loss by worker").is_visible()
+        page.locator("summary", has_text="workers: 2 held").click()
+        assert page.get_by_text("process 1 since before").count() == 2
+        assert drawn(page, 0, 0) == set() and page.get_by_text("Round 0 was closed by worker 0").is_visible()
 
 
 def test_the_report_sorts_hides_zooms_reads_and_copies_by_mouse_and_by_keyboard(page: Any, tmp_path: Path) -> None:

@@ -65,7 +65,8 @@ class Store:
             case Create(name, content):
                 if name in self.objects:
                     return False
-                self.objects[name] = self.ever[name] = content
+                self.objects[name] = content
+                self.ever.setdefault(name, content)
                 self._shown_s[name] = now + (self._draws.uniform(0, 20) if late else 0)
                 return True
             case Get(name):
@@ -169,6 +170,22 @@ class Chain:
         self.said.append(sentence)
 
 
+class Stranger(Chain):
+    """StoreWorker that begins with numbers that no other has, as the loop of a user may, and without a disk."""
+
+    numbers = itertools.count()
+
+    def begin(self, slot: int, life: int) -> int:
+        self._x, self._kept = f"start {next(self.numbers)}", (0, "")
+        return 0
+
+    def restore(self, after: int) -> str | None:
+        if not after or after != self._kept[0]:
+            return None
+        self._x = self._kept[1]
+        return hashlib.sha256(self._x.encode()).hexdigest()
+
+
 class Mixer(Chain):
     """StoreWorker in gossip: its state is a hash of its last one and the messages of its two neighbours."""
 
@@ -189,6 +206,18 @@ def neighbours(slot: int, parts: Collection[int]) -> set[int]:
     ring = sorted(parts)
     place = ring.index(slot)
     return {ring[place - 1], ring[(place + 1) % len(ring)]} - {slot}
+
+
+class StrangeMixer(Mixer):
+    """A `Mixer` that begins with numbers that no other has."""
+
+    def begin(self, slot: int, life: int) -> int:
+        resumed = super().begin(slot, life)
+        self._x = self._x if resumed else f"start {next(Stranger.numbers)}"
+        return resumed
+
+    def restore(self, after: int) -> str | None:
+        return super().restore(after) if after else None
 
 
 class Process(NamedTuple):
@@ -345,10 +374,17 @@ def live_through(seed: int, prepare: Callable[[World], None] = lambda world: Non
     return world
 
 
+def start_of(world: World) -> str:
+    """What all begin with: the state of the start in the store, where it is there."""
+    raw = world.store.ever.get("s00000000")
+    return "" if raw is None else json.loads(bytes(opened_item(b"", "s00000000", raw).body))[1]
+
+
 def must_hold(world: World) -> None:
     """No round is lost, no state is another than that which follows from the commits, and no step counts twice."""
     assert not world.failed
-    x, states, steps = "", {0: ""}, [0] * world.terms.workers
+    x = start_of(world)
+    states, steps = {0: x}, [0] * world.terms.workers
     for commit in commits_of(world):
         name = f"r{commit.round:08d}-mean-{commit.mean}"
         mean = bytes(opened_item(b"", name, world.store.ever[name]).body)
@@ -384,9 +420,9 @@ def as_gossip(world: World) -> None:
 def must_hold_in_gossip(world: World) -> None:
     """No round is lost, no step counts twice, and each state follows from those that the commits name and their messages."""
     assert not world.failed
-    n = world.terms.workers
-    states: dict[tuple[int, int], set[str]] = {(slot, 0): {""} for slot in range(n)}
-    x, steps = [""] * n, [0] * n
+    n, start = world.terms.workers, start_of(world)
+    states: dict[tuple[int, int], set[str]] = {(slot, 0): {start} for slot in range(n)}
+    x, steps = [start] * n, [0] * n
     for commit in commits_of(world):
         sent: dict[int, bytes] = {}
         for slot, part in commit.parts.items():
@@ -397,7 +433,7 @@ def must_hold_in_gossip(world: World) -> None:
                     hashlib.sha256(one.encode()).hexdigest(): one for one in states[part.begun.donor, part.begun.after]
                 }
                 packed = {packed_sha(part.begun.after, one): one for one in hashes.values()}
-                x[slot] = {**hashes, **packed}[part.begun.sha256] if part.begun.after else ""
+                x[slot] = {**hashes, **packed}[part.begun.sha256] if part.begun.after else start
                 assert part.begun.steps == steps[slot]
             assert sent[slot] == f"{commit.round} {part.steps} {x[slot]}".encode()
             assert part.steps == steps[slot] + 5, "its batches are those after the last that counted"
@@ -425,6 +461,26 @@ def test_in_gossip_no_round_is_lost_and_both_ends_of_an_exchange_count_it_whoeve
     for seed in (FULL if request.config.getoption("--full") else range(8))[part::2]:
         try:
             must_hold_in_gossip(live_through(seed, as_gossip))
+        except BaseException as error:
+            error.add_note(f"schedule {seed}")
+            raise
+
+
+@pytest.mark.parametrize("kind", [Stranger, StrangeMixer])
+def test_workers_that_begin_with_different_numbers_take_those_of_the_first_even_if_it_dies(
+    kind: type[Chain], request: pytest.FixtureRequest
+) -> None:
+    gossip = kind is StrangeMixer
+
+    def prepare(world: World) -> None:
+        world.kind = kind
+        world.terms = world.terms._replace(gossip=gossip, rejoin_rounds=3, start_in_store=True)
+
+    for seed in FULL if request.config.getoption("--full") else range(5):
+        try:
+            world = live_through(seed, prepare)
+            assert start_of(world).startswith("start ")
+            (must_hold_in_gossip if gossip else must_hold)(world)
         except BaseException as error:
             error.add_note(f"schedule {seed}")
             raise

@@ -19,17 +19,17 @@ def command(run: Annotated[str, Parameter(name="RUN")], /, *, peers: Path | None
     It reads the run folder, and asks the workers whose addresses are there. Of a run in a store it reads that, and asks nobody.
 
     Args:
-        run: run folder, or the store of a run that was started with --store
-        peers: run file of a run with [peers] that lies in a store, which this machine's key opens
+        run: run folder, or the store of a run that was started with --store, or of an Outer(store=...)
+        peers: run file, or file of peers, of a run with [peers] that lies in a store, which this machine's key opens
     """
     from gossamer.report.reading.status import run_status, store_status
+    from gossamer.report.reading.stored import is_store
 
-    folder = Path(run)
-    if "://" in run or (not (folder / "run.toml").exists() and (folder / "run").is_file()):
+    if is_store(run):
         of_store = store_status(run, peers=peers)
         print_json(of_store) if json else _print_store(of_store)
     else:
-        status = run_status(folder)
+        status = run_status(Path(run))
         print_json(status) if json else _print(status)
 
 
@@ -42,7 +42,8 @@ def _print_store(status: "StoreStatus") -> None:
         else ("the last was closed", "a worker after round")
     )
     last = "" if status.closed_by is None else f"; {did} by worker {status.closed_by}, {_age(status.age_s)} ago"
-    echo(f"{status.store}: {status.round} of {status.rounds} rounds are closed{last}")
+    of_all = "" if status.rounds is None else f" of {status.rounds}"
+    echo(f"{status.store}: {status.round}{of_all} rounds are closed{last}")
     echo(f"states of {of}: {', '.join(map(str, status.states)) or 'none yet'}")
     rows = [
         [str(one.worker), one.standing, str(one.lives), str(one.steps), "yes" if one.counted else "no"]

@@ -27,31 +27,46 @@ _BESIDE = (
 
 
 def command(
-    folders: Annotated[tuple[Path, ...], Parameter(name="RUN")] = (),
+    runs: Annotated[tuple[str, ...], Parameter(name="RUN")] = (),
     /,
     *,
     plan: bool = False,
+    peers: Path | None = None,
     port: int = PORT,
     host: str = "127.0.0.1",
 ) -> None:
     """Serves a live page of runs, while they train and afterwards, until Ctrl-C: who sends to whom, who waits, loss and bytes.
 
-    It only reads their folders. A folder that holds run folders is watched for those that appear in it.
+    It only reads their folders. A folder that holds run folders is watched for those that appear in it. Of a run in a store
+    it shows rounds, slots and bytes, also when no worker is alive.
 
     Args:
-        folders: run folders; with --plan a network file, or nothing
+        runs: run folders, or stores of runs (--store, or Outer(store=...)); with --plan a network file, or nothing
         plan: serve calculators instead: move bandwidth, workers, model, local steps and codec, and see what each method costs
+        peers: run file, or file of peers, of a run with [peers] that lies in a store, which this machine's key opens
         port: port of the page (default: 8250); 0 takes one that is free
         host: address to serve it on (default: 127.0.0.1, this machine only); on any other the page has a secret token
     """
     import shlex
 
     from gossamer.report.page.web import page_server
+    from gossamer.report.reading.stored import FollowedStore, is_store
 
-    if not plan and not folders:
+    if not plan and not runs:
         raise ConfigError("no run was given to watch (got none, need one or more); name run folders, or give --plan")
-    words = shlex.join(["gossamer", "watch", *map(str, folders)])
-    with calculators(folders, host, port) if plan else page_server(folders, host, port, command=words) as page:
+    stores = [run for run in runs if is_store(run)]
+    if plan and stores:
+        raise ConfigError(f"--plan was given with '{stores[0]}', which is a store; give a network file, or nothing")
+    if peers is not None and not stores:
+        raise ConfigError(f"--peers was given as '{peers}', and no run in a store to read with it; leave it out")
+    folders = tuple(Path(run) for run in runs if run not in stores)
+    words = ["gossamer", "watch", *runs, *([] if peers is None else ["--peers", str(peers)])]
+
+    def shown() -> "Page":
+        followed = [FollowedStore(store, peers) for store in stores]
+        return page_server(folders, host, port, shlex.join(words), followed)
+
+    with calculators(folders, host, port) if plan else shown() as page:
         echo(f"watch: {page.address}", flush=True)
         if not page.token:
             echo(

@@ -38,8 +38,14 @@ def begin_outer(
     Args:
         step: optimizer steps that were taken; all workers must resume from the same.
         saved: of `Outer.state_dict`; the model's parameters were loaded before.
-    Raises: what Outer raises; CheckpointError if the state is missing or does not fit, or workers resume from different steps.
+    Raises: what Outer raises; CheckpointError if the state is missing or does not fit, or workers resume from different steps;
+        ConfigError for a store, whose parameters and rounds would differ from those of the trainer's own checkpoint.
     """
+    if (store := options.get("store")) is not None:
+        raise ConfigError(
+            f"the callback of a trainer got store={str(store)!r:.80}, and trainers number workers and load parameters by "
+            "themselves; use gossamer.Outer or gossamer.outer_loop in a loop of your own, or give site=... and join=..."
+        )
     if step and saved is None:
         raise CheckpointError(
             f"training continues after step {step} and there is no outer state of that step; resume from a checkpoint that was "

@@ -17,7 +17,7 @@ from gossamer.rules import RULES, Rule
 from gossamer.run.config.own_loop import method
 
 OUTER, SITE, PEERS = "GOSSAMER_OUTER", "GOSSAMER_SITE", "GOSSAMER_PEERS"
-_FORM = re.compile(r"(?P<method>\w+)(?::(?P<steps>[1-9]\d*))?(?:@(?P<join>.+:\d+))?")
+_FORM = re.compile(r"(?P<method>\w+)(?::(?P<steps>[1-9]\d*))?(?:@(?P<join>[^/\s]+:\d+))?")
 
 
 def rule_and_options(

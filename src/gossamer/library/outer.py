@@ -5,6 +5,7 @@ import json
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
@@ -20,14 +21,17 @@ from gossamer.errors import CheckpointError, ConfigError, PeerError
 from gossamer.library.dtensors import local, mesh_of, reshard
 from gossamer.library.flat import flat_of, layouts_with_wrappers, must_carry_copies, with_bare_names
 from gossamer.library.guard import Rest, must_be_trainable, must_not_be_wrapped, rest_of
+from gossamer.library.in_store import LoopInStore, join_store
 from gossamer.library.lane import Lane, at_board, join_sites, lane_in, lane_of_site
 from gossamer.library.metrics import Meter, OuterMetrics
 from gossamer.library.parts import (
     OuterMethod,
     Reduction,
     in_own_words,
+    keys_in_store,
     keys_of_sites,
     must_be_a_site,
+    must_be_in_a_store,
     naming_unknown_arguments,
     ranks_of,
     settled_parts,
@@ -108,10 +112,19 @@ class Outer(Generic[M]):
             sites, and waits for them. Each process keeps a copy of parameters and outer state in host memory for the others.
         peers: a TOML file with the tables [peers.NAME] that `gossamer keys show` prints, one for each site in the order of their
             numbers. All connections between sites, those to the place where they meet too, are then TLS 1.3 with a key of
-            this machine (GOSSAMER_KEY, or the one of `gossamer keys` that is listed).
+            this machine (GOSSAMER_KEY, or the one of `gossamer keys` that is listed). In a store everything is then encrypted
+            and signed.
+        store: a folder or an object store such as s3://bucket/run in which the whole state lies: parameters and outer state. The
+            same call starts the loop, joins it, or continues it after all processes were killed, with the parameters of the
+            store; `rounds` then is that of the store. Its lease is renewed by a thread, also during training. One whose round
+            was closed without it, `timeout_s` after it was expected, continues from its own last round and the means since; its
+            local phase does not count. `close` frees the slot; the state stays. A worker is one process, which keeps a copy of
+            parameters and outer state in host memory.
+        workers: the number of slots in the store: processes that may take part at the same time. A process that starts takes
+            the first free one, which `worker` is.
     Raises: ConfigError and PairingError for what cannot work, such as WORLD_SIZE above 1 without RANK, MASTER_ADDR or
         MASTER_PORT; TransportError when the store of the processes cannot be reached; PeerError when workers do not come, or
-        disagree on model, rule, topology, codec or another of these, with what each has.
+        disagree on model, rule, topology, codec or another of these, with what each has; or a store has no free slot.
     Cost: the rule's state, one message, and those received from the peers; the exchange blocks, and its receives are posted a
         whole local phase before. At the start a hash of all frozen numbers (1 GB/s), and until the first exchange two checksums
         of the parameters. Buffers such as batch-norm statistics stay each worker's own after the start. Parameters in bf16 or
@@ -163,20 +176,30 @@ class Outer(Generic[M]):
         join: str | None = None,
         elastic: bool = False,
         peers: str | Path | None = None,
+        store: str | Path | None = None,
+        workers: int | None = None,
     ) -> None:
         must_be_trainable(model)
         given = {"seed": seed, "reduction": reduction, "timeout_s": timeout_s, "compile": compile, "rest": rest}
-        _must_be_options(**given, elastic=elastic, peers=peers)
+        _must_be_options(**given, elastic=elastic, peers=peers, store=store)
         timetable = None if local_steps is None else timetable_in(local_steps)
         reshard(model)
         mesh = mesh_of(model.named_parameters(), mesh)
-        must_be_a_site(site, join, process_group, elastic, peers, reduction)
-        self._lane = lane = _lane_of(site, process_group, mesh, peers, timeout_s)
+        others = {"site": site, "join": join, "elastic": elastic, "process_group": process_group}
+        must_be_in_a_store(store, workers, others)
+        must_be_a_site(site, join, process_group, elastic, peers if store is None else None, reduction)
+        if workers is None:
+            lane = _lane_of(site, process_group, mesh, peers, timeout_s)
+        else:
+            lane = Lane(sites=workers, keys=keys_in_store(peers, workers))
+        self._lane = lane
         # With elastic sites the first process waits for other sites, and its siblings wait longer for it.
         self._siblings = Siblings(lane, 3 * timeout_s if elastic else timeout_s)
-        self.worker, self.n, self.shard = lane.worker, lane.n, lane.shard
-        parts = rule, topology, codec, schedule, timetable
-        facts = settled_parts(*parts, reduction=reduction, n=lane.n, seed=seed, shards=lane.shards, elastic=elastic)
+        self.n, self.shard = lane.n, lane.shard
+        parts, in_store = (rule, topology, codec, schedule, timetable), store is not None
+        facts = settled_parts(
+            *parts, reduction=reduction, n=lane.n, seed=seed, shards=lane.shards, elastic=elastic, store=in_store
+        )
         self.method, self._timetable = _method_of(facts, compile=compile)
         self.seed, self.model, self._timeout_s = seed, model, timeout_s
         self.rounds: int = 0
@@ -192,12 +215,19 @@ class Outer(Generic[M]):
         words = self._timetable.words
         common = common_of(self.method, self._flat, reduction=reduction, rest=rest, local_steps=words, seed=seed)
         self._site: ElasticSite | None = None
-        self._peers = self._meet(common, process_group, join, elastic=elastic)
+        self._store: LoopInStore | None = None
+        self._peers = (
+            self._meet(common, process_group, join, elastic=elastic)
+            if store is None
+            else self._enter(common, str(store))
+        )
+        self.worker = self._lane.worker
         self._flat.write()
         self._is_of = what_it_is_of(common, self.method.rule, self._lane, local_steps=words)
         self._loaded: str | None = None
-        self._agreed = False  # whether all workers continue from the same state, which none of them can know by itself
-        self._loop = self._new_loop()
+        # Whether all workers continue from the same state, which none of them can know by itself; a store has one state.
+        self._agreed = in_store
+        self._loop = self._new_loop() if self._store is None else self._store.loop
         self._stops: list[Stop] = []
         self._check = LoopCheck(model, self.worker, self.n, self._flat.checksum, self.local_steps)
         self._watch = self._check.watch
@@ -255,6 +285,16 @@ class Outer(Generic[M]):
             if dist.is_initialized() or self._lane.joint is not None:
                 return Peers.of(group, self._lane, common, self.x, rest_of(self.model), timeout_s=timeout_s)
             return Peers.none()
+
+    def _enter(self, common: Common, url: str) -> Peers:
+        """Takes a slot in the store, and the state that is there."""
+        rest = partial(rest_of, self.model)
+        where = url, self._lane.keys, self.n
+        what = {"timetable": self._timetable, "seed": self.seed, "timeout_s": self._timeout_s}
+        self._store = store = join_store(*where, common, self.method, self._flat, rest, **what)
+        weakref.finalize(self, store.close)  # also when the process ends
+        self._lane, self.rounds = self._lane._replace(worker=store.worker), store.round
+        return Peers(store.connection, start=store.identity)
 
     def __repr__(self) -> str:
         """The method, the place of this worker and its progress.
@@ -385,7 +425,7 @@ class Outer(Generic[M]):
         if self._left:  # training continues after `finish`
             self._peers.publish("left", None)
             self._left = False
-        is_back = self._site is not None and self._site.is_back
+        is_back = self._store is not None or (self._site is not None and self._site.is_back)
         self._check.step(may_be_resumed=bool(self._outer_state()) and not is_back)
         if self._agree():
             return False
@@ -439,6 +479,13 @@ class Outer(Generic[M]):
 
     def _exchange(self, stop: Stop) -> None:
         with self._record.exchanging(), self._meter.exchanging(), self._explaining():
+            if self._store is not None:
+                self._look()
+                if (sent := self._store.exchange()) is None:
+                    raise LeftOutError(self.worker, self.rounds, None)
+                self._meter.count(sent)
+                self._record.sent(self.rounds, sent)
+                return
             with self._all_or_none(f"round {self.rounds}", self.rounds, self.steps):
                 self._look()
                 sent = self._loop.post(self.rounds, stop)
@@ -457,10 +504,20 @@ class Outer(Generic[M]):
         return {"x": self.x.detach().cpu(), "outer": outer, "rest": [t.cpu() for t in rest.values()]}
 
     def _take_anothers_state(self, source: int | None, round: int = 0) -> None:
-        """Continues with the state of another site, from this round or from the one that the state is after."""
-        assert self._site is not None
-        self._loop.in_flight.clear()
+        """Continues with the state of another site, from this round or from the one that the state is after.
 
+        In a store that state is taken already.
+        """
+        self._loop.in_flight.clear()
+        if self._store is None:
+            round = max(round, self._load_from_site(source))
+        self.rounds, self.steps, self._stops = self._store.round if self._store is not None else round, 0, []
+        self._check.forget_start()
+        self._record.drop_round()
+
+    def _load_from_site(self, source: int | None) -> int:
+        """Takes the state of another site, this one first; returns the round that follows it."""
+        assert self._site is not None
         rest = rest_of(self.model) if self._takes_rest else {}
         tensors_here = [self.x, *self._outer_state(), *rest.values()]
 
@@ -471,9 +528,7 @@ class Outer(Generic[M]):
                 self._loop.forget_unsent()
                 self._flat.write()
 
-        self.rounds, self.steps, self._stops = max(round, self._site.take(tensors_here, load, source)), 0, []
-        self._check.forget_start()
-        self._record.drop_round()
+        return self._site.take(tensors_here, load, source)
 
     @in_own_words()
     def finish(self) -> None:
@@ -561,7 +616,8 @@ class Outer(Generic[M]):
             mean = statistics.fmean(outer.losses(loss.item()).values())
 
         Losses may be of an earlier step. With `elastic=True` they are some seconds old and of live workers only, and none arrive
-        while site 0 is away. In workers of several processes let the same ones call it, such as the first.
+        while site 0 is away. In a store those of others are not known. In workers of several processes let the same ones call it,
+        such as the first.
 
         Raises: ConfigError for what is no number. A loss that is not finite is not published.
         Cost: two messages to the store of the workers; with `elastic=True` none, and every two seconds two by a thread.
@@ -572,6 +628,8 @@ class Outer(Generic[M]):
         """
         self._must_be_open("losses")
         check_option("losses", "mine", mine, Annotated[float, Field(allow_inf_nan=True)])
+        if self._store is not None:
+            return {self.worker: mine}
         return self._peers.losses(mine) if self._site is None else self._site.losses(mine)
 
     @contextlib.contextmanager
@@ -603,10 +661,11 @@ class Outer(Generic[M]):
         ...     answer = mean(torch.ones(2))
         """
         self._must_be_open("mean_model")
-        if self._site is not None and self.n > 1:
+        if (self._site is not None or self._store is not None) and self.n > 1:
+            given, members = ("elastic=True", "sites") if self._store is None else ("store=...", "workers")
             raise ConfigError(
-                f"mean_model() was called with elastic=True, where nobody knows which of {self.n} sites would come to it; after "
-                "a mean over everyone the model is that mean, and after gossip take that of one site, or the mean of saved ones"
+                f"mean_model() was called with {given}, where nobody knows which of {self.n} {members} would come to it; after a "
+                "mean over everyone the model is that mean, and after gossip take that of one of them, or the mean of saved ones"
             )
         buffers = dict(self.model.named_buffers())
         averaged = [local(t) for t in buffers.values() if t.is_floating_point() and t.layout == torch.strided]
@@ -807,6 +866,8 @@ class Outer(Generic[M]):
         self._closed = True
         self._check.end()
         self._loop.in_flight.clear()
+        if self._store is not None:
+            self._store.close()
         self._peers.close()
         self._siblings.close()
         self._record.close()
@@ -841,6 +902,11 @@ class Outer(Generic[M]):
             )
 
     def _must_not_have_begun(self) -> None:
+        if self._store is not None:
+            raise CheckpointError(
+                f"a state was given after {self.rounds} rounds with store=..., which has parameters and outer state, taken when "
+                "Outer was made; load the state of your inner optimizer alone"
+            )
         if self._site is not None and self._agreed:
             raise CheckpointError(
                 f"a state was given after {self.rounds} rounds with elastic=True, where the other sites go on; load it before "
@@ -910,6 +976,7 @@ _KINDS = {
     "rest": Rest,
     "elastic": bool,
     "peers": str | Path | None,
+    "store": str | Path | None,
 }
 """The types of the options of `Outer` that no other part checks."""
 

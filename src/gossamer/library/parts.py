@@ -23,7 +23,7 @@ from gossamer.settings import over_time
 from gossamer.settings.options import Count, check_option
 from gossamer.settings.over_time import Timetable, timetable_of
 from gossamer.topologies import Topology, make_topology
-from gossamer.transport.keys import Keys, keys_for, read_peers
+from gossamer.transport.keys import Keys, Peer, keys_for, read_peers
 from gossamer.transport.sockets.addresses import is_wildcard, split
 
 if TYPE_CHECKING:
@@ -53,6 +53,8 @@ class OuterOptions(TypedDict, total=False):
     join: str | None
     elastic: bool
     peers: str | Path | None
+    store: str | Path | None
+    workers: int | None
 
 
 _ELSEWHERE = {
@@ -146,6 +148,7 @@ def settled_parts(
     seed: int,
     shards: int = 1,
     elastic: bool = False,
+    store: bool = False,
 ) -> Combination:
     """The parts that run, with everything that was not given filled in: by the method, or by what fits the rule.
 
@@ -174,7 +177,8 @@ def settled_parts(
         timetable=timetable if timetable.changes else None,
         reduction=reduction,
         shards=shards,
-        elastic=elastic,
+        elastic=elastic or store,
+        store=store,
     )
 
 
@@ -282,6 +286,36 @@ def must_be_a_site(
         )
 
 
+def must_be_in_a_store(store: object, workers: object, others: Mapping[str, object]) -> None:
+    """Raises ConfigError unless a store and the number of workers are both given, without another way to meet.
+
+    Args: `others` are the arguments of other ways, by name.
+    """
+    if store is None or workers is None:
+        if store is not workers:
+            raise ConfigError(
+                f"Outer got store={store!r:.80} and workers={workers!r:.40}; give both or neither: workers=3 lets three "
+                "processes take part at a time"
+            )
+        return
+    check_option("Outer", "workers", workers, Count)
+    if given := [f"{name}={value!r:.60}" for name, value in others.items() if value not in (None, False)]:
+        raise ConfigError(
+            f"Outer got store={store!r:.80} together with {' and '.join(given)}, and workers in a store need no other way to "
+            "meet: leave the latter out"
+        )
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        raise ConfigError(
+            f"Outer got store={store!r:.80} in a process group of {dist.get_world_size()} processes, and a worker in a store is "
+            "one process: start each by itself, or use site=... and join=... for workers of several processes"
+        )
+
+
+def keys_in_store(peers: str | Path | None, workers: int) -> Keys | None:
+    """The keys of the workers in a store; None without a file of [peers]. Raises: ConfigError as `keys_of_sites` does."""
+    return None if peers is None else keys_for(_listed(peers, workers, "workers"), workers)
+
+
 def keys_of_sites(peers: str | Path | None, site: tuple[int, int] | None) -> Keys | None:
     """The keys of this site among those in a file of [peers]; None without one.
 
@@ -289,16 +323,19 @@ def keys_of_sites(peers: str | Path | None, site: tuple[int, int] | None) -> Key
     """
     if peers is None or site is None:
         return None
-    listed = read_peers(Path(peers))
-    if (dealt := sum(one.workers for one in listed.values())) != site[1]:
-        raise ConfigError(
-            f"'{peers}' has [peers] for {dealt} sites and there are {site[1]}; list one for each site, in the order of their "
-            "numbers"
-        )
-    keys = keys_for(listed, site[1])
+    keys = keys_for(_listed(peers, site[1], "sites"), site[1])
     if keys is not None:
         keys.must_own(site[0])
     return keys
+
+
+def _listed(peers: str | Path, n: int, members: str) -> dict[str, Peer]:
+    listed = read_peers(Path(peers))
+    if (dealt := sum(one.workers for one in listed.values())) != n:
+        raise ConfigError(
+            f"'{peers}' has [peers] for {dealt} {members} and there are {n}; list one for each, in the order of their numbers"
+        )
+    return listed
 
 
 def ranks_of(group: object) -> list[int]:

@@ -295,7 +295,7 @@ class OuterLoop:
     def take_means(self, round: int, stop: Stop, present: frozenset[int], means: Sequence[Tree]) -> None:
         """The outer updates of a round without this worker, after which all workers are equal."""
         for p, mean in zip(stop.sends, means, strict=True):
-            update_with_mean(self._setup(p), *self._place_over(round, p, present), mean)
+            update_with_mean(self._setup_in(round, p), *self._place_over(round, p, present), mean)
 
     def payloads(self, round: int, stop: Stop) -> list[Tree]:
         """What this worker posts to its peers at a stop, for a rule whose messages do not depend on who they are."""

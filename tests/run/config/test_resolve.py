@@ -336,6 +336,10 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
         ),
         ["elastic is true", "schedule.overlap_steps = 2", "'gasloc'"],
     ),
+    "store and exchange": (
+        Combination(driver="library", elastic=True, store=True, rule=sparseloco(), topology=complete(3)),
+        ["store is given", "'sparseloco'", "one exchange a round"],
+    ),
     "peers and all-reduce": (
         Combination(peers=True, driver="train", rule=diloco(), topology=complete(2), reduction="all_reduce"),
         ["[peers]", "run.reduction is 'all_reduce'", "none can encrypt", "'ordered'"],

@@ -17,11 +17,14 @@ from gossamer.layout import Layout, Leaf
 from gossamer.record import checkpoint
 from gossamer.record.logs.outcomes import read_outcomes
 from gossamer.record.packed import packed, unpacked
+from gossamer.report.page.live import LiveRuns
+from gossamer.report.reading.stored import FollowedStore
+from gossamer.rounds.compatibility.modes import is_equal_after_rounds, mixes_by_pull
 from gossamer.rules import RULES, Rule
 from gossamer.rules.contract import Context
 from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import digest, dump
-from gossamer.run.elastic.store_rounds import StoreWork, is_equal_after_rounds, mixes_by_pull
+from gossamer.run.elastic.store_rounds import StoreWork
 from gossamer.run.worker.task import task_of
 from gossamer.stop_signals import Asked
 from gossamer.topologies import complete
@@ -73,6 +76,13 @@ def test_a_run_outlives_all_its_workers_and_its_replay_has_their_bits(tmp_path: 
     code, said = run("status", store, "--json")
     assert code == 0 and json.loads(said)["round"] == closed() and json.loads(said)["states"], said
     assert [slot["standing"] for slot in json.loads(said)["workers"]] == ["held", "held"], "nobody has said goodbye"
+    page = LiveRuns([], stores=[FollowedStore(str(store))])
+    shown = json.loads(page.data(""))["runs"][0]
+    assert (shown["done"], shown["rounds"], shown["method"]) == (closed(), config.length.rounds, "diloco")
+    assert shown["standings"] == ["held", "held"] and max(map(int, shown["evals"]["x"]["round"])) == closed()
+    assert sorted(text.partition(" since")[0] for text in shown["holders"]) == ["process 1", "process 2"]
+    assert shown["sent_bytes"] > closed() * config.workers and len(shown["evals"]["x"]["time:"]) == closed()
+    assert any("comes with the state of worker" in sentence for _, sentence in shown["happenings"])
     ended = [one.finish()[0] for one in (first, second, third)]
     assert ended == [-signal.SIGKILL] * 3
     fast = (*words, "--set", "run.pace_s=0")
@@ -96,6 +106,8 @@ def test_a_run_outlives_all_its_workers_and_its_replay_has_their_bits(tmp_path: 
             for where in (place.parent.parent, tmp_path / "again" / "checkpoints")
         )
         assert torch.equal(real["x"], again["x"]) and all(map(torch.equal, real["outer"], again["outer"]))
+    shown = json.loads(LiveRuns([], stores=[FollowedStore(str(store))]).data(""))["runs"][0]
+    assert (shown["state"], shown["done"]) == ("finished", config.length.rounds)
     code, said = run(*words[:-1], tmp_path / "late")
     assert code == 0 and f"the run in the store has ended after {config.length.rounds} rounds" in said, said
     code, said = run("train", tmp_path / "run.toml", "--set", "rule.lr=0.5", *words[2:-1], tmp_path / "other")
@@ -198,6 +210,8 @@ def test_with_keys_a_store_shows_nothing_and_only_listed_machines_take_part(
     monkeypatch.setenv("GOSSAMER_KEY", str(keys["paris"]))
     code, said = run("status", store, "--peers", file, "--json")
     assert code == 0 and json.loads(said)["round"] == config.length.rounds, said
+    (shown,) = json.loads(LiveRuns([], stores=[FollowedStore(store, file)]).data(""))["runs"]
+    assert shown["done"] == config.length.rounds and "process 1 of paris " in shown["holders"][1]
     own = tmp_path / "own.toml"
     own.write_text(
         dump(single(workers=2, peers={"stranger": {"certificate": certificates["stranger"], "workers": 2}}, **MEANS))

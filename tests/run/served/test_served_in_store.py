@@ -14,6 +14,8 @@ from test_virtual import EVEN, timed
 from commands import Command, run
 from gossamer.record import checkpoint
 from gossamer.record.logs.arrivals import read_arrivals
+from gossamer.report.page.live import LiveRuns
+from gossamer.report.reading.stored import FollowedStore
 from gossamer.run.config.run_file import RunConfig, digest, dump
 from gossamer.transport.bucket.bucket import Folder, SecretSeal, opened_item
 from gossamer.transport.bucket.server_log import event_in
@@ -114,6 +116,9 @@ def test_no_kill_costs_an_acknowledged_push_and_the_replay_has_the_bits_of_all(
     status = json.loads(said)
     assert code == 0 and 0 < status["round"] < config.length.rounds and status["states"], said
     assert [slot["standing"] for slot in status["workers"]] == ["held", "held"]
+    shown = json.loads(LiveRuns([], stores=[FollowedStore(str(store))]).data(""))["runs"][0]
+    assert (shown["kind"], shown["done"], shown["standings"]) == ("server", status["round"], ["held", "held"])
+    assert shown["evals"]["x"]["bytes"][-1] > 0 and shown["events"]["push"] == len(pushed())
     last = {f"last{k}": start(f"last{k}", "--set", "run.pace_s=0") for k in range(2)}
     ends = {name: one.finish() for name, one in last.items()}
     assert all(code == 0 for code, _ in ends.values()), ends

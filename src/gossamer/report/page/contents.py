@@ -40,17 +40,20 @@ def page_contents(
         notes: what to know before these runs are compared.
     """
     axes = _axes(views)
-    rows = ranked(rows)
+    rows, stored = ranked(rows), bool(views) and all(view.get("store") for view in views)
     headings, cells = table_cells(rows)
     return {
         "title": title,
         "live": live,
-        "verdict": verdict(rows, running=any(view.get("state") in ("training", "starting") for view in views)),
+        # Each run in a store says that losses lie elsewhere.
+        "verdict": ""
+        if stored
+        else verdict(rows, running=any(view.get("state") in ("training", "starting") for view in views)),
         "command": command,
         "date": date,
         "version": __version__,
         "axes": axes,
-        "axis": _default_axis(axes, rows),
+        "axis": "time:" if stored and any(axis["key"] == "time:" for axis in axes) else _default_axis(axes, rows),
         "figures": _figures(views),
         "runs": views,
         "groups": groups_of(views),

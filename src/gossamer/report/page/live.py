@@ -20,6 +20,7 @@ from gossamer.report.page.view import run_view, standings
 from gossamer.report.reading.follow import FollowedRun
 from gossamer.report.reading.moment import moment_of
 from gossamer.report.reading.runs import ends_of, prices_of
+from gossamer.report.reading.stored import FollowedStore
 
 _LOOK_S, _LONG_LOOK_S = 0.5, 2.0
 """Time limits of the first read before data are shown, and of each further one."""
@@ -35,41 +36,55 @@ class LiveRuns:
 
     Args:
         roots: run folders, or folders that hold run folders, also ones that appear later.
+        stores: runs whose state lies in a store.
         command: the command that shows this page.
         awaited: whether a root may not exist yet.
     Raises: ConfigError for a root that is not a folder.
     """
 
-    def __init__(self, roots: Sequence[Path], *, command: str = "", awaited: bool = False) -> None:
+    def __init__(
+        self,
+        roots: Sequence[Path],
+        *,
+        stores: Sequence[FollowedStore] = (),
+        command: str = "",
+        awaited: bool = False,
+    ) -> None:
         for root in roots:
             if not root.is_dir() and (root.exists() or not awaited):
                 raise ConfigError(f"'{root}' is no folder; give run folders, or a folder that holds them")
         # A link is resolved once, when given; a later target would be another folder.
         self._roots = [root.resolve() for root in roots]
-        self._command = command
+        self._stores, self._command = stores, command
         self._lock = threading.Lock()
         self._runs: dict[Path, FollowedRun] = {}
         self._prices: dict[Path, tuple[int, dict[str, NDArray[np.float64]]]] = {}
         self._answer: tuple[str, bytes] = "", b""
         self._empty: list[str] = []
 
+    @property
+    def _all(self) -> list[FollowedRun]:
+        """Those in stores first, as run folders may be added."""
+        return [*self._stores, *self._runs.values()]
+
     def data(self, have: str) -> bytes:
         """The page's contents as JSON; only time-dependent values if the page has this revision already."""
         with self._lock:
             self._look()
-            now_s, runs = time.time(), list(self._runs.values())
+            now_s, runs = time.time(), self._all
+            notes = [*self._empty, *(note for run in runs for note in run.notes())]
             revision = "-".join(str(run.revision) for run in runs) + f"/{len(self._empty)}"
             if revision == have:
                 pulse = [{**_pulse(run, now_s), "progress": round(run.progress, 3)} for run in runs]
-                return json.dumps({"revision": revision, "pulse": pulse, "notes": self._empty}).encode()
+                return json.dumps({"revision": revision, "pulse": pulse, "notes": notes}).encode()
             if revision != self._answer[0]:
-                self._answer = revision, self._contents(runs, now_s, revision)
+                self._answer = revision, self._contents(runs, now_s, revision, notes)
             return self._answer[1]
 
     def moment(self, run: int, round: int) -> bytes:
         """One round of the run at this index as JSON; empty if there is no such run or round."""
         with self._lock:
-            runs = list(self._runs.values())
+            runs = self._all
             if not 0 <= run < len(runs) or (one := runs[run]).file is None or not 0 <= round < 2**31:
                 return b""
             return json.dumps(finite(moment_of(one, round))).encode()
@@ -77,7 +92,7 @@ class LiveRuns:
     def _look(self) -> None:
         self._find()
         until_s = time.monotonic() + (_LONG_LOOK_S if self._answer[0] else _LOOK_S)
-        for run in self._runs.values():
+        for run in self._all:
             run.look(max(until_s, time.monotonic() + 0.02))  # so that the last of many gets some time too
 
     def _find(self) -> None:
@@ -96,7 +111,7 @@ class LiveRuns:
         alike = [other for other in self._runs if other.name == folder.name]
         return f"{folder.parent.name}/{folder.name}" if alike else folder.name
 
-    def _contents(self, runs: Sequence[FollowedRun], now_s: float, revision: str) -> bytes:
+    def _contents(self, runs: Sequence[FollowedRun], now_s: float, revision: str, notes: Sequence[str]) -> bytes:
         views = [run_view(run, now_s, self._priced(run)) for run in runs]
         names = [run.label if run.file is None else run.file.name for run in runs]
         for view, name in zip(views, names, strict=True):
@@ -111,7 +126,7 @@ class LiveRuns:
             command=self._command,
             date=f"{datetime.fromtimestamp(now_s, UTC):%Y-%m-%d %H:%M} UTC",
         )
-        answer = {**contents, "revision": revision, "notes": self._empty}
+        answer = {**contents, "revision": revision, "notes": notes}
         try:
             return json.dumps(answer, allow_nan=False).encode()
         except ValueError:  # a rare non-finite figure: checking for it in advance would dominate the cost

@@ -57,7 +57,7 @@ def run_view(run: FollowedRun, now_s: float, priced: Mapping[str, NDArray[np.flo
         "rounds": file.rounds,
         "done": run.done,
         "state": _state(run, words),
-        "age_s": max(0.0, round(now_s - run.modified_s, 1)) if run.tails else None,
+        "age_s": max(0.0, round(now_s - run.modified_s, 1)) if run.modified_s else None,
         "standings": words,
         "rounds_of": run.rounds_of,
         "last_losses": [_rounded(_last(losses[:, worker])) for worker in range(file.workers)],
@@ -72,6 +72,7 @@ def run_view(run: FollowedRun, now_s: float, priced: Mapping[str, NDArray[np.flo
         "tokens_per_s": axes.tokens_per_s(),
         "happenings": _happenings(run)[-60:],
         "events": run.events,
+        **run.more(),
     }
 
 
@@ -214,6 +215,8 @@ def standings(run: FollowedRun, now_s: float) -> list[str]:
     has no line.
     """
     assert run.file is not None
+    if (known := run.standings()) is not None:
+        return known
     everyone, over, words = run.is_simulated, _is_scored(run), list[str]()
     for worker in range(run.file.workers):
         rounds = run.rounds_of[worker]
@@ -247,7 +250,7 @@ def _round_s(run: FollowedRun) -> float:
 def _state(run: FollowedRun, words: Sequence[str]) -> str:
     if _is_scored(run) or ("finished" in words and "training" not in words):
         return "finished"
-    return "training" if "training" in words else "silent" if run.done else "starting"
+    return next((word for word in ("training", "held") if word in words), "silent" if run.done else "starting")
 
 
 def _is_scored(run: FollowedRun) -> bool:

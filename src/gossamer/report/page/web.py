@@ -26,6 +26,7 @@ from gossamer.errors import ConfigError, GossamerError
 from gossamer.record.progress import echo
 from gossamer.report.page.assets import ASSETS, shell
 from gossamer.report.page.live import LiveRuns
+from gossamer.report.reading.stored import FollowedStore
 
 Answers = Mapping[str, Callable[[Mapping[str, str]], bytes]]
 Deeds = Mapping[str, Callable[[bytes], bytes]]
@@ -222,9 +223,11 @@ def number_of(text: str, name: str) -> int:
     return int(text)
 
 
-def page_server(folders: Sequence[Path], host: str, port: int, command: str = "") -> Page:
-    """A server of the runs in these folders, not yet serving. Raises ConfigError, see `LiveRuns` and `Page`."""
-    return Page(_answers(LiveRuns(folders, command=command)), host, port)
+def page_server(
+    folders: Sequence[Path], host: str, port: int, command: str = "", stores: Sequence[FollowedStore] = ()
+) -> Page:
+    """A server of the runs in these folders and stores, not yet serving. Raises ConfigError, see `LiveRuns` and `Page`."""
+    return Page(_answers(LiveRuns(folders, stores=stores, command=command)), host, port)
 
 
 def show_page(address: str) -> bool:

@@ -152,6 +152,24 @@ class FollowedRun:
             *((round, self.validations.mean_at(round)) for round in self.validations.rounds()[enough].tolist()),
         ]
 
+    # A source other than files knows these itself.
+
+    def standings(self) -> list[str] | None:
+        """The standing of each worker in one word; None where it follows from the files."""
+        return None
+
+    def moment(self, round: int) -> dict[str, Any] | None:
+        """A round as `gossamer.report.reading.moment.moment_of` describes it; None where it is read from the files."""
+        return None
+
+    def more(self) -> dict[str, Any]:
+        """Further values of its view."""
+        return {}
+
+    def notes(self) -> list[str]:
+        """Sentences that hold now, and may not later."""
+        return []
+
     def complain(self, sentence: str) -> None:
         """Records a sentence about data that cannot be shown."""
         if sentence not in self.complaints and len(self.complaints) < _MOST_COMPLAINTS:

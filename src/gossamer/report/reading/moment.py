@@ -29,6 +29,8 @@ def moment_of(run: FollowedRun, round: int) -> dict[str, Any]:
     Cost: reads a round of each file, from at most one round in `rounds / 4096` before it.
     """
     assert run.file is not None
+    if (known := run.moment(round)) is not None:
+        return known
     pairs: dict[tuple[int, int], int] = {}
     sent_in_means: dict[int, int] = {}
     parts = run.parts

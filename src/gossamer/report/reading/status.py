@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gossamer.errors import ConfigError, PeerError, TransportError, first_line
+from gossamer.errors import ConfigError, PeerError
 from gossamer.record.addresses import Address, read_addresses
 from gossamer.record.folder import read_metrics, run_file
 from gossamer.record.locks import trains_here
@@ -22,14 +22,14 @@ from gossamer.record.logs.seconds import RoundSeconds, read_seconds
 from gossamer.record.whole_files import worker_suffix
 from gossamer.report.reading.lines import RunFile, run_file_of
 from gossamer.report.reading.paces import Paces
-from gossamer.transport.bucket.bucket import MOST_HEAD_BYTES, SecretSeal, bucket_at
+from gossamer.report.reading.stored import reading, stored_run
+from gossamer.transport.bucket.bucket import MOST_HEAD_BYTES
 from gossamer.transport.bucket.protocol import Sightings, commit_in, commit_name
 from gossamer.transport.bucket.server_log import event_in
-from gossamer.transport.bucket.signed import KEY_OBJECT, opened_key
 from gossamer.transport.elastic.ask import View, look
 from gossamer.transport.elastic.members import MemberStatus, SlotEntry, merged
-from gossamer.transport.keys import Peer, keys_for, read_peers
-from gossamer.transport.secret import environment_secret, folder_secret
+from gossamer.transport.keys import Peer, keys_for
+from gossamer.transport.secret import folder_secret
 from gossamer.transport.sockets.header import Limits
 
 PATIENCE_S = 2.0
@@ -124,8 +124,8 @@ class StoreStatus(NamedTuple):
     """The status of a run in a store, read without contacting its workers."""
 
     store: str
-    rounds: int
-    """Rounds of the whole run."""
+    rounds: int | None
+    """Rounds of the whole run; None for a loop of a user's own (`Outer(store=...)`), whose end the store does not know."""
     round: int
     """Closed rounds."""
     closed_by: int | None
@@ -146,40 +146,18 @@ def store_status(url: str, *, peers: Path | None = None, now_s: float | None = N
     Raises: ConfigError if there is no run; TransportError for a damaged one; PeerError.
     Cost: four requests, five with keys.
     """
-    bucket, listed = bucket_at(url), {} if peers is None else read_peers(peers)
-    keys = keys_for(listed, sum(peer.workers for peer in listed.values()))
-    try:
-        seal = SecretSeal(environment_secret())
-        if (key := bucket.get(KEY_OBJECT, MOST_HEAD_BYTES)) is not None:
-            if keys is None:
-                raise ConfigError(
-                    f"the run in the store '{url}' has [peers], and is encrypted; give its run file with --peers RUN.toml, on a "
-                    "machine whose key it lists"
-                )
-            seal = opened_key(keys, key)
-        raw = bucket.get("run", MOST_HEAD_BYTES)
-        match head := None if raw is None else seal.opened("run", raw).head:
-            case {"workers": int(n), "rounds": int(rounds)} if 0 < n < 1 << 20 and 0 < rounds < 1 << 31:
-                seen = Sightings(n)
-            case _:
-                raise ConfigError(
-                    f"no run lies in the store '{url}'; give the one that gossamer train --store was given"
-                )
-        seen.look(bucket.names("s"), 0.0)
+    run = stored_run(url, peers)
+    n, seen = run.workers, Sightings(run.workers)
+    with reading(url):
+        seen.look(run.bucket.names("s"), 0.0)
         # From the newest state on: those before it were closed too.
-        seen.look(bucket.names(f"r{max(0, max(seen.states, default=0) - 1):08d}"), 0.0)
+        seen.look(run.bucket.names(f"r{max(0, max(seen.states, default=0) - 1):08d}"), 0.0)
         name = commit_name(seen.newest)
-        raw = None if seen.newest < 0 else bucket.get(name, MOST_HEAD_BYTES)
-        item = None if raw is None else seal.opened(name, raw)
+        raw = None if seen.newest < 0 else run.bucket.get(name, MOST_HEAD_BYTES)
+        item = None if raw is None else run.seal.opened(name, raw)
         last, event = (
             (None, None) if item is None else (commit_in(seen.newest, item.head, n), event_in(seen.newest, item, n))
         )
-    except TransportError:
-        raise
-    except OSError as error:
-        raise ConfigError(
-            f"the store '{url}' cannot be read ({first_line(error)}); look at its address and rights"
-        ) from None
     workers: list[SlotStatus] = []
     for slot in range(n):
         life = seen.lives.get(slot)
@@ -188,8 +166,8 @@ def store_status(url: str, *, peers: Path | None = None, now_s: float | None = N
         workers.append(SlotStatus(slot, standing, 0 if life is None else life + 1, steps, counted))
     now_s = time.time() if now_s is None else now_s
     closer, age_s = (None, None) if last is None else (last.closer[0], max(0.0, now_s - last.time_s))
-    closed = seen.newest + 1 if "server" not in head else 0 if event is None else event.rounds
-    return StoreStatus(url, rounds, closed, closer, age_s, sorted(seen.states), workers, "server" in head)
+    closed = seen.newest + 1 if not run.has_server else 0 if event is None else event.rounds
+    return StoreStatus(url, run.rounds, closed, closer, age_s, sorted(seen.states), workers, run.has_server)
 
 
 def standing_of(seen: Sighting) -> str:

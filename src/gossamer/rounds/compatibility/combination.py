@@ -68,6 +68,8 @@ class Combination(NamedTuple):
     weigh_steps: bool = False
     elastic: bool = False
     """As in `run.elastic`."""
+    store: bool = False
+    """Whether it is an `Outer(store=...)`, whose workers share a store alone, and come and go."""
     peers: bool = False
     """Whether the run file has [peers], so that all connections are to be encrypted."""
     constant_batch: bool = False

@@ -9,6 +9,7 @@ from gossamer.rounds import stability
 from gossamer.rounds.compatibility import lossy_codecs as coding
 from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.incompatibilities import check
+from gossamer.rounds.compatibility.modes import exchanges_once
 from gossamer.rounds.kernel import PLAIN, Kernel, compiled
 from gossamer.rounds.schedule import Schedule
 from gossamer.rounds.updates import topology_of_updates
@@ -53,9 +54,7 @@ class Method(NamedTuple):
     @property
     def exchanges_once(self) -> bool:
         """Whether a round has one exchange, which ends with it."""
-        schedule = self.schedule
-        several = schedule.fragments > 1 or schedule.inner_every or self.rule.mixes_updates
-        return not (several or schedule.overlap_steps or self.rule.delay_rounds)
+        return exchanges_once(self.rule, self.schedule)
 
     def topology_of(self, seed: int) -> Callable[[int], Topology]:
         """The topology that the exchanges of each fragment follow, numbered as in `gossamer.rounds.loop`."""

@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 from gossamer.codecs import Codec
 from gossamer.rounds.compatibility.combination import Combination, Incompatibility
+from gossamer.rounds.schedule import Schedule
 from gossamer.rounds.updates import topology_of_updates
+from gossamer.rules import Rule
 from gossamer.settings.user_code import is_code
 
 _INNER = ("adamw", "accum_adamw", "qh_adopt", "sgd")
@@ -24,9 +26,9 @@ class _Given(NamedTuple):
     """How to disable a feature."""
 
 
-def _elastic_key(c: Combination) -> str:
-    """The setting that makes a run elastic, in a run file or `Outer(elastic=True)`."""
-    return "elastic" if c.driver == "library" else "run.elastic"
+def _elastic(c: Combination) -> str:
+    """The setting that makes a run elastic: in a run file, `Outer(elastic=True)`, or `Outer(store=...)`."""
+    return "store is given" if c.store else f"{'' if c.driver == 'library' else 'run.'}elastic is true"
 
 
 _FEATURES = {
@@ -35,7 +37,7 @@ _FEATURES = {
         lambda c: f"{c.who} runs asynchronously ({c.kind})",
         "use a method in rounds such as 'gasloc', with run.wait = true",
     ),
-    "elastic": _Given(lambda c: c.elastic, lambda c: f"{_elastic_key(c)} is true", "set it to false"),
+    "elastic": _Given(lambda c: c.elastic, _elastic, "set it to false"),
     "adapt": _Given(lambda c: bool(c.adapt), lambda c: f"run.adapt is {c.adapt!r}", "set it to false"),
     "all-reduce": _Given(
         lambda c: c.reduction == "all_reduce",
@@ -95,7 +97,7 @@ _SYNCHRONOUS_START = _Given(
     lambda c: f"run.synchronous_steps is {c.synchronous_steps}",
 )
 _OUTER = _Given(lambda c: c.driver == "library", lambda c: "")
-_ELASTIC = _Given(lambda c: c.elastic, lambda c: f"{_elastic_key(c)} is true")
+_ELASTIC = _Given(lambda c: c.elastic, _elastic)
 _STAGES = _Given(lambda c: c.stages > 1, lambda c: f"pipeline.stages is {c.stages}")
 _STAGE_PROCESSES = _STAGES._replace(on=lambda c: c.stages > 1 and c.driver == "train")
 _SHARDS = _Given(lambda c: c.shards > 1, lambda c: f"each worker is a mesh of {c.shards} processes")
@@ -143,6 +145,34 @@ def _elementwise(codec: Codec) -> bool:
 def _of_fixed_peers(c: Combination) -> bool:
     """Whether the rule keeps state per peer or sums over fixed neighbours."""
     return c.rule.needs not in ("connected", "everyone") or c.rule.copies_per_peer > 0
+
+
+def is_equal_after_rounds(rule: Rule) -> bool:
+    """Whether vectors and outer state of all workers are equal after each round, for any set of participants."""
+    return rule.averages and rule.identical and rule.unsent is None and rule.site == "parameters"
+
+
+def mixes_by_pull(rule: Rule) -> bool:
+    """Whether peers may read a worker's message from a store: it sends the same to all, and keeps no state for each peer."""
+    alike = rule.needs == "connected" and not rule.copies_per_peer and not rule.sends_ahead
+    return alike and rule.unsent is None and rule.site == "parameters"
+
+
+def exchanges_once(rule: Rule, schedule: Schedule) -> bool:
+    """Whether a round has one exchange, which ends with it."""
+    several = schedule.fragments > 1 or schedule.inner_every or rule.mixes_updates
+    return not (several or schedule.overlap_steps or rule.delay_rounds)
+
+
+def store_obstacle(rule: Rule, codec: Codec, schedule: Schedule) -> str | None:
+    """What keeps a method in rounds out of a store; None where it can use one."""
+    if not (is_equal_after_rounds(rule) or mixes_by_pull(rule)):
+        return f"after a round of rule '{rule.name}' its workers are not equal in all, and it is no plain gossip"
+    if codec.back is not None:
+        return f"codec '{codec.name}' encodes the sums of a mean too"
+    if not exchanges_once(rule, schedule):
+        return "a round has several exchanges, or one that does not end with it"
+    return None if rule.adapted is None else "its local steps adapt"
 
 
 def _late(c: Combination) -> bool:
@@ -298,7 +328,7 @@ MODES: tuple[Incompatibility, ...] = (
         "elastic sites and overlap",
         lambda c: c.driver == "library" and c.elastic and (_late(c) or c.schedule.sends > 0),
         lambda c: (
-            f"elastic is true, and {c.who} has exchanges under way between rounds or chooses fragments by them "
+            f"{_elastic(c)}, and {c.who} has exchanges under way between rounds or chooses fragments by them "
             f"(schedule.overlap_steps = {c.schedule.overlap_steps}, sends = {c.schedule.sends}), which a site that comes back "
             "does not have; use a schedule without, and a rule without delay such as 'gasloc', or sites of a fixed number"
         ),
@@ -323,15 +353,23 @@ MODES: tuple[Incompatibility, ...] = (
         "elastic and rule",
         lambda c: c.elastic and _of_fixed_peers(c),
         lambda c: (
-            f"{_elastic_key(c)} is true, and rule '{c.rule.name}' keeps something of each peer or sums over fixed neighbours, "
+            f"{_elastic(c)}, and rule '{c.rule.name}' keeps something of each peer or sums over fixed neighbours, "
             f"which a worker that dies would spoil; {_GOSSIP_OR_MEAN}"
+        ),
+    ),
+    Incompatibility(
+        "store and exchange",
+        lambda c: c.store and store_obstacle(c.rule, c.codec, c.schedule) is not None,
+        lambda c: (
+            f"{_elastic(c)}, and {store_obstacle(c.rule, c.codec, c.schedule)}, which a store does not carry; use a rule such as "
+            "'diloco', 'local_sgd' or 'gasloc' with one exchange a round"
         ),
     ),
     Incompatibility(
         "elastic and topology",
         lambda c: c.elastic and not c.topology.symmetric,
         lambda c: (
-            f"{_elastic_key(c)} is true, and the weights of topology '{c.topology.name}' are not symmetric: both ends of an "
+            f"{_elastic(c)}, and the weights of topology '{c.topology.name}' are not symmetric: both ends of an "
             "exchange that fails must keep the same weight; use a symmetric topology such as 'random'"
         ),
     ),
@@ -339,7 +377,7 @@ MODES: tuple[Incompatibility, ...] = (
         "elastic and overlap",
         lambda c: c.elastic and c.rule.needs == "everyone" and _late(c),
         lambda c: (
-            f"{_elastic_key(c)} is true, and rule '{c.rule.name}' takes the mean of all while they train on: one is under way "
+            f"{_elastic(c)}, and rule '{c.rule.name}' takes the mean of all while they train on: one is under way "
             "where a newcomer takes a state over, which would differ from the others' for good; set schedule.overlap_steps = 0 "
             "and use a rule without delay such as 'diloco', or one that gossips such as 'gasloc'"
         ),
@@ -348,7 +386,7 @@ MODES: tuple[Incompatibility, ...] = (
         "elastic and delay",
         lambda c: c.elastic and c.rule.needs != "everyone" and c.rule.delay_rounds > 0 and not c.rule.sends_ahead,
         lambda c: (
-            f"{_elastic_key(c)} is true, and rule '{c.rule.name}' receives in each round what was sent in the one before, which "
+            f"{_elastic(c)}, and rule '{c.rule.name}' receives in each round what was sent in the one before, which "
             "a newcomer cannot take over; use a rule without delay such as 'gasloc', or 'fgd', which sends when a round begins"
         ),
     ),
@@ -356,7 +394,7 @@ MODES: tuple[Incompatibility, ...] = (
         "elastic and mixed updates",
         lambda c: c.elastic and _mean_of_updates(c),
         lambda c: (
-            f"{_elastic_key(c)} is true, and rule '{c.rule.name}' takes the mean of all updates in addition to its gossip; set "
+            f"{_elastic(c)}, and rule '{c.rule.name}' takes the mean of all updates in addition to its gossip; set "
             "rule.mix_updates to 'none' or to a topology of pairs such as 'random'"
         ),
     ),

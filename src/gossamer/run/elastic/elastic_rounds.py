@@ -28,9 +28,9 @@ from gossamer.record.logs.outcomes import (
 )
 from gossamer.record.packed import unpacked
 from gossamer.record.progress import say
+from gossamer.rounds.compatibility.modes import is_equal_after_rounds
 from gossamer.rounds.loop import Membership
 from gossamer.run.config.resolved import ResolvedRun
-from gossamer.run.elastic.store_rounds import is_equal_after_rounds
 from gossamer.run.participant.life import KEPT, Participant
 from gossamer.run.participant.rendezvous import RendezvousResult
 from gossamer.run.participant.state_transfer import PAUSE_S, common_hash, must_be_common

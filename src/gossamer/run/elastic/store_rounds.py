@@ -11,11 +11,9 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
-
-from torch import Tensor
+from typing import Any
 
 from gossamer.errors import CheckpointError, ConfigError, GossamerError
 from gossamer.record import checkpoint
@@ -26,44 +24,28 @@ from gossamer.record.logs.seconds import recorded_s
 from gossamer.record.packed import packable_snapshot, packed, unpacked
 from gossamer.record.progress import say
 from gossamer.record.whole_files import atomic_write, make_folder
-from gossamer.rounds.loop import Membership
+from gossamer.rounds.compatibility.modes import store_obstacle
+from gossamer.rounds.in_store import RoundsInStore
+from gossamer.rounds.loop import OuterLoop
 from gossamer.rounds.stopwatch import Stopwatch
-from gossamer.rounds.together import GivenMeans
-from gossamer.rules import Rule
 from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.inputs import note_inputs
 from gossamer.run.bookkeeping.journal import Journal
 from gossamer.run.bookkeeping.resume import lineage_of
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.agreement import use_recorded_threads
-from gossamer.run.participant.in_store import bind_folder, open_store, renewing
+from gossamer.run.participant.in_store import bind_folder, open_store
 from gossamer.run.participant.life import KEPT
-from gossamer.run.worker.replica import MISFITS, Replica
+from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.task import Task
 from gossamer.run.worker.worker import RoundReport, Segment, Worker
 from gossamer.stop_signals import Asked, leaving
 from gossamer.transport.bucket.bucket import Bucket
-from gossamer.transport.bucket.perform import perform
+from gossamer.transport.bucket.perform import perform, renewing
 from gossamer.transport.bucket.protocol import Attendance, Basis, Commit, StoreTerms
-from gossamer.transport.contract import Ticket
-from gossamer.transport.memory import MemoryNetwork, Parcel
 from gossamer.transport.processes.launch import device_of
-from gossamer.tree import Tree, leaves, must_fit, refill
 
 log = logging.getLogger("gossamer")
-ROUNDING = 1e-4
-"""Largest distance of a mean from that of another machine, as a share of its norm, that counts as rounding."""
-
-
-def is_equal_after_rounds(rule: Rule) -> bool:
-    """Whether vectors and outer state of all workers are equal after each round, for any set of participants."""
-    return rule.averages and rule.identical and rule.unsent is None and rule.site == "parameters"
-
-
-def mixes_by_pull(rule: Rule) -> bool:
-    """Whether peers may read a worker's message from a store: it sends the same to all, and keeps no state for each peer."""
-    alike = rule.needs == "connected" and not rule.copies_per_peer and not rule.sends_ahead
-    return alike and rule.unsent is None and rule.site == "parameters"
 
 
 def must_fit_a_store(run: ResolvedRun) -> None:
@@ -76,13 +58,10 @@ def must_fit_a_store(run: ResolvedRun) -> None:
         "its workers are cut into stages or shards": max(run.processes) > 1,
     }
     if m is not None:
+        exchange = store_obstacle(m.rule, m.codec, m.schedule)
         obstacles |= {
-            f"after a round of rule '{m.rule.name}' its workers are not equal in all, and it is no plain gossip": not (
-                is_equal_after_rounds(m.rule) or mixes_by_pull(m.rule)
-            ),
-            f"codec '{m.codec.name}' encodes the sums of a mean too": m.codec.back is not None,
-            "a round has several exchanges, or one that does not end with it": not m.exchanges_once,
-            "its local steps adapt": m.rule.adapted is not None or run.loop.adapt,
+            str(exchange): exchange is not None,
+            "its local steps adapt": run.loop.adapt,
             "its experts lie on some workers each": bool(m.holders),
         }
     if obstacle := next((reason for reason, holds in obstacles.items() if holds), None):
@@ -115,15 +94,15 @@ def train_in_store(run: ResolvedRun, folder: Path, url: str) -> None:
             say(f"the run in the store has ended after {run.rounds} rounds")
 
 
-class StoreWork:
+class StoreWork(RoundsInStore):
     """The computations of a worker: see `gossamer.transport.bucket.protocol.StoreWorker`."""
 
     def __init__(self, run: ResolvedRun, folder: Path, task: Task, asked: Asked, open_: contextlib.ExitStack) -> None:
         self._run, self._folder, self._task, self._asked, self._open = run, folder, task, asked, open_
         self._method, self._line = run.in_rounds, lineage_of(run, folder)
-        self._device, self._fresh = device_of(run.loop.device), task.data.state()
-        self._means, self._gossip = GivenMeans(run.workers), self._method.rule.needs != "everyone"
-        self._present = frozenset[int]()
+        self._fresh = task.data.state()
+        gossip = self._method.rule.needs != "everyone"
+        super().__init__(run.workers, device_of(run.loop.device), gossip=gossip)
         self._kept = (0, lambda: b"")
         """Its state after so many rounds, which is never changed."""
         self._finished, self._record = 0, list[RunFolder]()
@@ -159,20 +138,15 @@ class StoreWork:
         run = self._run
         self._replica = Replica(self.slot, run, self._task, self._device)
         self._probe = Probe(run, self._task, self._device)
-        # Means come from the commits; in gossip it holds what this worker posts, and receives its peers' messages from the store.
-        self._network = MemoryNetwork(run.workers, lambda parcel: parcel.receiver == self.slot)
-        membership = Membership(lambda round, fragment: self._present, closes=self)
-        together = None if self._gossip else self._means
-        transport = self._network.transport(self.slot)
-        self._worker = Worker(self._replica, self._method, transport, together=together, membership=membership)
+        transport = self.transport(self.slot)
+        self._worker = Worker(
+            self._replica, self._method, transport, together=self.together, membership=self.membership
+        )
 
-    def proposed(self, round: int) -> tuple[int, frozenset[int]]:
-        """See `gossamer.transport.contract.Closes`: the commit exists already."""
-        return 0, self._present
-
-    def committed(self, attempt: int, *, whole: bool) -> bool:
-        """See `proposed`."""
-        return whole
+    @property
+    def loop(self) -> OuterLoop:
+        """See `RoundsInStore`."""
+        return self._worker.loop
 
     def restore(self, after: int) -> str | None:
         """See `StoreWorker`."""
@@ -205,10 +179,7 @@ class StoreWork:
 
     def add(self, commit: Commit, mean: memoryview) -> None:
         """See `StoreWorker`."""
-        (stop,) = self._worker.loop.stops(commit.round)
-        self._worker.loop.take_means(
-            commit.round, stop, frozenset(commit.parts), self._trees(commit.round, mean, of="means")
-        )
+        super().add(commit, mean)
         self._replica.recompute()
 
     def start(self, round: int, begun: Basis) -> None:
@@ -247,76 +218,15 @@ class StoreWork:
         self._segments: Iterator[Segment] = self._worker.segments(round)
         self._segment = next(self._segments)
         self._phase = self._worker.train(self._segment)
-        return _packed_trees(self._worker.loop.payloads(round, self._segment.stop))
+        return self.message(round)
 
     def steps(self) -> int:
         """See `StoreWorker`."""
         return self._replica.steps_taken
 
-    def is_sound(self, round: int, body: memoryview) -> bool:
-        """See `StoreWorker`."""
-        try:
-            payloads = self._trees(round, body)
-        except CheckpointError:
-            return False
-        return self._worker.loop.are_sound(round, self._worker.loop.stops(round)[0], payloads)
-
-    def mean(self, round: int, messages: Mapping[int, bytes | memoryview]) -> bytes:
-        """See `StoreWorker`."""
-        (stop,) = self._worker.loop.stops(round)
-        trees = {slot: self._trees(round, body) for slot, body in messages.items()}
-        return _packed_trees(self._worker.loop.means(round, stop, trees))
-
-    def is_mean(self, round: int, own: bytes, there: memoryview) -> bool:
-        """See `StoreWorker`."""
-        try:
-            pairs = zip(*(leaves(tuple(self._trees(round, body, of="means"))) for body in (own, there)), strict=True)
-        except CheckpointError:
-            return False
-        return all(bool((b - a).norm() <= ROUNDING * a.norm()) for a, b in pairs)
-
-    def _trees(self, round: int, body: bytes | memoryview, of: Literal["messages", "means"] = "messages") -> list[Tree]:
-        """The messages or means of a round. Raises: CheckpointError for what is none of this run."""
-        (stop,) = self._worker.loop.stops(round)
-        loop = self._worker.loop
-        forms = (loop.mean_forms if of == "means" else loop.payload_forms)(round, stop)
-        content = unpacked(bytes(body))
-        try:
-            read = iter(content["leaves"])
-            some = [[next(read) for _ in leaves(form)] for form in forms]
-            for tensors, form in zip(some, forms, strict=True):
-                must_fit(tensors, leaves(form))
-        except (*MISFITS, StopIteration) as error:
-            raise CheckpointError(
-                f"what lies in the store for round {round + 1} does not fit this model ({error}); start all with the same run "
-                "file and gossamer"
-            ) from None
-        return [
-            refill(form, [one.to(self._device) for one in tensors_here])
-            for tensors_here, form in zip(some, forms, strict=True)
-        ]
-
-    def finish(self, commit: Commit, mean: memoryview) -> None:
-        """See `StoreWorker`."""
-        means = self._trees(commit.round, mean, of="means")
-        self._means.means = dict(zip(self._segment.stop.sends, means, strict=True))
-        self._end_round(commit, len(commit.parts) - 1)
-
-    def peers(self, round: int, parts: Collection[int]) -> Collection[int]:
-        """See `StoreWorker`."""
-        return self._worker.loop.peers_in(round, frozenset(parts))
-
-    def mix(self, commit: Commit, messages: Mapping[int, memoryview]) -> None:
-        """See `StoreWorker`."""
-        for j, body in messages.items():
-            for p, payload in zip(self._segment.stop.sends, self._trees(commit.round, body), strict=True):
-                self._network.send(Parcel(Ticket(commit.round, p), j, self.slot, tuple(leaves(payload))))
-        self._end_round(commit, len(messages))
-        self._network.held.clear()
-
-    def _end_round(self, commit: Commit, exchanges: int) -> None:
+    def end_round(self, commit: Commit, exchanges: int) -> None:
+        """See `RoundsInStore`."""
         round, worker, segment = commit.round, self._worker, self._segment
-        self._present = frozenset(commit.parts)
         report = RoundReport([self._phase], [worker.send(segment)])
         worker.receive(segment)
         assert next(self._segments, None) is None
@@ -365,11 +275,6 @@ class StoreWork:
             self._save(self._finished)
         if self._asked.is_set() and self._record and round < self._run.rounds:
             say(f"worker {self.slot} leaves after round {self._finished}, as it was asked to, and has saved its state")
-
-
-def _packed_trees(trees: Sequence[Tree]) -> bytes:
-    tensors: list[Tensor] = [leaf.cpu() for tree in trees for leaf in leaves(tree)]
-    return packed({"leaves": tensors})
 
 
 def _all_commits(attendance: Attendance, bucket: Bucket, terms: StoreTerms) -> list[Commit]:

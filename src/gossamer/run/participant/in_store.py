@@ -1,9 +1,6 @@
 """What a process does first whose run lies in a store: it opens the store, and binds its run folder to that run."""
 
-import logging
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,14 +9,10 @@ from gossamer.record.whole_files import atomic_write, make_folder
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.agreement import prepare, run_settings
 from gossamer.run.worker.task import Task
-from gossamer.transport.bucket.bucket import Bucket, Folder, SecretSeal, opened_bucket
-from gossamer.transport.bucket.perform import perform
-from gossamer.transport.bucket.protocol import SlotHolder, StoreTerms
-from gossamer.transport.bucket.signed import key_seal
+from gossamer.transport.bucket.bucket import Bucket
+from gossamer.transport.bucket.perform import open_sealed, paced
+from gossamer.transport.bucket.protocol import StoreTerms
 from gossamer.transport.keys import keys_for
-from gossamer.transport.secret import environment_secret
-
-log = logging.getLogger("gossamer")
 
 
 class OpenedStore(NamedTuple):
@@ -36,19 +29,8 @@ def open_store(run: ResolvedRun, url: str, more: Mapping[str, Any] | None = None
     Args: `more` has further settings that all processes must share.
     Raises: ConfigError, DataError, PeerError.
     """
-    bucket, keys, secret = opened_bucket(url), keys_for(run.peers, run.workers), environment_secret()
-    if keys is None:
-        log.warning(
-            "what lies in the store '%s' is not encrypted: all who may read there read the parameters, and %s; give rights to "
-            "the machines of the run alone, or list their keys as [peers] in the run file (gossamer keys)",
-            url,
-            "all who know the secret can change the run" if secret else "all who may write there can change the run",
-        )
+    bucket, seal = open_sealed(url, keys_for(run.peers, run.workers))
     task, key = prepare(run)
-    try:
-        seal = SecretSeal(secret) if keys is None else key_seal(bucket, keys)
-    except OSError as error:
-        raise ConfigError(f"the store '{url}' cannot be used ({error}); look at its address and rights") from None
     described = {
         "gossamer": 1,
         "key": f"{key:016x}",
@@ -59,9 +41,7 @@ def open_store(run: ResolvedRun, url: str, more: Mapping[str, Any] | None = None
     }
     deadline_s = run.loop.round_deadline_s or run.loop.timeout_s
     terms = StoreTerms(described, run.workers, run.rounds, run.loop.timeout_s, deadline_s, seal)
-    if isinstance(bucket, Folder):  # where requests are cheap
-        terms = terms._replace(look_s=0.05, rest_s=1.0)
-    return OpenedStore(bucket, terms, task)
+    return OpenedStore(bucket, paced(terms, bucket), task)
 
 
 def bind_folder(folder: Path, identity: str) -> None:
@@ -80,15 +60,3 @@ def bind_folder(folder: Path, identity: str) -> None:
         )
     make_folder(folder)
     atomic_write(path, f"{identity}\n".encode())
-
-
-@contextmanager
-def renewing(holder: SlotHolder[Any], bucket: Bucket, wait: Callable[[float], object]) -> Iterator[None]:
-    """A context in which a thread renews the lease of a process; `wait` waits for so many seconds at most."""
-    threading.Thread(
-        target=lambda: perform(holder.beats(), bucket, wait=wait), daemon=True, name="gossamer lease"
-    ).start()
-    try:
-        yield
-    finally:
-        holder.over = True

@@ -1,9 +1,63 @@
 """Performs the effects that the protocol of workers in a store yields, with a bucket and real time."""
 
-from collections.abc import Callable
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
-from gossamer.transport.bucket.bucket import Bucket
-from gossamer.transport.bucket.protocol import Asking, Create, Do, Get, Names, Remove, Steps, T
+from gossamer.errors import ConfigError
+from gossamer.transport.bucket.bucket import Bucket, Folder, Seal, SecretSeal, opened_bucket
+from gossamer.transport.bucket.protocol import (
+    Asking,
+    Create,
+    Do,
+    Get,
+    Names,
+    Remove,
+    SlotHolder,
+    Steps,
+    StoreTerms,
+    T,
+)
+from gossamer.transport.bucket.signed import key_seal
+from gossamer.transport.keys import Keys
+from gossamer.transport.secret import environment_secret
+
+log = logging.getLogger("gossamer")
+
+
+def open_sealed(url: str, keys: Keys | None) -> tuple[Bucket, Seal]:
+    """Opens a store; warns where others may read or change what lies there. Raises: ConfigError, PeerError."""
+    bucket, secret = opened_bucket(url), environment_secret()
+    if keys is None:
+        log.warning(
+            "what lies in the store '%s' is not encrypted: all who may read there read the parameters, and %s; give rights to "
+            "the machines of the run alone, or list their keys as [peers] (gossamer keys)",
+            url,
+            "all who know the secret can change the run" if secret else "all who may write there can change the run",
+        )
+    try:
+        return bucket, SecretSeal(secret) if keys is None else key_seal(bucket, keys)
+    except OSError as error:
+        raise ConfigError(f"the store '{url}' cannot be used ({error}); look at its address and rights") from None
+
+
+def paced(terms: StoreTerms, bucket: Bucket) -> StoreTerms:
+    """The terms with shorter pauses between looks in a folder, where requests are cheap."""
+    return terms._replace(look_s=0.05, rest_s=1.0) if isinstance(bucket, Folder) else terms
+
+
+@contextmanager
+def renewing(holder: SlotHolder[Any], bucket: Bucket, wait: Callable[[float], object]) -> Iterator[None]:
+    """A context in which a thread renews the lease of a process; `wait` waits for so many seconds at most."""
+    threading.Thread(
+        target=lambda: perform(holder.beats(), bucket, wait=wait), daemon=True, name="gossamer lease"
+    ).start()
+    try:
+        yield
+    finally:
+        holder.over = True
 
 
 def perform(

@@ -5,7 +5,8 @@
     r00000012-from-00003-0001 what the worker of slot 3, the second there, sends in round 12
     r00000012-mean-HASH       the mean of some of these
     r00000012-commit          the participants and the hash of the mean of round 12: the first one created counts
-    s00000012                 the state of a worker after 12 rounds; s00000012-00003 is that of slot 3, where they differ
+    s00000012                 the state of a worker after 12 rounds; s00000012-00003 is that of slot 3, where they differ;
+                              s00000000 is that of the start, where workers cannot make it by themselves
     t00003-0001               a process takes slot 3 as the second one
     u00003-0001-00000007      its eighth sign of life
     v00003-0001               it has ended
@@ -45,6 +46,8 @@ AHEAD = 8
 _LOOK_SHARE = 0.25
 """The pause until the next look, as a share of the time waited so far: long waits make few requests."""
 _STRIKES = 5
+_MOST_TIME_S = 1e11
+"""A bound on Unix time in objects."""
 _NAMES = re.compile(
     r"r(?P<round>\d{8})-(?:(?P<commit>commit)|from-(?P<sender>\d{5})-(?P<of>\d{4})|mean-[0-9a-f]{64})"
     r"|s(?P<state>\d{8})(?:-(?P<holder>\d{5}))?|(?P<kind>[tuv])(?P<slot>\d{5})-(?P<life>\d{4})(?:-(?P<beat>\d{8}))?"
@@ -88,6 +91,10 @@ class Do(NamedTuple):
     work: Callable[[], Any]
 
 
+class TrainPhase(Do):
+    """Trains a local phase; returns its message. Where the training loop is a user's, the steps are suspended here."""
+
+
 Asking = Names | Get | Create | Remove | Sleep | Do
 Steps = Generator[Asking, Any, T]
 
@@ -112,6 +119,8 @@ class StoreTerms(NamedTuple):
     """Whether this is gossip: each worker takes the messages of its peers, and has separate states."""
     rejoin_rounds: int = 0
     """In gossip: most rounds by which a state may be behind; an older one is given up for a newer one of another slot."""
+    start_in_store: bool = False
+    """Whether the first worker puts the state of the start into the store, as workers cannot make it by themselves."""
 
 
 class Basis(NamedTuple):
@@ -306,6 +315,10 @@ class Sightings:
             return False
         return now - self._moved_s.get((slot, life), now) < timeout_s
 
+    def moved_s(self, slot: int) -> float | None:
+        """When the lease or a message of the last holder of a slot was first seen, by the clock of the looks."""
+        return self._moved_s.get((slot, self.lives.get(slot, -1)))
+
     def live(self, now: float, timeout_s: float) -> set[int]:
         """The slots of all holders that may be alive."""
         return {slot for slot in self.lives if self.is_held(slot, now, timeout_s)}
@@ -369,8 +382,8 @@ class SlotHolder(Generic[P]):
         other = next((key for key in sorted({*here, *there}) if here.get(key) != there.get(key)), None)
         if other is not None or not isinstance(identity, str):
             raise PeerError(
-                f"the store holds another run: {other} is {there.get(str(other))!r:.60} there and {here.get(str(other))!r:.60} "
-                "here; start all with the same run file, data and gossamer, or give another --store"
+                f"the store holds another run: {other} is {there.get(str(other))!r:.160} there and "
+                f"{here.get(str(other))!r:.160} here; start all with the same settings, data and gossamer, or give another store"
             )
         self._work.agree(identity)
 
@@ -543,9 +556,13 @@ class Attendance(SlotHolder[StoreWorker]):
                 continue
             break
         if self.slot >= 0:
-            yield from self._create(lease_name("v", self.slot, self.life), {})
-            self.over = True
-            yield from self._remove(f"{lease_name('u', self.slot, self.life)}-{self._beat:08d}")
+            yield from self.leave()
+
+    def leave(self) -> Steps[None]:
+        """Frees its slot."""
+        yield from self._create(lease_name("v", self.slot, self.life), {})
+        self.over = True
+        yield from self._remove(f"{lease_name('u', self.slot, self.life)}-{self._beat:08d}")
 
     def _is_over(self) -> Steps[bool]:
         """Whether all rounds are closed."""
@@ -555,11 +572,13 @@ class Attendance(SlotHolder[StoreWorker]):
     def _train(self) -> Steps[None]:
         work, terms = self._work, self.terms
         resumed = yield Do(partial(work.begin, self.slot, self.life))
+        if terms.start_in_store:
+            yield from self._put_start()
         while (yield from self._catch_up(resumed)):
             if self.seen.newest < 0 and self.round == 0:
                 yield from self._await_company()
             while not work.asked():
-                body = yield Do(partial(work.train, self.round))
+                body = yield TrainPhase(partial(work.train, self.round))
                 done = yield from self._exchange(body)
                 if done is None:
                     break
@@ -574,6 +593,19 @@ class Attendance(SlotHolder[StoreWorker]):
             if work.asked():
                 yield Do(partial(work.restore, resumed))
                 return
+
+    def _put_start(self) -> Steps[None]:
+        """Creates the state of the start, unless the run has begun; the first one created counts, also for its creator.
+
+        A listing may lack what is there. A start that is created late leads nowhere: means are removed before the state that they
+        follow, and newer states are preferred.
+        """
+        yield from self._look(None)
+        if not self.seen.states:
+            yield from self._look(0)
+        if not self.seen.states and self.seen.newest < 0:
+            body = yield Do(partial(self._work.state, 0))
+            yield from self._create(state_name(0), {"slot": self.slot}, body)
 
     def _await_company(self) -> Steps[None]:
         start_s, was_reported = self._clock(), False
@@ -601,7 +633,7 @@ class Attendance(SlotHolder[StoreWorker]):
         while True:
             yield from self._look(None)
             newest = max(self.seen.states, default=-1)
-            first = min(resumed, newest) if newest >= 0 else resumed
+            first = newest if newest >= 0 and (newest < resumed or self._is_new(resumed)) else resumed
             yield from self._look(max(0, first - 1))
             finished = self.seen.newest + 1
             if terms.gossip:
@@ -622,11 +654,15 @@ class Attendance(SlotHolder[StoreWorker]):
                 )
             waited_s += yield from self._pause(waited_s)
 
+    def _is_new(self, resumed: int) -> bool:
+        """Whether it has no state at all, not even that of the start."""
+        return self.terms.start_in_store and not resumed
+
     def _bases(self, resumed: int, finished: int) -> list[tuple[int, int]]:
         """The states from which it may continue, best first: the rounds behind each, and its slot, -1 where all are equal."""
         states = sorted(self.seen.states, reverse=True)
         if not self.terms.gossip:
-            bases = [resumed, *states]
+            bases = states if self._is_new(resumed) else [resumed, *states]
             if states and states[0] > resumed and finished - resumed > AHEAD:
                 bases = [states[0], resumed, *states[1:]]
             return [(base, -1) for base in bases if base <= finished]
@@ -637,14 +673,15 @@ class Attendance(SlotHolder[StoreWorker]):
         def order(donor: tuple[int, int]) -> tuple[bool, int, bool, bool]:
             return donor[1] != self.slot and young, -donor[0], donor[1] != self.slot, donor[0] != resumed
 
-        return sorted({(resumed, self.slot), (0, self.slot), *there}, key=order)
+        own = {(0, -1), (resumed, self.slot)} if self.terms.start_in_store else {(0, self.slot), (resumed, self.slot)}
+        return sorted({*own, *there}, key=order)
 
     def _base(self, after: int, resumed: int, donor: int) -> Steps[Basis | None]:
         """Restores its own state, or loads the one in the store, after so many rounds; None where there is none."""
         if (after == resumed or not after) and donor in (-1, self.slot):
             sha256 = yield Do(partial(self._work.restore, after))
-            if sha256 is not None or donor < 0:
-                return None if sha256 is None else Basis(after, self.slot, sha256)
+            if sha256 is not None:
+                return Basis(after, self.slot, sha256)
         try:
             item = yield from self._read(state_name(after, donor))
         except TransportError as error:
@@ -771,6 +808,10 @@ class Attendance(SlotHolder[StoreWorker]):
             "mean": sha256,
             "closer": [self.slot, self.life],
             "time_s": round(self._wall(), 3),
+            "payload_bytes": {
+                **{str(slot): len(item.body) for slot, item in items.items()},
+                **({"mean": len(mean)} if sha256 else {}),
+            },
         }
         if sha256:
             yield from self._create(_mean(self.round, sha256), {}, mean)
@@ -933,6 +974,7 @@ def commit_in(round: int, head: object, workers: int) -> Commit | None:
             counts = all(type(one) is int and 0 <= one < 1 << 62 for one in steps) and len(steps) == workers
             begun = [part.begun for part in kept.values() if part.begun is not None]
             begins = all(one.after <= round and one.donor < workers for one in begun)
-            if 0 < len(kept) == len(parts) and counts and begins and re.fullmatch("([0-9a-f]{64})?", mean):
+            sane = 0 <= slot < workers and 0 <= life < 1 << 31 and 0 <= time_s < _MOST_TIME_S
+            if 0 < len(kept) == len(parts) and counts and begins and sane and re.fullmatch("([0-9a-f]{64})?", mean):
                 return Commit(round, kept, tuple(steps), mean, (slot, life), float(time_s))
     return None

@@ -173,7 +173,7 @@ class ServerAttendance(SlotHolder[ServerWork]):
                 message = self.round
                 yield from self._create(message_name(message, self.slot, self.life), {}, content)
             elif not (yield from self._add_due_event()):
-                yield from self._add("push", self.slot, self.life, phase=phase, message=message)
+                yield from self._add("push", self.slot, self.life, phase=phase, message=message, size=len(content))
         yield from self._wait(lambda: self._work.is_answered() or self._loaded > loaded)
         if not self._work.is_answered():  # it was among the events that the state has replaced
             raise SlotLostError(f"slot {self.slot} was silent for so long that the others are far ahead")
@@ -249,7 +249,15 @@ class ServerAttendance(SlotHolder[ServerWork]):
         return item is not None
 
     def _add(
-        self, event: str, worker: int, life: int, *, phase: int = 0, message: int = 0, owned: tuple[int, ...] = ()
+        self,
+        event: str,
+        worker: int,
+        life: int,
+        *,
+        phase: int = 0,
+        message: int = 0,
+        size: int = 0,
+        owned: tuple[int, ...] = (),
     ) -> Steps[None]:
         """Makes this the next event, or takes the one that another process has made the next. Raises: PeerError."""
         (rounds, steps), now_s = self._work.progress(), self._now_s()
@@ -261,6 +269,7 @@ class ServerAttendance(SlotHolder[ServerWork]):
             "mean": "",
             "closer": [self.slot, self.life],
             "time_s": round(self._wall(), 3),
+            "payload_bytes": {str(worker): size},
         }
         if (yield from self._create(commit_name(self.round), head)):
             yield from self._take(ServerEvent(event, now_s, worker, life, phase, message, owned, rounds, self.slot))

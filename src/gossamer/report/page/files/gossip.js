@@ -67,7 +67,7 @@ G.gossip = () => {
     }
     nodes(run, moment, at, net, middle);
     labels(net, at, site);
-    words.textContent = told(run, moment, pairs, failed);
+    words.textContent = moment.words || told(run, moment, pairs, failed);
     svg.setAttribute("aria-label", words.textContent);
   };
 

@@ -193,7 +193,7 @@ G.page = (root, frozen) => {
       if (known.round === undefined) { tools.hidden = true; return; }
       const wanted = known.round;
       slider.value = list ? list.indexOf(wanted) : wanted;
-      number.textContent = `${wanted} of 0–${known.view.rounds - 1}`;
+      number.textContent = known.view.rounds === null ? `${wanted}` : `${wanted} of 0–${known.view.rounds - 1}`;
       const around = [wanted, wanted + 1, wanted + 2, wanted + 3].filter((r) => (list ? list.includes(r) : r < known.view.done));
       if (around.length < 4 && !list) for (let r = wanted - 1; r >= 0 && around.length < 4; r -= 1) around.unshift(r);
       if (around.length < 4 && list) for (let r = wanted - 1; list.includes(r) && around.length < 4; r -= 1) around.unshift(r);
@@ -247,9 +247,9 @@ G.page = (root, frozen) => {
       const clock = Object.keys(view.spent)[0], kinds = clock === undefined ? null : view.spent[network.value in view.spent ? network.value : clock].kinds;
       const waits = clock === undefined ? [] : view.spent[network.value in view.spent ? network.value : clock].waits;
       const most = (worker) => { const one = waits.find(([i]) => i === worker); return one ? (one[1] < 0 ? "server" : `${one[1]}`) : "–"; };
-      const rows = view.standings.slice(0, 64).map((word, worker) => [`${worker}`, word, `${view.rounds_of[worker]}`, G.short(view.last_losses[worker]),
+      const rows = view.standings.slice(0, 64).map((word, worker) => [`${worker}`, word, `${view.rounds_of[worker]}`, view.store ? view.holders[worker] : G.short(view.last_losses[worker]),
         ...(kinds ? kinds[worker].map((s) => G.seconds(s)) : []), ...(kinds ? [most(worker)] : [])]);
-      const headings = ["worker", "standing", "rounds", "training loss", ...(kinds ? [...G.KINDS, "waits most for"] : [])];
+      const headings = ["worker", "standing", "rounds", view.store ? "slot held by" : "training loss", ...(kinds ? [...G.KINDS, "waits most for"] : [])];
       crew.summary.textContent = `workers: ${counted(view.standings)}`;
       crew.draw = () => crew.table.replaceChildren(
         G.make("thead", {}, G.make("tr", {}, ...headings.map((heading) => G.make("th", { scope: "col" }, heading)))),
@@ -262,12 +262,13 @@ G.page = (root, frozen) => {
       known.view = view;
       if (view.empty) { name.textContent = view.label; said.textContent = ""; body.hidden = false; for (const one of [tools, gossip.node, timeline.node, losses.node, people]) one.hidden = true; }
       else {
-        for (const one of [losses.node, people]) one.hidden = false;
+        people.hidden = false;
+        losses.node.hidden = !!view.store;
         name.textContent = `${view.label}: ${frozen && view.state !== "finished" ? "not ended" : view.state}, ${view.done} of ${view.rounds} rounds`;
         const rates = Object.entries(view.tokens_per_s).map(([clock, rate]) => `${G.short(rate)} tokens/s${clock ? ` on ${clock}` : " measured"}`);
         said.textContent = [`${view.method}${view.topology ? ` on ${view.topology}` : ""}, ${view.workers} workers, ${view.simulated ? "simulated" : "real processes"}`,
           view.sent_bytes === null ? null : `${G.bytes(view.sent_bytes)} sent per worker`, ...rates,
-          !frozen && view.age_s !== null && view.state !== "finished" ? `last line ${G.seconds(view.age_s)} ago` : null,
+          !frozen && view.age_s !== null && view.state !== "finished" ? `last ${view.store ? "sign of life" : "line"} ${G.seconds(view.age_s)} ago` : null,
           view.progress < 1 ? `read to ${Math.round(100 * view.progress)} %` : null].filter(Boolean).join(" · ");
       }
       problems.replaceChildren(...view.complaints.map((sentence) => G.make("p", { class: "note" }, sentence)));
@@ -321,7 +322,7 @@ G.page = (root, frozen) => {
       if (!view || view.empty) return;
       const changed = view.standings.join() !== one.standings.join();
       Object.assign(view, { age_s: one.age_s, standings: one.standings, progress: one.progress });
-      if (view.state !== "finished" && !one.standings.includes("training")) view.state = view.done ? "silent" : "starting";
+      if (view.state !== "finished" && !one.standings.includes("training")) view.state = one.standings.includes("held") ? "held" : view.done ? "silent" : "starting";
       state.cards.get(place).update(view, changed);
     });
   };

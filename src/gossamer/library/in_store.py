@@ -1,0 +1,287 @@
+"""The workers of an `Outer` that share only a store, which holds the whole state (`gossamer.transport.bucket.protocol`).
+
+The local phases are those of the user's loop, so the steps of the protocol run inside the calls of `Outer`, each time up to the
+next local phase. A thread renews the lease meanwhile.
+"""
+
+import contextlib
+import hashlib
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer.errors import CheckpointError, PeerError
+from gossamer.library.flat import Flat
+from gossamer.library.guard import fingerprints
+from gossamer.library.peers import Common
+from gossamer.library.sites import REJOIN_ROUNDS
+from gossamer.record.logs.trace import Operation
+from gossamer.record.packed import packable_snapshot, packed, unpacked
+from gossamer.rounds.compatibility.combine import Method
+from gossamer.rounds.in_store import RoundsInStore
+from gossamer.rounds.loop import OuterLoop
+from gossamer.settings.over_time import Timetable
+from gossamer.transport.bucket.bucket import Bucket
+from gossamer.transport.bucket.perform import open_sealed, paced, perform, renewing
+from gossamer.transport.bucket.protocol import Attendance, Basis, Commit, Steps, StoreTerms, TrainPhase
+from gossamer.transport.contract import Transport
+from gossamer.transport.keys import Keys
+from gossamer.tree import leaves, must_fit, nbytes
+
+log = logging.getLogger("gossamer")
+STATE_EVERY = 5
+"""Rounds between two states in the store. A newcomer adds the means since the last; messages and means before the last but one
+are removed.
+"""
+_ENDLESS = 10**8
+"""More rounds than names of objects can number: the end of a loop is known to that loop alone."""
+
+
+class LoopInStore(RoundsInStore):
+    """One worker in a store, whose local phases somebody else trains; see `StoreWorker`.
+
+    Args:
+        rest: frozen parameters and buffers that are part of the state, as they are now.
+    Raises: as `advance` does.
+    """
+
+    worker: int
+    """Its slot."""
+    identity: str
+    """Of the run in the store."""
+    connection: Transport
+    """Of `loop`."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        terms: StoreTerms,
+        method: Method,
+        flat: Flat,
+        rest: Callable[[], Mapping[str, Tensor]],
+        timetable: Timetable,
+        seed: int,
+    ) -> None:
+        super().__init__(terms.workers, flat.x.device, gossip=terms.gossip)
+        self._bucket, self._method, self._flat, self._rest = bucket, method, flat, rest
+        self._timetable, self._seed, self._timeout_s = timetable, seed, terms.timeout_s
+        self._loop: OuterLoop | None = None
+        self._kept: tuple[int, Callable[[], bytes]] = 0, lambda: b""
+        """Its state after so many rounds, from which it continues where its next message comes too late; 0 for none."""
+        self._steps = 0
+        self._sent: list[Operation] | None = None
+        self.round = 0
+        """The round that it trains."""
+        self._most_bytes = 128 * flat.layout.numel + nbytes(tuple(rest().values())) + (1 << 24)
+        self._over = threading.Event()
+        self._attendance = Attendance(terms, self, secrets.token_hex(16), time.monotonic)
+        self._live, self._phase = self._attendance.live(), None
+        self._lease = contextlib.ExitStack()
+        self._lease.enter_context(renewing(self._attendance, bucket, self._over.wait))
+        self.advance()
+
+    # --- what `Outer` calls -------------------------------------------------------------------------------------------
+
+    @property
+    def loop(self) -> OuterLoop:
+        """See `RoundsInStore`."""
+        assert self._loop is not None
+        return self._loop
+
+    def exchange(self) -> list[Operation] | None:
+        """Ends the round after its local phase; returns what was sent, None where the round was closed without this worker.
+
+        Then it has the state with which `round` begins, and what it has trained since its last round is lost.
+        Raises: as `advance` does.
+        """
+        self._sent = None
+        self.advance()
+        return self._sent
+
+    def advance(self) -> None:
+        """Continues up to the next local phase; leaves the store where that fails.
+
+        Raises: PeerError for a store that does not answer, holds another run, or has no free slot, and for a slot that was lost;
+            CheckpointError for a store that is damaged; TransportError.
+        """
+        try:
+            with torch.no_grad():
+                perform(self._up_to_phase(), self._bucket, wait=self._over.wait, most_bytes=lambda: self._most_bytes)
+            if self._phase is None:
+                raise PeerError(
+                    f"worker {self.worker} has lost its slot to another process, as it gave no sign of life for "
+                    f"{self._timeout_s:g} s; start it again: it takes a free slot, and continues with the state of the store"
+                    if self._attendance.slot < 0
+                    else f"worker {self.worker} has left the store after an error; start it again"
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def _up_to_phase(self) -> Steps[None]:
+        answer: object = None if self._phase is None else self._phase.work()
+        failed: OSError | None = None
+        self._phase: TrainPhase | None = None
+        while True:
+            try:
+                asking = self._live.send(answer) if failed is None else self._live.throw(failed)
+            except StopIteration:
+                return
+            if isinstance(asking, TrainPhase):
+                self._phase = asking
+                return
+            answer, failed = None, None
+            try:
+                answer = yield asking
+            except OSError as error:
+                failed = error
+
+    def close(self) -> None:
+        """Frees the slot. A second call does nothing."""
+        if self._over.is_set():
+            return
+        self._over.set()
+        self._lease.close()
+        self._live.close()
+        if self._attendance.slot >= 0:
+            with contextlib.suppress(OSError):  # the others notice it when the lease ends
+                perform(self._attendance.leave(), self._bucket, wait=_give_up)
+
+    # --- what the protocol calls --------------------------------------------------------------------------------------
+
+    def agree(self, identity: str) -> None:
+        """See `StoreWorker`."""
+        self.identity = identity
+
+    def asked(self) -> bool:
+        """See `StoreWorker`: it leaves where its slot is lost, as the user's loop may train the data of that slot."""
+        return self._loop is not None and self._attendance.slot < 0
+
+    def say(self, sentence: str) -> None:
+        """See `StoreWorker`."""
+        log.warning("%s", sentence)
+
+    def begin(self, slot: int, life: int) -> int:
+        """See `StoreWorker`."""
+        self.worker, self.connection = slot, self.transport(slot)
+        self._loop = OuterLoop(
+            self._method,
+            self.connection,
+            [(self._flat.x[a:b], self._flat.layout.slice(a, b)) for a, b in self._flat.spans],
+            local_steps=self._timetable.at(0).full_steps,
+            timetable=self._timetable,
+            seed=self._seed,
+            together=self.together,
+            membership=self.membership,
+        )
+        return 0
+
+    def restore(self, after: int) -> str | None:
+        """See `StoreWorker`."""
+        if not after or self._kept[0] != after:
+            return None
+        return self._load(self._kept[1]())
+
+    def load(self, after: int, donor: int, body: memoryview) -> str:
+        """See `StoreWorker`."""
+        return self._load(bytes(body))
+
+    def _load(self, raw: bytes) -> str:
+        state, tensors = unpacked(raw), self._tensors()
+        try:
+            must_fit(saved := [state["x"], *state["outer"], *state["rest"]], tensors)
+        except (LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"a state in the store does not fit this model and rule ({error!r:.200}); start all with the same ones, or give "
+                "another store"
+            ) from None
+        for tensor, value in zip(tensors, saved, strict=True):
+            tensor.copy_(value)
+        return hashlib.sha256(raw).hexdigest()
+
+    def start(self, round: int, begun: Basis) -> None:
+        """See `StoreWorker`."""
+        self._flat.write()
+        self.round, self._steps = round, begun.steps
+        if round:
+            means = f" and the means of {round - begun.after} more" if round > begun.after and self.together else ""
+            state = f"the state of slot {begun.donor} after round {begun.after}" if begun.after else "that of the start"
+            self.say(f"worker {self.worker} continues in round {round + 1}, with {state}{means}")
+
+    def train(self, round: int) -> bytes:
+        """See `StoreWorker`: the user's loop has trained."""
+        self._steps += self.loop.local_steps
+        return self.message(round)
+
+    def steps(self) -> int:
+        """See `StoreWorker`."""
+        return self._steps
+
+    def end_round(self, commit: Commit, exchanges: int) -> None:
+        """See `RoundsInStore`."""
+        stop = self.stop(commit.round)
+        self._sent = self.loop.post(commit.round, stop)
+        self.loop.receive(commit.round, stop)
+        self._flat.write()
+        self.round = commit.round + 1
+        self._kept = self.round, packable_snapshot(self._state())
+
+    def state(self, finished: int) -> bytes | None:
+        """See `StoreWorker`."""
+        return packed(self._state()) if finished % STATE_EVERY == 0 else None
+
+    def _state(self) -> dict[str, Any]:
+        return {"x": self._flat.x, "outer": self._outer(), "rest": [*self._rest().values()]}
+
+    def _tensors(self) -> Sequence[Tensor]:
+        return [self._flat.x, *self._outer(), *self._rest().values()]
+
+    def _outer(self) -> list[Tensor]:
+        return [*leaves(self.loop.state), *self._flat.kept]
+
+
+def _give_up(seconds: float) -> None:
+    raise TimeoutError("the store does not answer")
+
+
+def join_store(
+    url: str,
+    keys: Keys | None,
+    workers: int,
+    common: Common,
+    method: Method,
+    flat: Flat,
+    rest: Callable[[], Mapping[str, Tensor]],
+    *,
+    timetable: Timetable,
+    seed: int,
+    timeout_s: float,
+) -> LoopInStore:
+    """Starts, joins or continues the loop in a store, up to its first local phase.
+
+    Args:
+        common: the settings of all workers; by its `rest` frozen parameters and buffers are compared, or part of the state.
+        rest: frozen parameters and buffers as they are now.
+    Raises: ConfigError for a store that cannot be used; as `LoopInStore.advance` does.
+    """
+    bucket, seal = open_sealed(url, keys)
+    compared = fingerprints(rest(), numbers=common.rest == "compare") if common.rest != "own" else []
+    run = {
+        "gossamer": 1,
+        "rounds": None,
+        "workers": workers,
+        **common._asdict(),
+        f"frozen parameters and buffers (rest='{common.rest}')": hashlib.sha256(repr(compared).encode()).hexdigest()[
+            :16
+        ],
+    }
+    terms = StoreTerms(run, workers, _ENDLESS, timeout_s, timeout_s, seal)
+    terms = terms._replace(gossip=method.rule.needs != "everyone", rejoin_rounds=REJOIN_ROUNDS, start_in_store=True)
+    part = rest if common.rest == "broadcast" else dict[str, Tensor]
+    return LoopInStore(bucket, paced(terms, bucket), method, flat, part, timetable, seed)
