@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-PROCESSES ?= 4  # for two cores: tests wait for disks, timeouts and each other, and each process imports and collects for ten seconds
+PROCESSES ?= 4  # for two cores: tests wait for disks, timeouts and each other, and each process collects for four seconds
 
 export PYTHONDONTWRITEBYTECODE :=  # tests start many processes, each of which would compile the package anew
 

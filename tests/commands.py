@@ -1,7 +1,7 @@
 """`gossamer` as tests run it: to its end in this process, or in one of its own, which can be watched, stopped and killed.
 
 Starting Python and importing torch takes far longer than what most tests train, so processes are forks (`import_early`), of one
-process for each process of tests: what a command starts is forked from the same as the command.
+process for all processes of tests: what a command starts is forked from the same as the command.
 """
 
 import contextlib
@@ -145,7 +145,7 @@ def _work_to_the_end(work: Callable[[int], object], rank: int) -> NoReturn:
 
 
 def _forks() -> dict[int, str]:
-    """The names of the processes that this process of tests and its commands have started, by their ids."""
+    """The names of the processes that the processes of tests and their commands have started, by their ids."""
     parent = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     found = {}
     for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
@@ -154,12 +154,21 @@ def _forks() -> dict[int, str]:
     return found
 
 
+def _pipes(pid: int | str) -> set[str]:
+    """The pipes of which a process has an end; none where it has ended."""
+    held = set[str]()
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for descriptor in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):
+                held.add(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
+    return {one for one in held if one.startswith("pipe:")}
+
+
 class Command:
     """`gossamer WORDS` (or other `work`), started; its output and its errors come as the lines of one stream."""
 
     def __init__(self, *words: object, work: Work | None = None, **environment: str) -> None:
         start_forking()
-        self._others = _forks()
         source, sink = CONTEXT.Pipe(duplex=False)
         mine = (work, [*map(str, words)], os.getcwd(), {**os.environ, **environment}, sink)
         self._process = CONTEXT.Process(target=_enter, args=mine)
@@ -206,7 +215,9 @@ class Command:
         """The process ids of the n processes that it has started on this machine, by their names: "0" or "server"."""
         deadline = time.monotonic() + deadline_s
         while time.monotonic() < deadline:
-            forks = {pid: name for pid, name in _forks().items() if pid not in self._others}
+            # It shares pipes with what it has started: all are forks of one process. All forks have one that we have, too.
+            ours = _pipes(self.pid) - _pipes("self")
+            forks = {pid: name for pid, name in _forks().items() if _pipes(pid) & ours}
             found = {name[10:].rstrip("]"): pid for pid, name in forks.items() if name.startswith("gossamer [")}
             if len(found) == n:
                 return found

@@ -1,16 +1,14 @@
 """What all tests share: one intra-op thread, an option for what takes too long in CI, and markers for what a machine may lack."""
 
-import contextlib
 import functools
 import gc
-import importlib
 import logging
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +17,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
 if TYPE_CHECKING:
+    from execnet.xspec import XSpec
+
     from s3 import S3
 
 UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # other work may share the cores
@@ -27,102 +27,108 @@ settings.register_profile("repeatable", UNTIMED, derandomize=True)
 settings.load_profile("untimed")
 
 TESTS = sorted(Path(__file__).parent.rglob("test_*.py"))
-sys.path += sorted({str(path.parent) for path in TESTS} - {*sys.path})
-"""Tests take helpers from each other, so no two files share a name."""
-
 LONGEST = (
     "parity",
-    "flat",
-    "browser",
-    "elastic_runs",
-    "stages",
-    "integrations",
-    "keyed_rounds",
-    "methods",
-    "resume",
-    "rules",
     "sigterm",
-    "first_hour",
-    "library",
-    "sites",
-    "shards",
-    "docs",
-    "machines",
-    "simulate",
-    "record",
-    "async_runs",
-    "simulation",
-    "codecs",
-    "server_processes",
-    "race",
+    "stages",
+    "browser",
+    "methods",
     "contributing",
+    "docs",
+    "elastic_runs",
+    "integrations",
+    "simulate",
+    "shards",
+    "flat",
+    "library",
+    "resume",
+    "first_hour",
+    "keyed_rounds",
+    "rules",
+    "server_processes",
+    "simulation",
     "plan",
-    "events",
-    "audit",
-    "choice",
-    "pricing",
+    "sites",
     "layers",
-    "testing",
+    "async_runs",
+    "stability",
+    "evidence",
+    "race",
+    "virtual",
+    "faults",
     "topology",
+    "served_in_store",
     "check",
     "store_runs",
     "in_store",
     "fuzz",
-    "poison",
-    "results",
-    "inputs",
-    "numerics",
-    "virtual",
-    "scenes",
-    "evidence",
-    "train",
+    "codecs",
+    "elastic_replay",
+    "choice",
     "cli",
-    "launch",
-    "faults",
-    "stability",
-    "experiments",
-    "locks",
+    "rendezvous",
+    "pricing",
+    "data",
     "numbers",
-    "docstrings",
     "pipeline",
-    "liars",
-    "own_parts",
-    "served_in_store",
+    "audit",
+    "transport",
+    "leaving",
+    "scenes",
+    "launch",
+    "teams",
+    "checkpoint",
+    "regroup",
+    "which_round",
+    "config",
     "optimizers",
     "bucket_protocol",
-    "which_round",
-    "bad_peers",
-    "adapt",
-    "data",
-    "samples",
-    "replay",
-    "elastic_replay",
+    "spoilt",
     "exchange",
-    "closing",
-    "sparse",
-    "branches",
-    "config",
-    "errors",
-    "injuries",
-    "rendezvous",
     "tune",
-    "lossy_codecs",
-    "pipeline_time",
+    "state_transfer",
+    "branches",
     "batched_replicas",
-    "teams",
-    "fomoe",
-    "boundary_product",
-    "cocktail",
-    "single_rules",
-    "averaging",
-    "transport",
+    "train",
+    "events",
+    "lossy_codecs",
+    "adapt",
     "comparison",
-    "probe",
+    "fomoe",
+    "pipeline_time",
+    "liars",
+    "elastic_fuzz",
+    "experiments",
     "evaluate",
-    "recovery",
-    "utilisation",
-    "async_lives",
+    "testing",
+    "sites_of_trainers",
+    "averaging",
+    "keys",
+    "inputs",
+    "elastic_sockets",
+    "locks",
+    "closing",
+    "numerics",
+    "cocktail",
+    "injuries",
+    "samples",
     "taking_over",
+    "recovery",
+    "status",
+    "async_lives",
+    "record",
+    "machines",
+    "master",
+    "errors",
+    "single_rules",
+    "own_parts",
+    "seconds",
+    "sparse",
+    "boundary_product",
+    "docstrings",
+    "identities",
+    "schedule",
+    "results",
 )
 """The files that take longest. They come first: each is run by one process (`--dist loadfile`), and none shall be waited for."""
 
@@ -146,16 +152,19 @@ class _OfExamples:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-        return  # this process runs no tests
+    # Tests take helpers from each other, so no two files share a name.
+    sys.path += sorted({str(path.parent) for path in TESTS} - {*sys.path})
+    if not hasattr(config, "workerinput"):
+        # What this user has run is none of theirs, and theirs is nothing that this user has run.
+        os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="gossamer-tests-")
+        config.add_cleanup(functools.partial(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True))
+        if config.getoption("numprocesses", None):
+            return  # this process runs no tests
     if config.getoption("hypothesis_profile", None) == "repeatable":
         # Examples would be drawn from the constants of those modules, too, that this process happens to have imported by then.
         setattr(providers, "_get_local_constants", lambda: providers._local_constants)  # noqa: B010  which stay none
     gc.disable()  # until all is collected: what is imported and what describes the tests stays
     config.pluginmanager.register(_OfExamples())  # for src and docs too
-    # What this user has run is none of theirs, and theirs is nothing that this user has run.
-    os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="gossamer-tests-")
-    config.add_cleanup(functools.partial(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True))
     import torch
 
     torch.set_num_threads(1)  # tests run beside their own worker processes
@@ -164,19 +173,13 @@ def pytest_configure(config: pytest.Config) -> None:
             logger.propagate = True  # else pytest hangs three handlers into each of some forty loggers, for every test
 
 
-def pytest_collection(session: pytest.Session) -> None:
-    """Begins to import at another file in each process of tests.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: "Sequence[XSpec]") -> None:
+    if sys.platform == "linux" and all(spec.popen and not spec.python for spec in specs):
+        from prefork import fork_workers
 
-    Every process needs all files, and compiling them takes longer than all else when there are no compiled ones yet. This way
-    each compiles a part, and reads what the others have written. What cannot be imported is reported when it is collected.
-    """
-    # What xdist sets in the environment would be seen by what tests start, too.
-    if (worker := getattr(session.config, "workerinput", None)) is not None:
-        names = sorted(path.stem for path in TESTS)
-        first = len(names) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
-        for name in [*names[first:], *names[:first]]:
-            with contextlib.suppress(Exception, pytest.skip.Exception):
-                importlib.import_module(name)
+        given = [Path(one.partition("::")[0]).resolve() for one in config.args]
+        fork_workers(config, specs, [path for path in TESTS if any(path.is_relative_to(one) for one in given)])
 
 
 @pytest.hookimpl(wrapper=True)
@@ -198,13 +201,22 @@ def beyond_ci(items: list[pytest.Item]) -> set[pytest.Item]:
     return left_out
 
 
+def is_named(item: pytest.Item, given: list[str]) -> bool:
+    """Whether a node id was given for this test: then it is run, as a note that it was left out would help nobody."""
+    for one in given:
+        file, _, names = one.partition("::")
+        whole = [part.nodeid.partition("::")[2] for part in item.listchain()]  # the class, the test; "" for a file
+        of_one = item.nodeid.partition("[")[0].partition("::")[2]  # all cases
+        if names and Path(file).resolve() == item.path and names in (*whole, of_one):
+            return True
+    return False
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # after other plugins have shuffled
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, None, None]:
-    # A test that is named is run: a note that it was left out would help nobody.
-    if not config.getoption("--full") and not any("::" in given for given in config.args):
-        left_out = beyond_ci(
-            items
-        )  # before other plugins shuffle, so that a case is in CI or is not, whatever the seed
+    if not config.getoption("--full"):
+        # Before other plugins shuffle, so that a case is in CI or is not, whatever the seed.
+        left_out = {item for item in beyond_ci(items) if not is_named(item, config.args)}
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=[*left_out])
     yield
@@ -249,6 +261,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("needs a CUDA device, and torch sees none")
     if item.get_closest_marker("netns") and (lack := lacking_for_netns()):
         pytest.skip(f"needs network namespaces, and {lack}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed and (prefork := sys.modules.get("prefork")):
+        report.sections.append(("What processes of all tests have written of late", prefork.written_of_late()))
+    return report
 
 
 @functools.cache

@@ -4,6 +4,7 @@ import ast
 import functools
 import inspect
 import re
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -71,18 +72,37 @@ def test_a_slip_of_one_letter_is_answered_with_the_name_that_was_meant(name: str
     assert "did you mean" not in choose("codec", "0123", others)
 
 
+def statements(module: ast.Module) -> Iterator[ast.stmt]:
+    """All statements of a module, of which there are a tenth as many as of all its nodes."""
+    blocks = [module.body]
+    for block in blocks:
+        for one in block:
+            yield one
+            blocks += [getattr(one, name) for name in ("body", "orelse", "finalbody") if hasattr(one, name)]
+            blocks += [part.body for name in ("handlers", "cases") for part in getattr(one, name, ())]
+
+
 def messages() -> list[tuple[str, ast.Call, ast.Module]]:
     """Every place in the sources where one of our errors is made, and every row of the table of incompatibilities."""
     makers = {*ERRORS, "Incompatibility"}
-    return [
-        (f"{path.relative_to(SOURCE)}:{node.lineno}", node, module)
-        for path in sorted(SOURCE.rglob("*.py"))
-        for text in [path.read_text(encoding="utf-8")]
-        if any(f"{name}(" in text for name in makers)  # to parse all takes a second
-        for module in [ast.parse(text)]
-        for node in ast.walk(module)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in makers
-    ]
+    made, found = re.compile(rf"\b(?:{'|'.join(makers)})\("), []
+    for path in sorted(SOURCE.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        lines = {text.count("\n", 0, one.start()) + 1 for one in made.finditer(text)}
+        if not lines:  # to parse all takes a second
+            continue
+        module = ast.parse(text)
+        for statement in statements(module):
+            for part in ast.iter_child_nodes(statement):
+                if isinstance(part, ast.withitem) or (
+                    isinstance(part, ast.expr) and lines & {*range(part.lineno, (part.end_lineno or part.lineno) + 1)}
+                ):
+                    found += [
+                        (f"{path.relative_to(SOURCE)}:{node.lineno}", node, module)
+                        for node in ast.walk(part)
+                        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in makers
+                    ]
+    return found
 
 
 def formats(node: ast.AST) -> bool:
@@ -93,7 +113,7 @@ def formats(node: ast.AST) -> bool:
 @functools.cache
 def functions_of(module: ast.Module) -> dict[str, ast.FunctionDef]:
     """All functions of a module by their names."""
-    return {one.name: one for one in ast.walk(module) if isinstance(one, ast.FunctionDef)}
+    return {one.name: one for one in statements(module) if isinstance(one, ast.FunctionDef)}
 
 
 def shows_a_value(call: ast.Call, module: ast.Module) -> bool:

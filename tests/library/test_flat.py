@@ -5,7 +5,7 @@ import copy
 import gc
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -51,7 +51,7 @@ class Model(nn.Module):
     def __init__(self, width: int = 13) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(Block(width, 2 * width + 1) for _ in range(3))
+        self.layers = nn.ModuleList(Block(width, 2 * width + 1) for _ in range(2))
         self.inward, self.outward = nn.Linear(width, width), nn.Linear(width, width)
         self.outward.weight = self.inward.weight
         self.layers[1].norm.weight.requires_grad_(False)
@@ -534,8 +534,8 @@ class Told(NamedTuple):
         return torch.load(self.folder / f"{what}-{worker}.pt", weights_only=True)
 
 
-def in_ci_or_not(*names: str) -> list[Any]:
-    return [pytest.param(name, marks=[pytest.mark.full] if name in BEYOND_CI else []) for name in names]
+def in_ci_or_not(*names: str, beyond: Container[str] = BEYOND_CI) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.full] if name in beyond else []) for name in names]
 
 
 pytestmark = pytest.mark.timeout(900)  # the first waits for all that the four do, on a slow machine beside other tests

@@ -19,6 +19,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from commands import Command
+from gossamer.cli import main
 from gossamer.errors import ConfigError, DataError, DiskError
 from gossamer.record import checkpoint
 from gossamer.record.dashboards import loggers
@@ -634,19 +636,23 @@ def test_whatever_a_dashboard_does_a_simulation_trains_all_rounds_and_warns_once
             assert rounds == {*range(6)}
 
 
+def main_beside(words: list[str]) -> int:
+    """`gossamer` and its workers with modules of this folder."""
+    folder, *words = words
+    sys.path.insert(0, folder)
+    return main(words)
+
+
 @pytest.mark.timeout(200)
 def test_real_workers_train_all_rounds_whatever_becomes_of_their_dashboards(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(dump(single(workers=2, run__steps=12, run__eval_every=0)))
     modules = tmp_path / "modules"
     modules.mkdir()
     (modules / "wandb.py").write_text(STAND_IN.format(init="raise OSError('no route')", log="pass", finish="pass"))
-    words = ["train", "run.toml", "--out", "out", "--local", "2", "--set", "record.wandb_project=p"]
-    environment = {**os.environ, "PYTHONPATH": str(modules), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "gossamer", *words], cwd=tmp_path, env=environment, text=True, capture_output=True
-    )
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-    assert done.stderr.count("Weights & Biases failed (no route); training continues") == 2, "one for each worker"
+    words = ["train", tmp_path / "run.toml", "--out", tmp_path / "out", "--local", 2, "--set", "record.wandb_project=p"]
+    code, said = Command(modules, *words, work=main_beside, OMP_NUM_THREADS="1").finish()
+    assert code == 0 and "Traceback" not in said, said
+    assert said.count("Weights & Biases failed (no route); training continues") == 2, "one for each worker"
     lines = read_metrics(tmp_path / "out")
     assert {(line["round"], line["worker"]) for line in lines if line["kind"] == "train"} == {
         (r, w) for r in range(6) for w in range(2)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from test_flat import in_ci_or_not
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
@@ -261,10 +262,6 @@ def train_pipelines(argv):
     return 0
 
 
-def in_ci_or_not(names):
-    return [pytest.param(name, marks=[pytest.mark.full] if name in BEYOND_CI else []) for name in names]
-
-
 @pytest.fixture(scope="module")
 def trained(looked_at, tmp_path_factory, forks):
     """Every case that is looked at, trained by processes and by the simulator."""
@@ -318,7 +315,7 @@ def scored_in(folder, first=-1):
     }
 
 
-@pytest.mark.parametrize("name", in_ci_or_not(CASES))
+@pytest.mark.parametrize("name", in_ci_or_not(*CASES, beyond=BEYOND_CI))
 def test_a_pipeline_of_processes_has_the_bits_and_the_bytes_of_the_virtual_one(trained, name):
     config, real, simulated = tiny(**LAST[name]), trained / "real" / name, trained / "simulated" / name
     assert len([*(real / "checkpoints").glob("stage-*")]) == config.pipeline.stages
@@ -357,7 +354,7 @@ def test_compiled_stages_of_processes_have_the_bits_of_those_in_one(tmp_path):
         assert not torch.equal(compiled, eager)
 
 
-@pytest.mark.parametrize("name", in_ci_or_not(MIXED))
+@pytest.mark.parametrize("name", in_ci_or_not(*MIXED, beyond=BEYOND_CI))
 def test_workers_in_stages_and_whole_ones_have_the_bits_and_the_bytes_that_they_have_in_a_simulation(trained, name):
     config, real, simulated = tiny(**LAST[name]), trained / "real" / name, trained / "simulated" / name
     assert all(map(torch.equal, parameters(config, real), parameters(config, simulated)))
@@ -380,7 +377,7 @@ def test_workers_in_stages_and_whole_ones_have_the_bits_and_the_bytes_that_they_
     assert lines_of(real, "validation", "loss") == scored_in(simulated)
 
 
-@pytest.mark.parametrize("name", in_ci_or_not(CASES))
+@pytest.mark.parametrize("name", in_ci_or_not(*CASES, beyond=BEYOND_CI))
 def test_validation_through_the_stages_is_that_of_the_whole_model_and_leaves_the_memories_of_codecs_alone(
     trained, name
 ):
