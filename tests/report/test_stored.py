@@ -241,7 +241,10 @@ def test_a_store_that_was_emptied_is_said_to_be_while_what_was_is_shown(store: F
     run = look(FollowedStore(store.root))
     shutil.rmtree(store.root)
     put(begun(Path(store.root), 7), commit_name(0), commit(0))
-    assert look(run).done == 3 and "what was read is gone, as somebody has emptied it" in run.notes()[0]
+    assert (
+        look(run).done == 3
+        and "'r00000002', which was read, is gone, as somebody has emptied the store" in run.notes()[0]
+    )
 
 
 def test_a_page_makes_at_most_twenty_requests_a_minute_and_none_while_nobody_reads_it(

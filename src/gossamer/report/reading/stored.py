@@ -278,7 +278,8 @@ class FollowedStore(FollowedRun):
         names = bucket.names(f"r{max(newest, 0):08d}")
         if newest >= 0 and commit_name(newest) not in names:
             raise ConfigError(
-                "what was read is gone, as somebody has emptied it; watch it again for what lies there now"
+                f"'{commit_name(newest)}', which was read, is gone, as somebody has emptied the store; watch it again for what "
+                "lies there now"
             )
         numbers = [int(name[1:9]) for name in names if name[1:9].isdecimal() and name == commit_name(int(name[1:9]))]
         unread = [number for number in numbers if number > newest and number not in self._bad]
