@@ -243,7 +243,7 @@ def test_a_store_that_was_emptied_is_said_to_be_while_what_was_is_shown(store: F
     put(begun(Path(store.root), 7), commit_name(0), commit(0))
     assert (
         look(run).done == 3
-        and "'r00000002', which was read, is gone, as somebody has emptied the store" in run.notes()[0]
+        and "'r00000002-commit', which was read, is gone, as somebody has emptied the store" in run.notes()[0]
     )
 
 
