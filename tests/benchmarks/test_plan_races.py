@@ -1,18 +1,15 @@
 """Races on networks that no rule has seen: who runs, that they go on where they stopped, and what the page says of them."""
 
-import importlib
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
+import plan_races
 import pytest
 
 from tiny import TEXT
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
-plan_races = importlib.import_module("plan_races")
 
 CELL = plan_races.HeldOut("two", "sympy", "1m", "DiLoCo 15 fp4", "DiLoCo 5 fp4")
 

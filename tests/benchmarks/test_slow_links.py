@@ -1,14 +1,7 @@
 """The benchmark of slow links on its smallest run: two real workers, of which one has a slow link, cost about their price."""
 
-import importlib
-import sys
-from pathlib import Path
-
 import pytest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.append(str(BENCHMARKS))  # where forks of this process look for it, too
-slow_links = importlib.import_module("slow_links")
+import slow_links
 
 TINY = slow_links.Setting(2, 4, 2, 0.1, ("DiLoCo", "GASLoC 1-Peer"), (0.2,), ("both",))
 

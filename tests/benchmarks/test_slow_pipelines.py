@@ -1,17 +1,11 @@
 """The benchmark of pipelines on its smallest run: two stages behind a really slow link cost about their price."""
 
-import importlib
-import sys
-from pathlib import Path
-
+import pipelines
 import pytest
+import slow_links
 
 from gossamer.run.config.resolve import run_faults
 from gossamer.run.config.run_file import parse
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.append(str(BENCHMARKS))  # where forks of this process look for it, too
-slow_links, pipelines = map(importlib.import_module, ("slow_links", "pipelines"))
 
 
 @pytest.mark.netns

@@ -1,17 +1,11 @@
 """What `benchmarks/survival.py` counts as useful, and its runs in virtual time."""
 
-import importlib
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from survival_model import Counted, Failure, Setting, counted, draw_failures, elastic_run, restarting_run
 
 from gossamer.topologies import Topology, make_topology
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-model = importlib.import_module("survival_model")
-Failure, Setting, counted, elastic_run = model.Failure, model.Setting, model.counted, model.elastic_run
 
 TEN_ROUNDS = Setting(round_s=1.0, restart_s=2.25, lasts_s=10.0, noticed_s=0.0)
 
@@ -27,7 +21,7 @@ def useful(setting: Any, failures: list[Any], graph: Topology) -> Any:
 
 
 def test_without_failures_every_worker_step_is_in_the_mean_with_its_whole_weight(graph: Topology) -> None:
-    assert useful(TEN_ROUNDS, [], graph) == model.Counted(40, pytest.approx(40.0))
+    assert useful(TEN_ROUNDS, [], graph) == Counted(40, pytest.approx(40.0))
 
 
 def test_a_machine_that_fails_costs_the_rounds_that_its_slot_has_missed(graph: Topology) -> None:
@@ -50,7 +44,7 @@ def test_steps_that_died_before_anybody_had_them_do_not_count(graph: Topology) -
 
 
 def test_a_run_without_any_machine_left_has_nothing(graph: Topology) -> None:
-    assert useful(Setting(1.0, 2.0, 10.0), [Failure(3.5, i) for i in range(4)], graph) == model.Counted(0, 0.0)
+    assert useful(Setting(1.0, 2.0, 10.0), [Failure(3.5, i) for i in range(4)], graph) == Counted(0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -67,10 +61,10 @@ def test_a_run_without_any_machine_left_has_nothing(graph: Topology) -> None:
 def test_a_restarting_run_goes_back_to_its_last_checkpoint(
     failures: list[float], every: int, checkpoint_s: float, rounds: int
 ) -> None:
-    assert model.restarting_run(TEN_ROUNDS, [Failure(at_s, 0) for at_s in failures], every, checkpoint_s) == rounds
+    assert restarting_run(TEN_ROUNDS, [Failure(at_s, 0) for at_s in failures], every, checkpoint_s) == rounds
 
 
 def test_machines_fail_at_the_rate_that_was_asked_for() -> None:
-    drawn = model.draw_failures(8, 50.0, 10_000.0, "rate")
+    drawn = draw_failures(8, 50.0, 10_000.0, "rate")
     assert len(drawn) == pytest.approx(8 * 10_000 / 50, rel=0.1)
     assert {one.machine for one in drawn} == set(range(8))

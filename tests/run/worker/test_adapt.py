@@ -1,10 +1,8 @@
 """Runs whose local steps follow the clock: simulated on a declared network, and real ones on slow machines and slow links."""
 
-import importlib
 import os
 import shutil
 import tomllib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -234,8 +232,8 @@ def test_a_slow_machine_settles_on_fewer_steps_and_goes_on_with_them_when_resume
 def test_a_slow_uplink_settles_on_fewer_steps(tmp_path, monkeypatch):
     if os.geteuid() != 0:
         pytest.skip("needs root to limit links")
-    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
-    links = importlib.import_module("slow_links")
+    import slow_links as links
+
     scale = links.QUICK._replace(workers=3, pace_s=0.19)  # links of 20 Mbit/s
     config = tiny(
         run__local_steps=20,
