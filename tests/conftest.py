@@ -201,22 +201,28 @@ def beyond_ci(items: list[pytest.Item]) -> set[pytest.Item]:
     return left_out
 
 
-def is_named(item: pytest.Item, given: list[str]) -> bool:
+def named_in(given: list[str]) -> dict[Path, set[str]]:
+    """The classes, tests and cases of each file that a command line names by node ids."""
+    named: dict[Path, set[str]] = {}
+    for file, _, names in (one.partition("::") for one in given):
+        if names:
+            named.setdefault(Path(file).resolve(), set()).add(names)
+    return named
+
+
+def is_named(item: pytest.Item, named: dict[Path, set[str]]) -> bool:
     """Whether a node id was given for this test: then it is run, as a note that it was left out would help nobody."""
-    for one in given:
-        file, _, names = one.partition("::")
-        whole = [part.nodeid.partition("::")[2] for part in item.listchain()]  # the class, the test; "" for a file
-        of_one = item.nodeid.partition("[")[0].partition("::")[2]  # all cases
-        if names and Path(file).resolve() == item.path and names in (*whole, of_one):
-            return True
-    return False
+    whole = [part.nodeid.partition("::")[2] for part in item.listchain()]  # the class, the test; "" for a file
+    of_one = item.nodeid.partition("[")[0].partition("::")[2]  # all cases
+    return not named.get(item.path, set()).isdisjoint([*whole, of_one])
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # after other plugins have shuffled
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, None, None]:
     if not config.getoption("--full"):
         # Before other plugins shuffle, so that a case is in CI or is not, whatever the seed.
-        left_out = {item for item in beyond_ci(items) if not is_named(item, config.args)}
+        named = named_in(config.args)
+        left_out = {item for item in beyond_ci(items) if not is_named(item, named)}
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=[*left_out])
     yield
