@@ -51,7 +51,7 @@ class Model(nn.Module):
     def __init__(self, width: int = 13) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(Block(width, 2 * width + 1) for _ in range(2))
+        self.layers = nn.ModuleList(Block(width, 2 * width + 1) for _ in range(3))
         self.inward, self.outward = nn.Linear(width, width), nn.Linear(width, width)
         self.outward.weight = self.inward.weight
         self.layers[1].norm.weight.requires_grad_(False)
