@@ -51,20 +51,20 @@ log = logging.getLogger("gossamer")
 def must_fit_a_store(run: ResolvedRun) -> None:
     """Raises ConfigError for a run that cannot use a store."""
     m = None if run.kind != "rounds" else run.in_rounds
-    obstacles = {
-        f"it is of the kind '{run.kind}'": m is None,
-        "run.elastic is false": not run.loop.elastic,
-        "data.constant_batch is true": run.data.constant_batch,
-        "its workers are cut into stages or shards": max(run.processes) > 1,
-    }
+    obstacles = [
+        (f"it is of the kind '{run.kind}'", m is None),
+        ("run.elastic is false", not run.loop.elastic),
+        ("data.constant_batch is true", run.data.constant_batch),
+        ("its workers are cut into stages or shards", max(run.processes) > 1),
+    ]
     if m is not None:
         exchange = store_obstacle(m.rule, m.codec, m.schedule)
-        obstacles |= {
-            str(exchange): exchange is not None,
-            "its local steps adapt": run.loop.adapt,
-            "its experts lie on some workers each": bool(m.holders),
-        }
-    if obstacle := next((reason for reason, holds in obstacles.items() if holds), None):
+        obstacles += [
+            (exchange or "", exchange is not None),
+            ("its local steps adapt", bool(run.loop.adapt)),
+            ("its experts lie on some workers each", bool(m.holders)),
+        ]
+    if obstacle := next((reason for reason, holds in obstacles if holds), None):
         raise ConfigError(
             f"--store was given for a run that it does not carry: {obstacle}; it carries runs with run.elastic = true of rules "
             "such as gasloc, gossip, diloco, slowmo, fedopt and local_sgd with one exchange a round"
