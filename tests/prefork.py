@@ -87,9 +87,8 @@ def fork_workers(config: pytest.Config, specs: "Sequence[XSpec]", tests: Sequenc
                 importlib.import_module(path.stem)
             except (Exception, pytest.skip.Exception):
                 continue  # imported again, and reported, by the process that collects it
-    if (
-        threading.active_count() > 1
-    ):  # a fork could wait for a lock of theirs for ever, so xdist starts processes of its own
+    # A fork could wait for ever for a lock that another thread held; xdist starts processes then, as it does without this.
+    if threading.active_count() > 1:
         warnings.warn(f"tests are not run in forks, as an import started {threading.enumerate()[1:]}", stacklevel=1)
         return
     gc.freeze()  # else the first collections of each fork would copy all of that memory

@@ -108,7 +108,8 @@ def audit(
     with worker_threads.opened():
         for round, reports in repeat.rounds(worker_threads.each, snapshot, last):
             # Taken in every round, as a worker keeps its hashes until they are.
-            repeated = {one.index: (one, one.hashes()) for one, _ in reports if worker in (None, one.index)}
+            taken = [(one, one.hashes()) for one, _ in reports]
+            repeated = {one.index: (one, hashes) for one, hashes in taken if worker in (None, one.index)}
             if round < first:
                 continue
             hashes = {i: some for i, some in recorded.get(round, {}).items() if i in repeated}
