@@ -67,7 +67,8 @@ def must_fit_a_store(run: ResolvedRun) -> None:
     if obstacle := next((reason for reason, holds in obstacles if holds), None):
         raise ConfigError(
             f"--store was given for a run that it does not carry: {obstacle}; it carries runs with run.elastic = true of rules "
-            "such as gasloc, gossip, diloco, slowmo, fedopt and local_sgd with one exchange a round"
+            "such as gasloc, gossip, diloco, slowmo, fedopt and local_sgd with one exchange a round, and runs with a [server], "
+            "whose exchanges may be of fragments"
         )
 
 
