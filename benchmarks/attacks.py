@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -101,7 +101,11 @@ def made(case: Case, options: Mapping[str, Any] | None = None) -> Line:
 
     def transport(i: int) -> Transport:
         own = network.transport(i)
-        return Attacker(own, case.attack, FROM_ROUND, case.seed) if i in BAD and case.attack in ATTACKS else own
+        if i not in BAD or case.attack not in ATTACKS:
+            return own
+        return cast(
+            Transport, Attacker(own, case.attack, FROM_ROUND, case.seed)
+        )  # it forwards what it does not falsify
 
     probe = Probe(config, task, torch.device("cpu"))
     membership = Membership(lambda round, fragment: honest) if alone else EVERYONE
@@ -121,7 +125,7 @@ def made(case: Case, options: Mapping[str, Any] | None = None) -> Line:
     found = assess(mean, Probes([probe])) if sound else None
     counts = [worker.loop.fragments[0] for worker in workers if worker.index in honest]
     distrusts = config.in_rounds.rule.distrusts
-    told = sum(distrusts(one.part.s) for one in counts).tolist() if distrusts is not None else None
+    told = torch.stack([distrusts(one.part.s) for one in counts]).sum(0).tolist() if distrusts is not None else None
     return {
         **case._asdict(),
         "loss": None if found is None else found.loss,

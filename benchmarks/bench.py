@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "benchmarks" / "outcomes.jsonl"
@@ -92,7 +93,7 @@ def run(name: str) -> None:
     )
 
 
-def outcomes() -> list[dict]:
+def outcomes() -> list[dict[str, Any]]:
     """What is kept of each benchmark."""
     return [json.loads(line) for line in KEPT.read_text(encoding="utf-8").splitlines()] if KEPT.exists() else []
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 import gossamer
 from gossamer.layout import keep_attached
@@ -40,7 +41,7 @@ class Block(nn.Module):
 def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     model = nn.Sequential(nn.Embedding(WORDS, WIDTH), *(Block() for _ in range(5)), nn.Linear(WIDTH, WORDS, bias=False))
     outer = gossamer.Outer(model, "gasloc", local_steps=LOCAL_STEPS)
     optimizer = torch.optim.AdamW(model.parameters())

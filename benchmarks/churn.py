@@ -79,7 +79,7 @@ def write_log(config: RunConfig, folder: Path, kind: str) -> int:
     steps = [rounds * LOCAL_STEPS if kind == "other" else 0] * WORKERS
     lives = [0] * WORKERS
     for slot, log in enumerate(logs):
-        log.begin(Begun(0, 0, slot, steps[slot], 0))
+        log.write(Begun(0, 0, slot, steps[slot], 0))
     for round in range(rounds):
         due = kind != "other" and round % EVERY == EVERY - 1 and round + 1 < rounds
         hit = frozenset(draw.sample(range(WORKERS), WORKERS // 2) if due else ())
@@ -88,7 +88,7 @@ def write_log(config: RunConfig, folder: Path, kind: str) -> int:
         mixing = topology.mixing(round)
         for slot in sorted(everyone - absent):
             missed = frozenset(mixing.receives_from(slot)) & absent
-            logs[slot].round(RoundOutcome(round, None, missed, frozenset(), steps[slot] + LOCAL_STEPS))
+            logs[slot].write(RoundOutcome(round, None, missed, frozenset(), steps[slot] + LOCAL_STEPS))
             steps[slot] += 0 if slot in hit else LOCAL_STEPS
         for slot in sorted(hit):
             lives[slot] += 1
@@ -99,10 +99,10 @@ def write_log(config: RunConfig, folder: Path, kind: str) -> int:
                 "fresh": (donor, round + 1),
                 "own": (slot, round),
             }[kind]
-            logs[slot].begin(Begun(round + 1, after, donor, steps[slot], lives[slot]))
+            logs[slot].write(Begun(round + 1, after, donor, steps[slot], lives[slot]))
     (folder / "run.toml").write_text(dump(config))
     for log in logs:
-        log.end(Ended(rounds, "finished"))
+        log.write(Ended(rounds, "finished"))
         log.__exit__(None, None, None)
     return lost_rounds
 

@@ -216,7 +216,7 @@ def _take_notes(path: Path) -> None:
 
     def keeping(self: Any, after: int) -> None:
         keep(self, after)
-        note("kept", self.slot, after, self.replica.evaluated, self._kept.whole.sha256)
+        note("kept", self.slot, after, self.replica.evaluated, self.kept.whole.sha256)
 
     def training(
         self: Replica, round: int, start: int, stop: int, after_step: Callable[[], None] = lambda: None

@@ -9,6 +9,8 @@ its state, its message and the messages it receives, plus at most one fragment (
 
 import argparse
 import gc
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -57,7 +59,7 @@ def measure(rule: Rule, numel: int) -> tuple[float, float]:
         exchanges.append(begin(setup, mixing, ctx))
     peak = 0
 
-    def watched(fn, items):
+    def watched(fn: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
         nonlocal peak
         results = []
         for item in items:

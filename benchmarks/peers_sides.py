@@ -241,7 +241,7 @@ def _torchft(model: Any, inner: Any, rank: int, port: int) -> None:
     timeout, address = timedelta(seconds=60), f"127.0.0.1:{port + 1}"
     house = LighthouseServer(bind=address, min_replicas=WORKERS, join_timeout_ms=10_000) if rank == 0 else None
     dist.barrier()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timeout),
         load_state_dict=None,
@@ -265,10 +265,10 @@ def _torchft(model: Any, inner: Any, rank: int, port: int) -> None:
 
 def vmapped(rounds: int) -> None:
     """JAX: a local phase of all workers is one `jit(vmap(scan))`, and the outer step another."""
-    import jax
-    import jax.numpy as jnp
+    import jax  # pyright: ignore[reportMissingImports]
+    import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
     import numpy as np
-    import optax
+    import optax  # pyright: ignore[reportMissingImports]
 
     def dense(key: Any, rows: int, columns: int) -> dict[str, Any]:
         return {"w": jax.random.normal(key, (rows, columns)) * rows**-0.5, "b": jnp.zeros(columns)}

@@ -23,9 +23,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # each side imports what it measures
+    from gossamer.run.config.run_file import RunConfig
 
 
-def config_of(args: argparse.Namespace):
+def config_of(args: argparse.Namespace) -> "RunConfig":
     from gossamer.run.config.run_file import parse
 
     return parse(
@@ -55,7 +59,7 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def simulated(config, own: bool) -> float:
+def simulated(config: "RunConfig", own: bool) -> float:
     """Tokens per second of the rounds of a simulation, without its setup and its end."""
     from gossamer.data.corpus import open_corpus
     from gossamer.models.llama import build_model, loss
@@ -74,7 +78,7 @@ def simulated(config, own: bool) -> float:
         return simulate(config, Path(folder) / "run", **functions).tokens_per_s
 
 
-def bare(config) -> float:
+def bare(config: "RunConfig") -> float:
     """Tokens per second of a loop that trains the n models in turn on one thread."""
     import torch
 

@@ -232,6 +232,16 @@ def test_threads_that_the_run_file_names_count_before_those_that_are_recorded(co
         threads_of(config_of(tmp_path / "run"), tmp_path / "run")
 
 
+@pytest.mark.parametrize("content", [b'name = "', b'name = "\xff"'])
+def test_a_damaged_run_file_of_a_recorded_run_is_named(content, tmp_path):
+    config = single(workers=2, run__threads=0, run__steps=2, rule__name="diloco", topology__name="complete")
+    simulate(config, tmp_path / "run")
+    configured = config_of(tmp_path / "run", run__threads=1)
+    (tmp_path / "run" / "run.toml").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"run\.toml"):
+        threads_of(configured, tmp_path / "run")
+
+
 def test_threads_are_written_for_each_worker_where_they_differ_or_change(tmp_path):
     here, threads = Machine("2", "x", 7), Threads(2, {0: ((0, 2), (4, 2)), 1: ((0, 3), (4, 1)), 2: ((1, 5),)})
     (tmp_path / "machines.jsonl").write_text(threads.lines(1, here, 3))

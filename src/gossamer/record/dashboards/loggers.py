@@ -346,7 +346,7 @@ def _wandb(project: str, path: Path, worker: int | None, run_toml: str) -> Calla
     id_path = path / f"wandb-id{worker_suffix(worker)}.txt"
 
     def open(again: bool) -> _Sink:
-        known, _, owner = id_path.read_text().partition("\n") if id_path.exists() else ("", "", "")
+        known, _, owner = id_path.read_text(errors="replace").partition("\n") if id_path.exists() else ("", "", "")
         # A copy of a run folder includes this file, and both would write into one run.
         kept = known if owner in ("", path.resolve().name) else None
         run = service.init(

@@ -218,7 +218,10 @@ def _take_newest_record(run: RunSettings, folder: Path, member: Member) -> None:
     Each meeting that changes the stages adds one, so who was away has fewer.
     """
     paths = [folder / "run.toml", folder / "branches.json"]  # in this order: until both are here, it counts as old
-    mine = [len(read_branches(folder)), *(path.read_text() if path.exists() else None for path in paths)]
+    mine = [
+        len(read_branches(folder)),
+        *(path.read_text(errors="replace") if path.exists() else None for path in paths),
+    ]
     settings = short_settings(run.decisive)
     records = agree(member, run.digest, mine, settings=settings, timeout_s=run.loop.timeout_s)
     for rank, record in enumerate(records):

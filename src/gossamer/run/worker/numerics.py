@@ -14,7 +14,7 @@ from gossamer.record.folder import run_file
 from gossamer.record.machines import Threads, read_machines, this_machine
 from gossamer.run.config.document import flat
 from gossamer.run.config.resolved import RunSettings
-from gossamer.settings.schema import parse_toml
+from gossamer.settings.schema import read_toml
 from gossamer.transport.processes.launch import intra_op_threads
 
 log = logging.getLogger("gossamer")
@@ -36,7 +36,8 @@ def threads_of(run: RunSettings, recorded: Path | None = None) -> Threads:
     if recorded is None or not machines:
         return threads
     warn_of_other_machine(recorded)
-    if configured and configured != flat(parse_toml(run_file(recorded).read_text(), "a run")).get("run.threads"):
+    file = run_file(recorded)
+    if configured and configured != flat(read_toml(file, f"'{file}'")).get("run.threads"):
         return threads
     numbers = range(run.owners.stop)  # the server has the last
     each = {i: tuple((one.round, one.machine.threads) for one in machines if one.worker in (None, i)) for i in numbers}
