@@ -381,6 +381,13 @@ def test_a_forged_manifest_is_an_error_and_nothing_else(tmp_path: Path, changes:
         load(tmp_path, 5, 2, DIGEST)
 
 
+def test_a_forged_digest_is_quoted_in_part(tmp_path: Path) -> None:
+    save(tmp_path, 5, 2, torch.ones(1), digest=DIGEST)
+    forged(tmp_path, digest="a" * 100_000)
+    with pytest.raises(CheckpointError, match=r"has digest 'a{59} but needs '0123abcd'"):
+        load(tmp_path, 5, 2, DIGEST)
+
+
 @pytest.mark.parametrize("text", [b"[]", b"", b"1", b'"state": ' + b"[" * 100_000])
 def test_sealed_nonsense_is_an_error_and_nothing_else(tmp_path: Path, text: bytes) -> None:
     save(tmp_path, 5, 2, torch.ones(1), digest=DIGEST)

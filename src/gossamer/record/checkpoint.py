@@ -34,6 +34,7 @@ from typing_extensions import TypedDict
 from gossamer.errors import CheckpointError, TrainingError
 from gossamer.finite import must_be_finite
 from gossamer.record.fault import Fault, FaultKind
+from gossamer.record.jsonl import short
 from gossamer.record.lineage import Lineage, OddField, odd_field
 from gossamer.record.tensor_file import TENSOR_TYPES, write_tensors
 from gossamer.record.whole_files import atomic_write, make_folder, sync_folder, worker_suffix, writing
@@ -481,7 +482,7 @@ def _must_be_of(lineage: Lineage, where: str, content: _FirstManifest, round: in
     of = content.get("of")
     odd = odd_field(of, lineage.of) if of and lineage.of else None  # a caller with only a digest compares that
     if odd is None and not lineage.owns(content["digest"], round):
-        odd = OddField("digest", repr(content["digest"]), repr(lineage.digest))
+        odd = OddField("digest", short(content["digest"]), repr(lineage.digest))
     if odd is not None:
         raise CheckpointError(
             f"{where} has {odd.field} {odd.saved} but needs {odd.current}; resume with the run file, folder and version that "
