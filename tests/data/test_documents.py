@@ -132,6 +132,13 @@ def test_no_field_is_recommended_that_is_no_text(row: Mapping[str, Any], sentenc
         field(row, "text", "row 0")
 
 
+def test_parquet_whose_text_is_no_utf_8_is_refused_by_name(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", ["the cat", "sat"])
+    path.write_bytes(path.read_bytes().replace(b"sat", b"\x80at"))
+    with pytest.raises(DataError, match=r"a\.parquet' cannot be read as parquet \('utf-8' codec"):
+        opened(path)
+
+
 def test_parquet_with_text_in_objects_and_nulls_is_read_and_lists_are_not_recommended(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -140,7 +140,7 @@ def _opened_parquet(path: Path, text_field: str) -> Iterator[Any]:
                 ]
                 raise DataError(_no_field(f"'{path}'", text_field, names, texts))
             yield file
-    except (ArrowException, OSError) as error:
+    except (ArrowException, OSError, OverflowError, UnicodeDecodeError) as error:  # the last two from a value of a row
         raise DataError(
             f"'{path}' cannot be read as parquet ({first_line(error)}); write it again, or leave it out"
         ) from error
