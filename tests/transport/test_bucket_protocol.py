@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from gossamer.errors import CheckpointError, PeerError
-from gossamer.transport.bucket.bucket import Folder, Seal, opened_item
+from gossamer.transport.bucket.bucket import Folder, Seal, opened_item, sealed
 from gossamer.transport.bucket.protocol import (
     Asking,
     Attendance,
@@ -590,6 +590,34 @@ def test_who_closes_a_round_over_what_cannot_count_ends_it_by_name(seals: list[K
     )
     with pytest.raises(PeerError, match=f"worker 1 has closed round 1 .*{told}"):
         world.run()
+
+
+BASIS = {"after": 0, "donor": 0, "sha256": "", "steps": 0}
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        {"steps": 5, "begun": None, "life": -1},
+        {"steps": True, "begun": None},
+        {"steps": 1 << 62, "begun": None},
+        {"steps": 5, "begun": {**BASIS, "after": 9}},
+        {"steps": 5, "begun": {**BASIS, "donor": 3}},
+        {"steps": 5, "begun": {**BASIS, "donor": False}},
+    ],
+    ids=repr,
+)
+def test_no_message_makes_an_honest_worker_write_an_outcome_that_nobody_can_read(head: dict[str, Any]) -> None:
+    world = World(0, workers=3, rounds=4, faults=0.0)
+    objects = {"t00002-0000": {"nonce": ""}, "r00000000-from-00002-0000": head, "v00002-0000": {}}
+    for name, head_there in objects.items():
+        world.store.take(Create(name, sealed(b"", name, head_there, b"0 5 ")))
+    for _ in range(2):
+        world.start({})
+    world.run()
+    assert not world.failed and [len(history) for history in world.histories] == [5, 5]
+    parts = [sorted(commit.parts) for commit in commits_of(world)]
+    assert parts[0] == ([0, 1, 2] if "life" in head else [0, 1]) and parts[1:] == [[0, 1]] * 3
 
 
 def test_what_strangers_write_and_what_members_write_for_others_is_named_and_passed_by(

@@ -49,8 +49,9 @@ _STRIKES = 5
 _MOST_TIME_S = 1e11
 """A bound on Unix time in objects."""
 _NAMES = re.compile(
-    r"r(?P<round>\d{8})-(?:(?P<commit>commit)|from-(?P<sender>\d{5})-(?P<of>\d{4})|mean-[0-9a-f]{64})"
-    r"|s(?P<state>\d{8})(?:-(?P<holder>\d{5}))?|(?P<kind>[tuv])(?P<slot>\d{5})-(?P<life>\d{4})(?:-(?P<beat>\d{8}))?"
+    r"r(?P<round>\d{8})-(?:(?P<commit>commit)|from-(?P<sender>\d{5})-(?P<of>\d{4,8})|mean-[0-9a-f]{64})"
+    r"|s(?P<state>\d{8})(?:-(?P<holder>\d{5}))?|(?P<kind>[tuv])(?P<slot>\d{5})-(?P<life>\d{4,8})(?:-(?P<beat>\d{8}))?",
+    re.ASCII,
 )
 
 
@@ -776,23 +777,25 @@ class Attendance(SlotHolder[StoreWorker]):
     ) -> Steps[Commit | None]:
         """Closes this round over the readable messages; returns the outcome, which another worker may have decided."""
         items: dict[int, Item] = {}
+        parts: dict[int, TakenPart] = {}
         for slot, life in sorted(sent.items()):
-            if slot == self.slot:
-                items[slot] = sent_item
-                continue
             try:
-                item = yield from self._read(message_name(self.round, slot, life))
+                item = sent_item if slot == self.slot else (yield from self._read(message_name(self.round, slot, life)))
             except TransportError as error:
                 self._work.say(str(error))
                 item = Item(None, memoryview(b""))
             if item is None:
                 if not late:
                     return None  # a listing may show what cannot be read yet
-            elif _part(life, item.head) is None or not (yield Do(partial(self._work.is_sound, self.round, item.body))):
+                continue
+            part = _part(life, item.head, self.round, self.terms.workers)
+            if slot != self.slot and not (yield Do(partial(self._work.is_sound, self.round, item.body))):
+                part = None
+            if part is None:
                 bad.add((slot, life))
                 self._work.say(f"round {self.round + 1}: what worker {slot} sent is not sound, and does not count")
             else:
-                items[slot] = item
+                items[slot], parts[slot] = item, part
         if {slot for slot, _ in bad} & sent.keys() and not late:
             return None  # the workers to wait for may change now
         mean, sha256 = b"", ""
@@ -800,10 +803,10 @@ class Attendance(SlotHolder[StoreWorker]):
             mean = yield Do(partial(self._work.mean, self.round, {slot: item.body for slot, item in items.items()}))
             sha256 = hashlib.sha256(mean).hexdigest()
         steps = [*self._steps]
-        for slot, item in items.items():
-            steps[slot] = item.head["steps"]
+        for slot, part in parts.items():
+            steps[slot] = part.steps
         head = {
-            "parts": {str(slot): {"life": sent[slot], **item.head} for slot, item in items.items()},
+            "parts": {str(slot): _part_as_json(part) for slot, part in parts.items()},
             "steps": steps,
             "mean": sha256,
             "closer": [self.slot, self.life],
@@ -864,7 +867,7 @@ class Attendance(SlotHolder[StoreWorker]):
             if item is None:
                 return None
             sound = yield Do(partial(self._work.is_sound, round, item.body))
-            if _part(commit.parts[slot].life, item.head) is None or not sound:
+            if _part(commit.parts[slot].life, item.head, round, self.terms.workers) is None or not sound:
                 raise PeerError(
                     f"worker {commit.closer[0]} has closed round {round + 1} over what worker {slot} sent, which is not sound; "
                     "take its key out of [peers] and start again with an empty store"
@@ -930,25 +933,34 @@ def _no_steps() -> Steps[None]:
     yield
 
 
-def _part(life: object, head: object) -> TakenPart | None:
-    """The part of a worker in a round, by its message; None for anything else."""
+def _part(life: Any, head: object, round: int, workers: int) -> TakenPart | None:
+    """The part of a worker in a round, by its message; None for anything that a commit may not name."""
     match head:
-        case {"steps": int(steps), "begun": None} if 0 <= steps < 1 << 62 and isinstance(life, int):
+        case {"steps": steps, "begun": None} if _are_counts(life, steps):
             return TakenPart(life, steps, None)
         case {
-            "steps": int(steps),
-            "begun": {"after": int(after), "donor": int(donor), "sha256": str(sha256), "steps": int(before)},
-        } if min(steps, after, donor, before) >= 0 and before < steps < 1 << 62 and isinstance(life, int):
+            "steps": steps,
+            "begun": {"after": after, "donor": donor, "sha256": str(sha256), "steps": before},
+        } if _are_counts(life, steps, after, donor, before) and before < steps and after <= round and donor < workers:
             begun = Basis(after, donor, sha256, before)
             return TakenPart(life, steps, begun) if re.fullmatch("([0-9a-f]{64})?", sha256) else None
     return None
+
+
+def _part_as_json(part: TakenPart) -> dict[str, Any]:
+    return {**part._asdict(), "begun": None if part.begun is None else part.begun._asdict()}
+
+
+def _are_counts(*numbers: object) -> bool:
+    """Whether these are integers that a run may count to; the truth values of JSON are none."""
+    return all(type(one) is int and 0 <= one < 1 << 62 for one in numbers)
 
 
 def _outcome(commit: Commit, messages: Mapping[int, Item]) -> Commit:
     """A commit with the parts in it as the messages themselves record them."""
     parts, steps = dict(commit.parts), [*commit.steps]
     for slot, item in messages.items():
-        part = _part(parts[slot].life, item.head)
+        part = _part(parts[slot].life, item.head, commit.round, len(steps))
         assert part is not None
         parts[slot], steps[slot] = part, part.steps
     return commit._replace(parts=parts, steps=tuple(steps))
@@ -966,15 +978,17 @@ def commit_in(round: int, head: object, workers: int) -> Commit | None:
         }:
             numbers = {str(one) for one in range(workers)}
             read = (
-                {int(key): _part(part.get("life"), part) for key, part in parts.items() if isinstance(part, dict)}
+                {
+                    int(key): _part(part.get("life"), part, round, workers)
+                    for key, part in parts.items()
+                    if isinstance(part, dict)
+                }
                 if (parts.keys() <= numbers)
                 else {}
             )
-            kept = {one: part for one, part in sorted(read.items()) if part is not None and part.life >= 0}
-            counts = all(type(one) is int and 0 <= one < 1 << 62 for one in steps) and len(steps) == workers
-            begun = [part.begun for part in kept.values() if part.begun is not None]
-            begins = all(one.after <= round and one.donor < workers for one in begun)
+            kept = {one: part for one, part in sorted(read.items()) if part is not None}
+            counts = _are_counts(*steps) and len(steps) == workers
             sane = 0 <= slot < workers and 0 <= life < 1 << 31 and 0 <= time_s < _MOST_TIME_S
-            if 0 < len(kept) == len(parts) and counts and begins and sane and re.fullmatch("([0-9a-f]{64})?", mean):
+            if 0 < len(kept) == len(parts) and counts and sane and re.fullmatch("([0-9a-f]{64})?", mean):
                 return Commit(round, kept, tuple(steps), mean, (slot, life), float(time_s))
     return None
