@@ -190,8 +190,8 @@ class StoreWork(RoundsInStore):
         run = self._run
         self._replica.steps_taken, self._finished = begun.steps, round
         if round:
-            state = f"the state of slot {begun.donor} after round {begun.after}"
-            means = f" and the means of {round - begun.after} more" if round > begun.after else ""
+            state = f"the state of slot {begun.donor} after round {begun.after}" if begun.after else "that of the start"
+            means = f" and the means of {round - begun.after} more" if round > begun.after and self.together else ""
             say(f"worker {self.slot} goes on at round {round + 1}, with {state}{means}")
         if self._record or round == run.rounds:
             return
@@ -298,6 +298,7 @@ def _all_commits(attendance: Attendance, bucket: Bucket, terms: StoreTerms) -> l
 def write_outcomes(folder: Path, run: ResolvedRun, commits: Sequence[Commit]) -> None:
     """Writes the log of outcomes of all slots from the commits of the rounds."""
     make_folder(folder)
+    atomic_write(folder / "run.toml", run.document.encode())  # of a process that came after the end, too
     slots = sorted({slot for commit in commits for slot in commit.parts})
     for slot in slots:
         events = list[Begun | RoundOutcome | Ended]()

@@ -378,9 +378,11 @@ class SlotHolder(Generic[P]):
         yield from self._create("run", {**self.terms.run, "id": self._nonce})
         while (item := (yield from self._read("run"))) is None:
             yield from self._pause(0.0)  # it is not visible yet
-        here, there = {**self.terms.run}, dict(item.head) if isinstance(item.head, dict) else {}
+        here, there = _one_by_one(self.terms.run), _one_by_one(item.head)
         identity = there.pop("id", None)
-        other = next((key for key in sorted({*here, *there}) if here.get(key) != there.get(key)), None)
+        # The hash of all settings, the key, tells a person least.
+        names = sorted({*here, *there}, key=lambda name: (name == "key", name))
+        other = next((name for name in names if here.get(name) != there.get(name)), None)
         if other is not None or not isinstance(identity, str):
             raise PeerError(
                 f"the store holds another run: {other} is {there.get(str(other))!r:.160} there and "
@@ -926,6 +928,13 @@ class Attendance(SlotHolder[StoreWorker]):
             self.commits[round] = commit
             self.seen.newest = max(self.seen.newest, round)  # no listing has shown the one that it has just created
         return self.commits[round]
+
+
+def _one_by_one(run: object) -> dict[str, Any]:
+    """What the object `run` holds, with each setting by its own name."""
+    named = dict(run) if isinstance(run, Mapping) else {}
+    settings = named.pop("settings", {})
+    return {**settings, **named} if isinstance(settings, Mapping) else {**named, "settings": settings}
 
 
 def _no_steps() -> Steps[None]:
