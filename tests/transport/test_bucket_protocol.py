@@ -592,6 +592,28 @@ def test_who_closes_a_round_over_what_cannot_count_ends_it_by_name(seals: list[K
         world.run()
 
 
+@pytest.mark.parametrize("kind", [Chain, Mixer])
+def test_old_messages_are_removed_and_what_others_have_put_into_the_folder_stays(kind: type[Chain]) -> None:
+    world = World(0, workers=3, rounds=12, faults=0.0)
+    world.kind, world.terms = kind, world.terms._replace(gossip=kind is Mixer)
+    foreign = {
+        "r00000001-from-mars",
+        "r00000002-mean-",
+        "r00000003-from-00001-0000.txt",
+        "r00000001-from-00000-x",
+        "zzz",
+    }
+    for name in foreign:
+        world.store.take(Create(name, b"x"))
+    for _ in range(3):
+        world.start({})
+    world.run()
+    (must_hold_in_gossip if kind is Mixer else must_hold)(world)
+    there = world.store.objects.keys()
+    assert foreign <= there
+    assert not any(name < "r00000005" and name[0] == "r" and "commit" not in name for name in there - foreign - {"run"})
+
+
 BASIS = {"after": 0, "donor": 0, "sha256": "", "steps": 0}
 
 

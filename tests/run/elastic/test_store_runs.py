@@ -113,7 +113,9 @@ def test_a_run_outlives_all_its_workers_and_its_replay_has_their_bits(tmp_path: 
     assert (shown["state"], shown["done"]) == ("finished", config.length.rounds)
     code, said = run(*words[:-1], tmp_path / "late")
     assert code == 0 and f"the run in the store has ended after {config.length.rounds} rounds" in said, said
-    assert read_outcomes(tmp_path / "late") == logged and (tmp_path / "late" / "run.toml").exists(), "it can be replayed"
+    assert read_outcomes(tmp_path / "late") == logged and (tmp_path / "late" / "run.toml").exists(), (
+        "it can be replayed"
+    )
     code, said = run("train", tmp_path / "run.toml", "--set", "rule.lr=0.5", *words[2:-1], tmp_path / "other")
     assert code == 2 and "the store holds another run: rule.lr is" in said, said
 

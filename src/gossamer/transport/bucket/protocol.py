@@ -474,13 +474,17 @@ class SlotHolder(Generic[P]):
             return
         # Commits stay: they are small, record the run, and keep a slow worker from closing an old round once more.
         first, until = (states[0] if len(states) > 2 else 0), states[-2]
-        names: list[str] = yield from self._names(f"r{first:08d}")
-        for name in names:
-            if name < f"r{until:08d}" and ("-from-" in name or "-mean-" in name):
-                yield from self._remove(name)
+        yield from self._remove_rounds(first, until)
         for state in states[:-2]:  # last, so that one that dies here leaves what the next begins with
             yield from self._remove(state_name(state))
             self.seen.states.discard(state)
+
+    def _remove_rounds(self, first: int, until: int, sender: str = "") -> Steps[None]:
+        """Removes the messages, of one sender where it is given, and the means of some rounds, but no names of others."""
+        names: list[str] = yield from self._names(f"r{first:08d}")
+        for match in (_NAMES.fullmatch(name) for name in names if name < f"r{until:08d}"):
+            if match is not None and match["commit"] is None and sender in ("", match["sender"]):
+                yield from self._remove(match[0])
 
     def _pause(self, waited_s: float) -> Steps[float]:
         pause_s = min(self.terms.rest_s, max(self.terms.look_s, _LOOK_SHARE * waited_s))
@@ -903,10 +907,7 @@ class Attendance(SlotHolder[StoreWorker]):
         if len(states) < 2:
             return
         first, until = (states[0] if len(states) > 2 else 0), states[-2]
-        names: list[str] = yield from self._names(f"r{first:08d}")
-        for name in names:
-            if name < f"r{until:08d}" and f"-from-{self.slot:05d}-" in name:
-                yield from self._remove(name)
+        yield from self._remove_rounds(first, until, f"{self.slot:05d}")
         for state in states[:-2]:
             yield from self._remove(state_name(state, self.slot))
             self.seen.holders[self.slot].discard(state)
