@@ -592,6 +592,27 @@ def test_who_closes_a_round_over_what_cannot_count_ends_it_by_name(seals: list[K
         world.run()
 
 
+def test_who_was_stopped_while_it_waited_for_a_listing_takes_nobody_for_dead_by_it() -> None:
+    world = World(0, workers=2, rounds=2, faults=0.0)
+    world.terms = world.terms._replace(deadline_s=1e6, rest_s=2.0)
+    world.training_s[1] = 3_000.0
+    stops = [300.0]
+
+    class Stopping(Store):
+        def take(self, effect: Asking) -> object:
+            if isinstance(effect, Names) and stops and world.now > stops[0]:  # of the one that does not train
+                world.stand_still(0, 900.0)
+                stops.clear()
+            return super().take(effect)
+
+    world.store = Stopping(world.draws, lambda: world.now, 0.0)
+    for _ in range(2):
+        world.start({})
+    world.run()
+    must_hold(world)
+    assert not stops and [sorted(commit.parts) for commit in commits_of(world)] == [[0, 1], [0, 1]]
+
+
 @pytest.mark.parametrize("kind", [Chain, Mixer])
 def test_old_messages_are_removed_and_what_others_have_put_into_the_folder_stays(kind: type[Chain]) -> None:
     world = World(0, workers=3, rounds=12, faults=0.0)

@@ -353,6 +353,8 @@ class SlotHolder(Generic[P]):
         self.round = 0
         self.over = False
         """Whether it has ended, or tries to get another slot."""
+        self._asked_s = self._looked_s = clock()
+        """When the last request was made, and the last look: a process that is stopped meanwhile has an old listing."""
         self._beat = -1
         self._believed: dict[str, bool] = {}
         """Claims and ends of slots that were read, and whether each was signed by a key that may have the slot."""
@@ -396,7 +398,7 @@ class SlotHolder(Generic[P]):
         while not self._work.asked():
             # Names after all rounds: claims, signs of life and ends.
             yield from self._look(None)
-            now = self._clock()
+            now = self._looked_s
             for slot in filter(self.terms.seal.may_hold_slot, range(self.terms.workers)):
                 if self.seen.is_held(slot, now, self.terms.timeout_s):
                     continue
@@ -435,9 +437,10 @@ class SlotHolder(Generic[P]):
         Raises: SlotLostError.
         """
         names = yield from self._names("s" if round is None else f"r{round:08d}")
+        self._looked_s = self._asked_s
         if self.terms.seal.proves_writers:
             names = yield from self._proved(names)
-        self.seen.look(names, self._clock())
+        self.seen.look(names, self._looked_s)
         if self.slot >= 0 and self.seen.lives.get(self.slot, self.life) > self.life:
             raise SlotLostError(f"slot {self.slot} belongs to another process")
 
@@ -507,6 +510,7 @@ class SlotHolder(Generic[P]):
         """The answer of a store, with retries for ten times the patience of the run. Raises: PeerError."""
         waited_s, was_reported = 0.0, False  # its own pauses: time in which this process was stopped does not count
         while True:
+            self._asked_s = self._clock()
             try:
                 return (yield asking)
             except TransportError:
@@ -619,7 +623,7 @@ class Attendance(SlotHolder[StoreWorker]):
         while self.terms.workers > 1 and not self._work.asked():
             yield from self._look(self.round)
             waited_s = self._clock() - start_s
-            if len(self.seen.live(self._clock(), self.terms.timeout_s)) > 1 or self.seen.newest >= 0:
+            if len(self.seen.live(self._looked_s, self.terms.timeout_s)) > 1 or self.seen.newest >= 0:
                 return
             if waited_s >= self.terms.timeout_s:
                 self._work.say(f"nobody else has come within {self.terms.timeout_s:g} s, so this worker trains alone")
@@ -746,7 +750,7 @@ class Attendance(SlotHolder[StoreWorker]):
         sent_item = Item(head, memoryview(body))
         while True:
             yield from self._look(round)
-            now = self._clock()
+            now = self._looked_s
             commit = yield from self.read_commit(round) if self.seen.newest >= round else _no_steps()
             if commit is None and self.seen.newest < round:
                 present = self.seen.messages[round] | {self.slot: self.life}
