@@ -96,6 +96,16 @@ def test_a_store_that_cannot_be_opened_is_refused_in_a_sentence(tmp_path: Path) 
         bucket_at("nosuch://x")
 
 
+@pytest.mark.parametrize("url", ["s3:/bucket/run", "file:/tmp/run", "file://localhost/tmp/run", "file://run"])
+def test_an_incomplete_address_makes_no_folder_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"the store '{url}' is no complete address"):
+        opened_bucket(url)
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize("what", ["head", "body", "name", "secret", "length"])
 def test_an_object_that_is_damaged_or_of_somebody_else_is_refused(what: str) -> None:
     raw = bytearray(sealed(b"k", "r0", {"steps": 5}, b"abc"))

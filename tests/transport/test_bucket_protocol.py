@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from gossamer.errors import CheckpointError, PeerError
-from gossamer.transport.bucket.bucket import Folder, Seal, opened_item
+from gossamer.transport.bucket.bucket import Folder, Seal, opened_item, sealed
 from gossamer.transport.bucket.protocol import (
     Asking,
     Attendance,
@@ -590,6 +590,77 @@ def test_who_closes_a_round_over_what_cannot_count_ends_it_by_name(seals: list[K
     )
     with pytest.raises(PeerError, match=f"worker 1 has closed round 1 .*{told}"):
         world.run()
+
+
+def test_who_was_stopped_while_it_waited_for_a_listing_takes_nobody_for_dead_by_it() -> None:
+    world = World(0, workers=2, rounds=2, faults=0.0)
+    world.terms = world.terms._replace(deadline_s=1e6, rest_s=2.0)
+    world.training_s[1] = 3_000.0
+    stops = [300.0]
+
+    class Stopping(Store):
+        def take(self, effect: Asking) -> object:
+            if isinstance(effect, Names) and stops and world.now > stops[0]:  # of the one that does not train
+                world.stand_still(0, 900.0)
+                stops.clear()
+            return super().take(effect)
+
+    world.store = Stopping(world.draws, lambda: world.now, 0.0)
+    for _ in range(2):
+        world.start({})
+    world.run()
+    must_hold(world)
+    assert not stops and [sorted(commit.parts) for commit in commits_of(world)] == [[0, 1], [0, 1]]
+
+
+@pytest.mark.parametrize("kind", [Chain, Mixer])
+def test_old_messages_are_removed_and_what_others_have_put_into_the_folder_stays(kind: type[Chain]) -> None:
+    world = World(0, workers=3, rounds=12, faults=0.0)
+    world.kind, world.terms = kind, world.terms._replace(gossip=kind is Mixer)
+    foreign = {
+        "r00000001-from-mars",
+        "r00000002-mean-",
+        "r00000003-from-00001-0000.txt",
+        "r00000001-from-00000-x",
+        "zzz",
+    }
+    for name in foreign:
+        world.store.take(Create(name, b"x"))
+    for _ in range(3):
+        world.start({})
+    world.run()
+    (must_hold_in_gossip if kind is Mixer else must_hold)(world)
+    there = world.store.objects.keys()
+    assert foreign <= there
+    assert not any(name < "r00000005" and name[0] == "r" and "commit" not in name for name in there - foreign - {"run"})
+
+
+BASIS = {"after": 0, "donor": 0, "sha256": "", "steps": 0}
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        {"steps": 5, "begun": None, "life": -1},
+        {"steps": True, "begun": None},
+        {"steps": 1 << 62, "begun": None},
+        {"steps": 5, "begun": {**BASIS, "after": 9}},
+        {"steps": 5, "begun": {**BASIS, "donor": 3}},
+        {"steps": 5, "begun": {**BASIS, "donor": False}},
+    ],
+    ids=repr,
+)
+def test_no_message_makes_an_honest_worker_write_an_outcome_that_nobody_can_read(head: dict[str, Any]) -> None:
+    world = World(0, workers=3, rounds=4, faults=0.0)
+    objects = {"t00002-0000": {"nonce": ""}, "r00000000-from-00002-0000": head, "v00002-0000": {}}
+    for name, head_there in objects.items():
+        world.store.take(Create(name, sealed(b"", name, head_there, b"0 5 ")))
+    for _ in range(2):
+        world.start({})
+    world.run()
+    assert not world.failed and [len(history) for history in world.histories] == [5, 5]
+    parts = [sorted(commit.parts) for commit in commits_of(world)]
+    assert parts[0] == ([0, 1, 2] if "life" in head else [0, 1]) and parts[1:] == [[0, 1]] * 3
 
 
 def test_what_strangers_write_and_what_members_write_for_others_is_named_and_passed_by(

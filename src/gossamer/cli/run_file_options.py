@@ -93,6 +93,7 @@ def run_and_folder(
     else:
         document, folder = load_document(file, changes), out
     # Not before: a wrong path or word is reported before torch is imported.
+    from gossamer.record.folder import store_file
     from gossamer.run.bookkeeping.resume import history
     from gossamer.run.config.resolve import settings_of
     from gossamer.run.config.run_file import parse
@@ -101,6 +102,11 @@ def run_and_folder(
     folder = folder or Path("runs") / config.name
     if resume is None:
         return config, folder, False
+    if store_file(folder).exists():  # its state is that of the store, which may be ahead
+        raise ConfigError(
+            f"'{folder}' was given to resume, and its run lies in a store; continue it with gossamer train RUN.toml --store URL "
+            f"--out {quote(str(folder))}, or, if the store is lost, remove '{store_file(folder)}' to continue without it"
+        )
     history(settings_of(config), folder)  # refuses what may not change
     return config, folder, AUTO if str(resume) == AUTO else True
 
@@ -241,7 +247,9 @@ def resume_hint(folder: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as stop:
-        if not str(stop) and is_resumable(folder):
+        from gossamer.record.folder import store_file
+
+        if not str(stop) and is_resumable(folder) and not store_file(folder).exists():
             raise KeyboardInterrupt(f"stopped; resume with --resume {quote(str(folder))}") from None
         raise
 

@@ -386,6 +386,11 @@ def must_be_new(folder: Path, worker: int | None) -> None:
         )
 
 
+def store_file(folder: Path) -> Path:
+    """The file with the identity of the run in a store to which a run folder belongs; not there in folders of other runs."""
+    return Path(folder) / "store.txt"
+
+
 def run_file(folder: Path) -> Path:
     """The file with the configuration of a run. Raises ConfigError, naming the runs inside the folder, when it holds none."""
     path = Path(folder) / "run.toml"

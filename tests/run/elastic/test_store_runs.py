@@ -3,6 +3,7 @@
 import base64
 import contextlib
 import json
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -28,6 +29,8 @@ from gossamer.run.elastic.store_rounds import StoreWork
 from gossamer.run.worker.task import task_of
 from gossamer.stop_signals import Asked
 from gossamer.topologies import complete
+from gossamer.transport.bucket.bucket import sealed
+from gossamer.transport.bucket.protocol import Basis
 from gossamer.transport.keys import certificate_of, new_key
 from gossamer.tree import leaves
 from s3 import S3
@@ -110,8 +113,11 @@ def test_a_run_outlives_all_its_workers_and_its_replay_has_their_bits(tmp_path: 
     assert (shown["state"], shown["done"]) == ("finished", config.length.rounds)
     code, said = run(*words[:-1], tmp_path / "late")
     assert code == 0 and f"the run in the store has ended after {config.length.rounds} rounds" in said, said
+    assert read_outcomes(tmp_path / "late") == logged and (tmp_path / "late" / "run.toml").exists(), (
+        "it can be replayed"
+    )
     code, said = run("train", tmp_path / "run.toml", "--set", "rule.lr=0.5", *words[2:-1], tmp_path / "other")
-    assert code == 2 and "the store holds another run: key is" in said, said
+    assert code == 2 and "the store holds another run: rule.lr is" in said, said
 
 
 @pytest.mark.full
@@ -280,6 +286,43 @@ def test_the_mean_of_another_machine_counts_where_it_differs_by_rounding_alone(t
         ):
             assert work.is_mean(0, own, memoryview(packed({"leaves": [other]}))) == counts
         assert not work.is_mean(0, own, memoryview(b"no tensors"))
+
+
+def test_a_worker_that_leaves_before_its_first_round_has_ended_saves_no_state_of_another_round(tmp_path: Path) -> None:
+    config = resolve(single(workers=2, run__eval_every=0, **MEANS), real=True)
+    with contextlib.ExitStack() as open_:
+        work = StoreWork(config, tmp_path, task_of(config), Asked(), open_)
+        work.begin(1, 0)
+        assert work.restore(0) == ""
+        donor = work._packed()
+        work.load(3, 0, memoryview(donor))
+        work.start(3, Basis(3, 0, "", 6))
+        work.train(3)
+        assert work.restore(0) == "", "its own newest state, before it leaves"
+        work.leave(3)
+        assert not [*tmp_path.glob("checkpoints/*")]
+
+
+@pytest.mark.timeout(120)
+def test_a_process_that_leaves_while_it_waits_for_a_slot_names_no_lost_outcome(tmp_path: Path) -> None:
+    config = single(workers=2, run__timeout_s=2, run__steps=200, run__pace_s=0.2, run__eval_every=0, **MEANS)
+    (tmp_path / "run.toml").write_text(dump(config))
+    words = ("train", tmp_path / "run.toml", "--store", tmp_path / "store", "--out")
+    alone = Command(*words, tmp_path / "out")
+    until(lambda: len([*tmp_path.glob("store/r*-commit")]) > 2, alone)
+    os.kill(alone.pid, signal.SIGTERM)
+    assert alone.finish()[0] == 0
+    for slot in range(2):  # both slots look held
+        life = len([*tmp_path.glob(f"store/t{slot:05d}-*")])
+        name = f"t{slot:05d}-{life:04d}"
+        (tmp_path / "store" / name).write_bytes(sealed(b"", name, {"nonce": ""}))
+    late = Command(*words, tmp_path / "late")
+    until(lambda: (tmp_path / "late" / "store.txt").exists(), late)
+    os.kill(late.pid, signal.SIGTERM)
+    code, said = late.finish()
+    assert code == 0 and "no outcome" not in said, said
+    code, said = run("train", "--resume", tmp_path / "out", "--local", 2)
+    assert code == 2 and "its run lies in a store; continue it with gossamer train RUN.toml --store URL" in said, said
 
 
 PULLED = [rule for rule in (factory() for factory in RULES.values()) if mixes_by_pull(rule)]

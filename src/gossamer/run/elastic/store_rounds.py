@@ -89,7 +89,7 @@ def train_in_store(run: ResolvedRun, folder: Path, url: str) -> None:
         finally:
             work.over.set()
         work.leave(one.round)
-        if one.seen.newest + 1 == run.rounds or one.slot < 0:
+        if run.rounds - 1 in one.commits:  # else it has left, perhaps before it had a slot
             write_outcomes(folder, run, _all_commits(one, bucket, terms))
         if one.slot < 0 and not asked.is_set():
             say(f"the run in the store has ended after {run.rounds} rounds")
@@ -151,6 +151,7 @@ class StoreWork(RoundsInStore):
 
     def restore(self, after: int) -> str | None:
         """See `StoreWorker`."""
+        self._finished = 0  # what it has begun to train since is no state to be saved
         if after == self._kept[0] and after:
             self._worker.restore(unpacked(self._kept[1]()))
         elif after == 0:
@@ -163,6 +164,7 @@ class StoreWork(RoundsInStore):
             except GossamerError as error:
                 log.warning("worker %d takes another's state: %s", self.slot, error)
                 return None
+        self._finished = after
         return hashlib.sha256(self._packed()).hexdigest()
 
     def load(self, after: int, donor: int, body: memoryview) -> str:
@@ -188,8 +190,8 @@ class StoreWork(RoundsInStore):
         run = self._run
         self._replica.steps_taken, self._finished = begun.steps, round
         if round:
-            state = f"the state of slot {begun.donor} after round {begun.after}"
-            means = f" and the means of {round - begun.after} more" if round > begun.after else ""
+            state = f"the state of slot {begun.donor} after round {begun.after}" if begun.after else "that of the start"
+            means = f" and the means of {round - begun.after} more" if round > begun.after and self.together else ""
             say(f"worker {self.slot} goes on at round {round + 1}, with {state}{means}")
         if self._record or round == run.rounds:
             return
@@ -275,13 +277,15 @@ class StoreWork(RoundsInStore):
         if self._record and self._saved != self._finished and self._finished:
             self._save(self._finished)
         if self._asked.is_set() and self._record and round < self._run.rounds:
-            say(f"worker {self.slot} leaves after round {self._finished}, as it was asked to, and has saved its state")
+            after = f"after round {self._finished}" if self._finished else "before it has ended a round"
+            saved = ", and has saved its state" if self._finished else ""
+            say(f"worker {self.slot} leaves {after}, as it was asked to{saved}")
 
 
 def _all_commits(attendance: Attendance, bucket: Bucket, terms: StoreTerms) -> list[Commit]:
     """The outcomes of all rounds, those from the store that this worker has not read."""
     commits: list[Commit] = []
-    for round in range(attendance.seen.newest + 1 if attendance.slot >= 0 else terms.rounds):
+    for round in range(terms.rounds):
         commit = perform(attendance.read_commit(round), bucket, wait=time.sleep)
         if commit is None:
             raise CheckpointError(
@@ -294,6 +298,7 @@ def _all_commits(attendance: Attendance, bucket: Bucket, terms: StoreTerms) -> l
 def write_outcomes(folder: Path, run: ResolvedRun, commits: Sequence[Commit]) -> None:
     """Writes the log of outcomes of all slots from the commits of the rounds."""
     make_folder(folder)
+    atomic_write(folder / "run.toml", run.document.encode())  # of a process that came after the end, too
     slots = sorted({slot for commit in commits for slot in commit.parts})
     for slot in slots:
         events = list[Begun | RoundOutcome | Ended]()

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gossamer.errors import ConfigError
+from gossamer.record.folder import store_file
 from gossamer.record.whole_files import atomic_write, make_folder
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.agreement import prepare, run_settings
@@ -50,7 +51,7 @@ def bind_folder(folder: Path, identity: str) -> None:
     Checkpoints belong to one history of a run, and no hash of settings tells two of them apart. Raises: ConfigError for a folder
     of another run.
     """
-    path = folder / "store.txt"
+    path = store_file(folder)
     known = path.exists()  # before the run file, which another process of this folder writes later
     if known and path.read_text(encoding="utf-8", errors="replace").strip() == identity:
         return

@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import json
 import os
+import re
 import secrets
 import stat
 from collections.abc import Mapping
@@ -159,6 +160,11 @@ def _code(secret: bytes, name: str, content: bytes | memoryview) -> bytes:
 
 def bucket_at(url: str) -> Bucket:
     """The bucket at an address. Raises: ConfigError for one that cannot be opened."""
+    if re.match(r"[A-Za-z][A-Za-z0-9]+:/(?!/)|file://(?!/)", url):  # else a folder of that name would be made here
+        raise ConfigError(
+            f"the store '{url}' is no complete address; write the path of a folder, file:///path, or an object store such as "
+            "s3://bucket/run"
+        )
     try:
         return (
             Folder(url.removeprefix("file://")) if "://" not in url or url.startswith("file://") else ObjectStore(url)
@@ -176,13 +182,14 @@ def opened_bucket(url: str) -> Bucket:
     Raises: ConfigError for one that cannot be opened, or has no such conditional create.
     """
     bucket, name = bucket_at(url), f"probe-{secrets.token_hex(8)}"
+    why = "it wrote over an object that was there"
     try:
         if isinstance(bucket, Folder):
             os.makedirs(bucket.root, exist_ok=True)
         refuses = bucket.create(name, b"1") and not bucket.create(name, b"2")
         bucket.remove(name)
     except NotImplementedError:  # the answer of the library for some kinds
-        refuses = False
+        refuses, why = False, "stores of this kind write over an object that is there"
     except OSError as error:
         raise ConfigError(
             f"the store '{url}' cannot be used ({error}); give a folder with hard links, or an object store that creates an "
@@ -190,8 +197,8 @@ def opened_bucket(url: str) -> Bucket:
         ) from None
     if not refuses:
         raise ConfigError(
-            f"the store '{url}' has no conditional create: it wrote over an object that was there, so two workers could close "
-            "one round with two outcomes; give a store that has it (S3, GCS and Azure do)"
+            f"the store '{url}' has no conditional create: {why}, so two workers could close one round with two outcomes; give "
+            "a store that has it (S3, GCS and Azure do)"
         )
     return bucket
 

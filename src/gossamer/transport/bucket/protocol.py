@@ -49,8 +49,9 @@ _STRIKES = 5
 _MOST_TIME_S = 1e11
 """A bound on Unix time in objects."""
 _NAMES = re.compile(
-    r"r(?P<round>\d{8})-(?:(?P<commit>commit)|from-(?P<sender>\d{5})-(?P<of>\d{4})|mean-[0-9a-f]{64})"
-    r"|s(?P<state>\d{8})(?:-(?P<holder>\d{5}))?|(?P<kind>[tuv])(?P<slot>\d{5})-(?P<life>\d{4})(?:-(?P<beat>\d{8}))?"
+    r"r(?P<round>\d{8})-(?:(?P<commit>commit)|from-(?P<sender>\d{5})-(?P<of>\d{4,8})|mean-[0-9a-f]{64})"
+    r"|s(?P<state>\d{8})(?:-(?P<holder>\d{5}))?|(?P<kind>[tuv])(?P<slot>\d{5})-(?P<life>\d{4,8})(?:-(?P<beat>\d{8}))?",
+    re.ASCII,
 )
 
 
@@ -352,6 +353,8 @@ class SlotHolder(Generic[P]):
         self.round = 0
         self.over = False
         """Whether it has ended, or tries to get another slot."""
+        self._asked_s = self._looked_s = clock()
+        """When the last request was made, and the last look: a process that is stopped meanwhile has an old listing."""
         self._beat = -1
         self._believed: dict[str, bool] = {}
         """Claims and ends of slots that were read, and whether each was signed by a key that may have the slot."""
@@ -377,9 +380,11 @@ class SlotHolder(Generic[P]):
         yield from self._create("run", {**self.terms.run, "id": self._nonce})
         while (item := (yield from self._read("run"))) is None:
             yield from self._pause(0.0)  # it is not visible yet
-        here, there = {**self.terms.run}, dict(item.head) if isinstance(item.head, dict) else {}
+        here, there = _one_by_one(self.terms.run), _one_by_one(item.head)
         identity = there.pop("id", None)
-        other = next((key for key in sorted({*here, *there}) if here.get(key) != there.get(key)), None)
+        # The hash of all settings, the key, tells a person least.
+        names = sorted({*here, *there}, key=lambda name: (name == "key", name))
+        other = next((name for name in names if here.get(name) != there.get(name)), None)
         if other is not None or not isinstance(identity, str):
             raise PeerError(
                 f"the store holds another run: {other} is {there.get(str(other))!r:.160} there and "
@@ -393,7 +398,7 @@ class SlotHolder(Generic[P]):
         while not self._work.asked():
             # Names after all rounds: claims, signs of life and ends.
             yield from self._look(None)
-            now = self._clock()
+            now = self._looked_s
             for slot in filter(self.terms.seal.may_hold_slot, range(self.terms.workers)):
                 if self.seen.is_held(slot, now, self.terms.timeout_s):
                     continue
@@ -432,9 +437,10 @@ class SlotHolder(Generic[P]):
         Raises: SlotLostError.
         """
         names = yield from self._names("s" if round is None else f"r{round:08d}")
+        self._looked_s = self._asked_s
         if self.terms.seal.proves_writers:
             names = yield from self._proved(names)
-        self.seen.look(names, self._clock())
+        self.seen.look(names, self._looked_s)
         if self.slot >= 0 and self.seen.lives.get(self.slot, self.life) > self.life:
             raise SlotLostError(f"slot {self.slot} belongs to another process")
 
@@ -471,13 +477,17 @@ class SlotHolder(Generic[P]):
             return
         # Commits stay: they are small, record the run, and keep a slow worker from closing an old round once more.
         first, until = (states[0] if len(states) > 2 else 0), states[-2]
-        names: list[str] = yield from self._names(f"r{first:08d}")
-        for name in names:
-            if name < f"r{until:08d}" and ("-from-" in name or "-mean-" in name):
-                yield from self._remove(name)
+        yield from self._remove_rounds(first, until)
         for state in states[:-2]:  # last, so that one that dies here leaves what the next begins with
             yield from self._remove(state_name(state))
             self.seen.states.discard(state)
+
+    def _remove_rounds(self, first: int, until: int, sender: str = "") -> Steps[None]:
+        """Removes the messages, of one sender where it is given, and the means of some rounds, but no names of others."""
+        names: list[str] = yield from self._names(f"r{first:08d}")
+        for match in (_NAMES.fullmatch(name) for name in names if name < f"r{until:08d}"):
+            if match is not None and match["commit"] is None and sender in ("", match["sender"]):
+                yield from self._remove(match[0])
 
     def _pause(self, waited_s: float) -> Steps[float]:
         pause_s = min(self.terms.rest_s, max(self.terms.look_s, _LOOK_SHARE * waited_s))
@@ -500,6 +510,7 @@ class SlotHolder(Generic[P]):
         """The answer of a store, with retries for ten times the patience of the run. Raises: PeerError."""
         waited_s, was_reported = 0.0, False  # its own pauses: time in which this process was stopped does not count
         while True:
+            self._asked_s = self._clock()
             try:
                 return (yield asking)
             except TransportError:
@@ -612,7 +623,7 @@ class Attendance(SlotHolder[StoreWorker]):
         while self.terms.workers > 1 and not self._work.asked():
             yield from self._look(self.round)
             waited_s = self._clock() - start_s
-            if len(self.seen.live(self._clock(), self.terms.timeout_s)) > 1 or self.seen.newest >= 0:
+            if len(self.seen.live(self._looked_s, self.terms.timeout_s)) > 1 or self.seen.newest >= 0:
                 return
             if waited_s >= self.terms.timeout_s:
                 self._work.say(f"nobody else has come within {self.terms.timeout_s:g} s, so this worker trains alone")
@@ -739,7 +750,7 @@ class Attendance(SlotHolder[StoreWorker]):
         sent_item = Item(head, memoryview(body))
         while True:
             yield from self._look(round)
-            now = self._clock()
+            now = self._looked_s
             commit = yield from self.read_commit(round) if self.seen.newest >= round else _no_steps()
             if commit is None and self.seen.newest < round:
                 present = self.seen.messages[round] | {self.slot: self.life}
@@ -776,23 +787,25 @@ class Attendance(SlotHolder[StoreWorker]):
     ) -> Steps[Commit | None]:
         """Closes this round over the readable messages; returns the outcome, which another worker may have decided."""
         items: dict[int, Item] = {}
+        parts: dict[int, TakenPart] = {}
         for slot, life in sorted(sent.items()):
-            if slot == self.slot:
-                items[slot] = sent_item
-                continue
             try:
-                item = yield from self._read(message_name(self.round, slot, life))
+                item = sent_item if slot == self.slot else (yield from self._read(message_name(self.round, slot, life)))
             except TransportError as error:
                 self._work.say(str(error))
                 item = Item(None, memoryview(b""))
             if item is None:
                 if not late:
                     return None  # a listing may show what cannot be read yet
-            elif _part(life, item.head) is None or not (yield Do(partial(self._work.is_sound, self.round, item.body))):
+                continue
+            part = _part(life, item.head, self.round, self.terms.workers)
+            if slot != self.slot and not (yield Do(partial(self._work.is_sound, self.round, item.body))):
+                part = None
+            if part is None:
                 bad.add((slot, life))
                 self._work.say(f"round {self.round + 1}: what worker {slot} sent is not sound, and does not count")
             else:
-                items[slot] = item
+                items[slot], parts[slot] = item, part
         if {slot for slot, _ in bad} & sent.keys() and not late:
             return None  # the workers to wait for may change now
         mean, sha256 = b"", ""
@@ -800,10 +813,10 @@ class Attendance(SlotHolder[StoreWorker]):
             mean = yield Do(partial(self._work.mean, self.round, {slot: item.body for slot, item in items.items()}))
             sha256 = hashlib.sha256(mean).hexdigest()
         steps = [*self._steps]
-        for slot, item in items.items():
-            steps[slot] = item.head["steps"]
+        for slot, part in parts.items():
+            steps[slot] = part.steps
         head = {
-            "parts": {str(slot): {"life": sent[slot], **item.head} for slot, item in items.items()},
+            "parts": {str(slot): _part_as_json(part) for slot, part in parts.items()},
             "steps": steps,
             "mean": sha256,
             "closer": [self.slot, self.life],
@@ -864,7 +877,7 @@ class Attendance(SlotHolder[StoreWorker]):
             if item is None:
                 return None
             sound = yield Do(partial(self._work.is_sound, round, item.body))
-            if _part(commit.parts[slot].life, item.head) is None or not sound:
+            if _part(commit.parts[slot].life, item.head, round, self.terms.workers) is None or not sound:
                 raise PeerError(
                     f"worker {commit.closer[0]} has closed round {round + 1} over what worker {slot} sent, which is not sound; "
                     "take its key out of [peers] and start again with an empty store"
@@ -898,10 +911,7 @@ class Attendance(SlotHolder[StoreWorker]):
         if len(states) < 2:
             return
         first, until = (states[0] if len(states) > 2 else 0), states[-2]
-        names: list[str] = yield from self._names(f"r{first:08d}")
-        for name in names:
-            if name < f"r{until:08d}" and f"-from-{self.slot:05d}-" in name:
-                yield from self._remove(name)
+        yield from self._remove_rounds(first, until, f"{self.slot:05d}")
         for state in states[:-2]:
             yield from self._remove(state_name(state, self.slot))
             self.seen.holders[self.slot].discard(state)
@@ -925,30 +935,46 @@ class Attendance(SlotHolder[StoreWorker]):
         return self.commits[round]
 
 
+def _one_by_one(run: object) -> dict[str, Any]:
+    """What the object `run` holds, with each setting by its own name."""
+    named = dict(run) if isinstance(run, Mapping) else {}
+    settings = named.pop("settings", {})
+    return {**settings, **named} if isinstance(settings, Mapping) else {**named, "settings": settings}
+
+
 def _no_steps() -> Steps[None]:
     return None
     yield
 
 
-def _part(life: object, head: object) -> TakenPart | None:
-    """The part of a worker in a round, by its message; None for anything else."""
+def _part(life: Any, head: object, round: int, workers: int) -> TakenPart | None:
+    """The part of a worker in a round, by its message; None for anything that a commit may not name."""
     match head:
-        case {"steps": int(steps), "begun": None} if 0 <= steps < 1 << 62 and isinstance(life, int):
+        case {"steps": steps, "begun": None} if _are_counts(life, steps):
             return TakenPart(life, steps, None)
         case {
-            "steps": int(steps),
-            "begun": {"after": int(after), "donor": int(donor), "sha256": str(sha256), "steps": int(before)},
-        } if min(steps, after, donor, before) >= 0 and before < steps < 1 << 62 and isinstance(life, int):
+            "steps": steps,
+            "begun": {"after": after, "donor": donor, "sha256": str(sha256), "steps": before},
+        } if _are_counts(life, steps, after, donor, before) and before < steps and after <= round and donor < workers:
             begun = Basis(after, donor, sha256, before)
             return TakenPart(life, steps, begun) if re.fullmatch("([0-9a-f]{64})?", sha256) else None
     return None
+
+
+def _part_as_json(part: TakenPart) -> dict[str, Any]:
+    return {**part._asdict(), "begun": None if part.begun is None else part.begun._asdict()}
+
+
+def _are_counts(*numbers: object) -> bool:
+    """Whether these are integers that a run may count to; the truth values of JSON are none."""
+    return all(type(one) is int and 0 <= one < 1 << 62 for one in numbers)
 
 
 def _outcome(commit: Commit, messages: Mapping[int, Item]) -> Commit:
     """A commit with the parts in it as the messages themselves record them."""
     parts, steps = dict(commit.parts), [*commit.steps]
     for slot, item in messages.items():
-        part = _part(parts[slot].life, item.head)
+        part = _part(parts[slot].life, item.head, commit.round, len(steps))
         assert part is not None
         parts[slot], steps[slot] = part, part.steps
     return commit._replace(parts=parts, steps=tuple(steps))
@@ -966,15 +992,17 @@ def commit_in(round: int, head: object, workers: int) -> Commit | None:
         }:
             numbers = {str(one) for one in range(workers)}
             read = (
-                {int(key): _part(part.get("life"), part) for key, part in parts.items() if isinstance(part, dict)}
+                {
+                    int(key): _part(part.get("life"), part, round, workers)
+                    for key, part in parts.items()
+                    if isinstance(part, dict)
+                }
                 if (parts.keys() <= numbers)
                 else {}
             )
-            kept = {one: part for one, part in sorted(read.items()) if part is not None and part.life >= 0}
-            counts = all(type(one) is int and 0 <= one < 1 << 62 for one in steps) and len(steps) == workers
-            begun = [part.begun for part in kept.values() if part.begun is not None]
-            begins = all(one.after <= round and one.donor < workers for one in begun)
+            kept = {one: part for one, part in sorted(read.items()) if part is not None}
+            counts = _are_counts(*steps) and len(steps) == workers
             sane = 0 <= slot < workers and 0 <= life < 1 << 31 and 0 <= time_s < _MOST_TIME_S
-            if 0 < len(kept) == len(parts) and counts and begins and sane and re.fullmatch("([0-9a-f]{64})?", mean):
+            if 0 < len(kept) == len(parts) and counts and sane and re.fullmatch("([0-9a-f]{64})?", mean):
                 return Commit(round, kept, tuple(steps), mean, (slot, life), float(time_s))
     return None

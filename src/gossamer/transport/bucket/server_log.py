@@ -219,7 +219,7 @@ class ServerAttendance(SlotHolder[ServerWork]):
 
     def _add_due_event(self) -> Steps[bool]:
         """Adds an event that is due, whichever process adds it; returns whether there was one."""
-        now = self._clock()
+        now = self._looked_s
         for slot, life in self.lives.items():
             gone = self.seen.lives.get(slot, -1) > life or (
                 slot in self.seen.lives and not self.seen.is_held(slot, now, self.terms.timeout_s)
