@@ -203,6 +203,7 @@ SPOILT = {
     "two of one number": lambda state: state["agenda"]["planned"].append(state["agenda"]["planned"][0]),
     "fewer workers": lambda state: state["phases"]["present"].pop(),
     "another type": lambda state: state["phases"].update(begun="many"),
+    "a number without end": lambda state: state["phases"].update(begun=[math.inf] * 4),
     "one key less": lambda state: state.pop("phases"),
 }
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import shutil
 from collections import Counter
@@ -331,6 +332,15 @@ def test_a_damaged_cache_is_refused(tmp_path: Path) -> None:
     train.write_bytes(train.read_bytes()[:-1])
     with pytest.raises(DataError, match=r"is damaged .*train.bin has"):
         corpus(source, cache=str(cache))
+
+
+def test_a_cache_that_counts_to_infinity_is_refused(tmp_path: Path) -> None:
+    source, cache = write_txt(tmp_path / "texts", documents()), str(tmp_path / "cache")
+    corpus(source, cache=cache)
+    (manifest,) = Path(cache).rglob("manifest.json")
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"ends": [math.inf]}))
+    with pytest.raises(DataError, match=r"is damaged .*infinity"):
+        corpus(source, cache=cache)
 
 
 def test_a_cache_whose_tokens_are_not_in_the_vocabulary_is_refused(tmp_path: Path) -> None:

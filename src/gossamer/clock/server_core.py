@@ -291,7 +291,7 @@ class ServerCore:
             self.absorbed_steps = int(state["steps"])
             if self.absorbed_steps < 0 or float(state["time_s"]) < 0:
                 raise ValueError(f"steps = {self.absorbed_steps}, time_s = {state['time_s']}")
-        except (KeyError, TypeError, ValueError) as error:
+        except (ArithmeticError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the checkpoint of the server does not fit this run: {error!r:.200}; resume with the run file that wrote it"
             ) from None

@@ -246,7 +246,7 @@ def _cached_tokens(config: DataConfig, tokenizer: Tokenizer, sources: Sequence[S
             raise ValueError(f"its sources end at {ends} of {len(train)} tokens")
         read = [(int(a), int(b), int(c), int(d)) for a, b, c, d in manifest["read"]]
         return _tokens(sources, train, val, _Written(ends, read, str(manifest["fingerprint"])))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ArithmeticError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(
             f"the token cache '{folder}' is damaged ({error!r:.200}); remove that folder, and it will be written again"
         ) from None

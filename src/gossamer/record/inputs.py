@@ -115,7 +115,7 @@ def read_text_record(folder: Path) -> TextRecord | None:
         return TextRecord(
             str(record["fingerprint"]), [int(one["train_tokens"]) for one in sources] if is_counted else None
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ArithmeticError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
             f"'{path}' does not say what text the run was trained on ({error!r:.80}); restore it, or remove it to compare nothing"
         ) from None

@@ -220,7 +220,7 @@ class _StoreWorker:
             self._files.close()
             atomic_write(arrivals_file(self._folder), state["inputs"].numpy().tobytes())
             self._open(round).restore_whole(core, time_s)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"a state of the server in the store is none of this run ({error!r:.200}); start all with the same run file and "
                 "gossamer, or start again with an empty store"

@@ -171,7 +171,7 @@ class VirtualTimeSimulation:
             self._pending.extend(_reported(record) for record in records)
         except DataError:
             raise
-        except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
+        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the checkpoint in '{self.folder}' does not fit this run ({str(error).splitlines()[0]}); resume with the run "
                 "file that wrote it"

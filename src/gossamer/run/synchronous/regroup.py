@@ -261,7 +261,7 @@ def _fact(rank: int, fact: object) -> tuple[float, Held]:
                     int(w): {str(name): frozenset(map(int, rounds)) for name, rounds in one.items()}
                     for w, one in held.items()
                 }
-            except (AttributeError, TypeError, ValueError):
+            except (ArithmeticError, AttributeError, TypeError, ValueError):
                 pass
     raise _odd(rank, "checkpoints")
 

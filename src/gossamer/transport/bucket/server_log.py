@@ -354,7 +354,7 @@ class ServerAttendance(SlotHolder[ServerWork]):
             try:
                 lives = {int(slot): int(life) for slot, life in item.head["lives"].items()}
                 self.lives, self._last_s = lives, min(max(0.0, float(item.head["time_s"])), _MOST_S)
-            except (AttributeError, KeyError, TypeError, ValueError):
+            except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError):
                 raise CheckpointError(
                     f"the state after event {after} in the store is none; start again with an empty store"
                 ) from None

@@ -161,7 +161,7 @@ class Store(NamedTuple):
         try:
             whole = joined_state(self.run, model, source, states)
             return whole if self.own == WHOLE else state_of_part(self.run, model, self.own, self.part, whole)
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        except (ArithmeticError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(
                 f"the checkpoints of worker {worker} from {source.stages} stages do not fit this model and inner optimizer "
                 f"({error!r:.200}); use the run file that wrote them, or remove them"
