@@ -336,6 +336,29 @@ def test_a_plan_says_when_more_local_steps_than_it_tried_would_end_lower(
     for steps, helps in (("30,60", True), ("30,60,4000", False)):
         assert main([*words, steps]) == 0
         assert ("local steps, the most that were tried, are expected to end lower" in capsys.readouterr().out) == helps
+    file.write_text("uplink_bps = 1e6\ndownlink_bps = 1e8\nlatency_s = 0.03\nstep_s = 0.3\n")
+    words = ["plan", str(file), "--workers", "4", "--model", "134m", "--local-steps"]
+    assert main([*words, "480"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("take one machine alone") and "--local-steps 480,960,1920 tries them" in out
+    assert main([*words, "480,960,1920"]) == 0
+    assert not capsys.readouterr().out.startswith("take one machine alone"), "it says so because that is so"
+
+
+def test_the_first_line_and_the_run_file_say_what_is_uneven_and_what_a_price_leaves_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "net.toml").write_text(
+        "uplink_bps = [8e7, 6e7]\ndownlink_bps = 8e7\nlatency_s = 0.01\nstep_s = [0.35, 0.5]\n"
+        "[[changes]]\nat_s = 60\nfactor = 0.9\nworker = 1\n"
+    )
+    words = ["plan", str(file), "--model", "1m", "--local-steps", "120", "--out"]
+    assert main([*words, str(tmp_path / "uneven.toml")]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("take DiLoCo with 83 to 120 local steps on both workers") and "changes after 60 s" in out
+    assert main([*words, str(tmp_path / "every_step.toml"), "--method", "data_parallel"]) == 0
+    text = (tmp_path / "every_step.toml").read_text()
+    assert "with 1 local step, " in text and "gossamer train sends after the step and takes 0." in text
 
 
 @pytest.mark.full
@@ -390,6 +413,8 @@ def test_a_plan_takes_the_model_of_a_run_file_the_vocabulary_of_a_tokenizer_and_
     assert document["model"]["layers"] == 2 and facts["parameters"] < 869_504
     facts, document = found("b.toml", "--model", "70b", "--vocab", "32000")
     assert 68e9 < facts["parameters"] < 71e9 and parse(document).model.shape.layers == 80
+    assert main([*words, "none.toml", "--model", "7B"]) == 2
+    assert "unknown --model '7B'; did you mean '7b'? Allowed: 0.2m, " in capsys.readouterr().err
     assert document["network"]["planned"]["step_s"] == pytest.approx(6 * facts["parameters"] * 1024 / 4e14)
     facts, document = found("c.toml", "--model", "1m", "--tokenizer", "gpt2", "--vocab", "50257")
     assert document["data"]["tokenizer"] == "gpt2" and facts["parameters"] == 128 * 50257 * 2 + 869_504 - 256 * 128 * 2

@@ -17,7 +17,6 @@ from gossamer.errors import ConfigError
 from gossamer.layout import Layout
 from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import Network, to_options
-from gossamer.network.timeline import format_utilisation
 from gossamer.run.config.layouts import layout_for
 from gossamer.run.config.recipes import Recipe, recipe, recipes
 from gossamer.run.config.resolve import resolve
@@ -25,7 +24,16 @@ from gossamer.run.config.run_file import parse
 from gossamer.run.planning.check import counted, is_hidden
 from gossamer.run.planning.choice import Candidate, Pick, pick
 from gossamer.run.planning.measured_losses import MEASURED
-from gossamer.run.planning.plan import PlanSettings, RunPlan, back_of, choosable, optima_of, with_tables, without_text
+from gossamer.run.planning.plan import (
+    PlanSettings,
+    RunPlan,
+    back_of,
+    choosable,
+    headline,
+    optima_of,
+    with_tables,
+    without_text,
+)
 from gossamer.run.planning.teams import network_without
 from gossamer.settings.schema import toml_value
 
@@ -154,12 +162,7 @@ def recipe_toml(made: RunPlan, chosen: Candidate, *, name: str, run: Mapping[str
     muon = recipe(chosen.method).settings.get("inner.optimizer") in _MUONS
     best = optima_of(made, chosen, rounds, muon=muon)
     document = with_tables(document, {"inner": best.inner, **({"rule": best.rule} if best.rule else {})})
-    head = (
-        f"# {chosen.method} with {chosen.full_steps} local steps, planned for {made.parameters:,} parameters: "
-        f"{chosen.round_bytes / 1e6:.4g} MB sent and {chosen.round_s:.4g} s a round, "
-        f"{format_utilisation(chosen.utilisation, chosen.between_stages)}.\n"
-        f"{without_text(chosen)}{best.source}{made.length_of(chosen, rounds)}"
-    )
+    head = f"{headline(made, chosen)}{without_text(chosen)}{best.source}{made.length_of(chosen, rounds)}"
     return head + tomli_w.dumps({"name": name, **document})
 
 
