@@ -297,6 +297,26 @@ def test_streaming_diloco_is_priced_without_a_slow_worker_too_and_its_run_file_l
     assert json.loads(capsys.readouterr().out)["chosen"]["left_out"] == []
 
 
+def test_streaming_diloco_takes_as_long_in_a_plan_as_in_the_check_of_its_run_file(tmp_path: Path) -> None:
+    (file := tmp_path / "net.toml").write_text("uplink_bps = 1e9\ndownlink_bps = 1e9\nstep_s = 0.25\n")
+    words = [
+        "plan",
+        str(file),
+        "--workers",
+        "4",
+        "--model",
+        "10m",
+        "--local-steps",
+        "5",
+        "--method",
+        "streaming_diloco",
+    ]
+    assert main([*words, "--codec", "bf16", "--out", str(tmp_path / "run.toml")]) == 0
+    text = (tmp_path / "run.toml").read_text()
+    (round_s,) = re.findall(r"MB sent and ([\d.]+) s a round", text)
+    assert examine_run(parse(tomllib.loads(text))).networks[0].round_s == pytest.approx(float(round_s), rel=1e-3)
+
+
 def test_of_many_workers_streaming_diloco_is_priced_with_those_of_the_choice_alone() -> None:
     network = Network(uplink_bps=(*[25e6] * 16, 1e5), downlink_bps=25e6, step_s=0.5)
     made = plan(network, ModelConfig(size="0.2m"), PlanSettings(local_steps=(30,)))
@@ -356,6 +376,8 @@ def test_the_first_line_and_the_run_file_say_what_is_uneven_and_what_a_price_lea
     assert main([*words, str(tmp_path / "uneven.toml")]) == 0
     out = capsys.readouterr().out
     assert out.startswith("take DiLoCo with 83 to 120 local steps on both workers") and "changes after 60 s" in out
+    (there,) = examine_run(parse(tomllib.loads((tmp_path / "uneven.toml").read_text()))).networks
+    assert there.note == "of the first 8 rounds, and the network changes after 60 s"
     assert main([*words, str(tmp_path / "every_step.toml"), "--method", "data_parallel"]) == 0
     text = (tmp_path / "every_step.toml").read_text()
     assert "with 1 local step, " in text and "gossamer train sends after the step and takes 0." in text

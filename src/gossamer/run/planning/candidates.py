@@ -21,7 +21,7 @@ from gossamer.run.config.layouts import layout_for
 from gossamer.run.config.recipes import Recipe, recipe, recipes
 from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import parse
-from gossamer.run.planning.check import counted, is_hidden
+from gossamer.run.planning.check import ROUNDS, counted, is_hidden
 from gossamer.run.planning.choice import Candidate, Pick, pick
 from gossamer.run.planning.measured_losses import MEASURED
 from gossamer.run.planning.plan import (
@@ -49,8 +49,6 @@ USUAL = "streaming_diloco"
 SEVERAL = (USUAL, "muloco", "sparseloco")
 """Methods that are tried with all local steps of a plan and, where they have no codec, with all codecs."""
 
-_ROUNDS = 4
-"""Rounds that are played for a price."""
 _DRAWS, _T_OF_THREE = 4, 3.18
 """Draws of jitter that are priced, and Student's t of their 95 % interval."""
 _FEW = 16
@@ -244,7 +242,7 @@ def _candidate(
         networks |= {f"draw-{k}": {**networks["planned"], "seed": made.network.seed + k} for k in seeds}
     config = parse(document)
     run = resolve(config)
-    sent_bytes, _, _, draws, _ = counted(run, layout, _ROUNDS)
+    sent_bytes, _, _, draws, _ = counted(run, layout, ROUNDS)  # in fewer, too little of what workers wait would be seen
     priced = draws[0]
     if priced.round_s is None or priced.utilisation is None or priced.between_stages is None:
         raise ConfigError(f"{priced.name} gives it no price: {priced.note}")
