@@ -40,6 +40,21 @@ def test_a_terminal_cuts_the_longest_texts_where_a_row_does_not_fit_and_no_soone
     assert all(len(line) <= columns for line in (head, *rows))
 
 
+@pytest.mark.parametrize(("columns", "left"), [(48, 4), (47, 3), (41, 3), (40, 2)])
+def test_a_narrow_terminal_leaves_out_columns_that_can_be_spared_before_it_cuts_a_text_short(
+    terminal: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: int, left: int
+) -> None:
+    terminal.setenv("COLUMNS", str(columns))
+    print_table(HEADINGS, ROWS, text=2, spare=("codec", "hours"))
+    head, *rows = said(capsys)
+    assert [name in head for name in HEADINGS] == [True, left > 3, left > 2, True]
+    assert all("less 4" in row for row in rows) and all(len(line) <= columns for line in (head, *rows))
+    terminal.setenv("TTY_COMPATIBLE", "0")
+    print_table(HEADINGS, ROWS, text=2, spare=("codec", "hours"))
+    whole = said(capsys)[0]
+    assert all(name in whole for name in HEADINGS)
+
+
 def test_a_sentence_ends_a_line_of_a_terminal_between_two_words_and_is_one_line_of_a_file(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -92,7 +92,10 @@ SITES = "sites.a.workers = [0]\nsites.b.workers = [1]\nsites.c.workers = [2]\n"
         (LINKS + SITES + "[[routes]]\nbetween = ['a', 'b']\n[[routes]]\nbetween = ['b', 'a']", "two routes"),
         (LINKS + "[[changes]]\nat_s = 1\nfactor = 0\nworker = 0", r"changes\[0\].factor is 0"),
         (LINKS + "[[changes]]\nat_s = 1\nfactor = 0.1", "must name one of the two"),
-        (LINKS + "[[changes]]\nat_s = 1\nfactor = 0.1\nsite = 'x'", "unknown site in changes 'x'"),
+        (
+            LINKS + "[[changes]]\nat_s = 1\nfactor = 0.1\nsite = 'x'",
+            "changes names the site 'x' and the network has no sites",
+        ),
         (LINKS + "[[changes]]\nat_s = 1\nfactor = 0.1\nworker = -1", r"changes\[0\].worker is -1"),
         (
             LINKS + SITES + "[[changes]]\nat_s = 1\nfactor = 0.1\nsite = {a = 1}",

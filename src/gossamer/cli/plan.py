@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from gossamer.run.planning.planned_stages import StagePlan
 
 _CODECS = ("bf16", "int8", "fp4")
+_SPARE = ("computing", "loss (nats)", "tokens", "codec there, back", "local steps")
+"""Columns of a plan that a narrow terminal leaves out, the first of them first."""
 _MOST_E_FOLDS = math.log(10)
 _YEAR_H = 8766.0
 
@@ -175,6 +177,12 @@ def _doubts(links: "Network", choice: "Pick", passes: float | None) -> list[str]
     from gossamer.network.links import doubts_of
 
     sentences = [*doubts_of(links)]
+    first_s = min((change.at_s for change in links.changes), default=math.inf)
+    if first_s < 3600 * choice.hours:
+        sentences.append(
+            f"the network changes after {first_s:g} s, and of each candidate only the first rounds are priced, some of which end "
+            "before; plan for the network as it is most of the time, without [[changes]]"
+        )
     if choice.hours > _YEAR_H:
         sentences.append(
             f"that takes {choice.hours / _YEAR_H:.3g} years; plan for fewer --tokens, for --hours, or for a smaller --model"
@@ -375,13 +383,18 @@ def _timed_model(network: "Network", options: PlanOptions, file: Path) -> "tuple
 
 def _model(named: str) -> "ModelConfig":
     """The model of a size, or of a run file."""
-    from gossamer.models.sizes import LARGE, ModelConfig
+    from gossamer.models.sizes import LARGE, SIZES, ModelConfig
     from gossamer.run.config.document import load_document
     from gossamer.run.config.run_file import parse
+    from gossamer.settings.user_code import is_code
 
     if named.endswith(".toml"):
         return parse(load_document(Path(named))).model
-    return ModelConfig(size="1b", **LARGE[named]._asdict()) if named in LARGE else ModelConfig(size=named)
+    if named in LARGE:
+        return ModelConfig(size="1b", **LARGE[named]._asdict())
+    if named not in SIZES and not is_code(named):
+        raise ConfigError(choose("--model", named, [*SIZES, *LARGE]) + "; correct the name, or give a run file")
+    return ModelConfig(size=named)
 
 
 def _vocabulary(options: PlanOptions) -> int | None:
@@ -466,8 +479,9 @@ def _print(made: "RunPlan", cut: "StagePlan | None", priced: "Priced", choice: "
     from gossamer.report.table import digits_text
     from gossamer.run.planning.candidates import USUAL
     from gossamer.run.planning.choice import PLAN_HEADINGS, leading, plan_rows
+    from gossamer.run.planning.plan import choosable
 
-    shown = [*made.candidates, *priced.candidates]
+    shown, usual = [*made.candidates, *priced.candidates], [one for one in priced.candidates if one.method == USUAL]
     print_sentence(_recommendation(choice, shown, asked=options.method is not None))
     if cut is not None:
         _print_cut(cut)
@@ -475,20 +489,22 @@ def _print(made: "RunPlan", cut: "StagePlan | None", priced: "Priced", choice: "
         echo(f"a replica fits a process of {options.memory_bytes / 1e9:.4g} GB, without activations")
     print_sentence(_what_is_trained(made, choice, options))
     if made.network.step_of is None and options.step_s is None and options.peak_flops is None:
-        echo(
+        print_sentence(
             "seconds of an inner step are those of the network file, which names no model: they are the same with any --model"
         )
+    takeable = [one for one in [*made.candidates, *priced.candidates] if one.method == choice.best.method]
+    rivals = choosable(takeable if options.method is not None else [*made.candidates, *usual], made.options)
     if not options.all:
         shown = leading(choice, shown)
-    print_table(PLAN_HEADINGS, plan_rows(choice, shown), text=2, bold=shown.index(choice.best))
+    print_table(PLAN_HEADINGS, plan_rows(choice, shown), text=2, bold=shown.index(choice.best), spare=_SPARE)
     print_sentence(_basis(choice))
     parallel = next((one for one in shown if one.collective and not one.left_out), None)
     if parallel is not None:
         print_sentence(_as_ddp(choice, parallel))
     for name, why in priced.unpriced.items():
         if options.all or name == USUAL:
-            echo(f"no price: {name}: {why}")
-    _print_choice(made, choice)
+            print_sentence(f"no price: {name}: {why}")
+    _print_choice(made, choice, rivals)
     if options.loss is not None:
         by, hours = "law" if options.law is not None else "anchor", _hours_to_loss(made, choice, options)
         when = "not foretold" if hours is None else f"after about {digits_text(hours)} h"
@@ -525,7 +541,10 @@ def _recommendation(choice: "Pick", candidates: "Sequence[Candidate]", *, asked:
     from gossamer.run.planning.choice import ALONE, SITE_ALONE
 
     best = choice.best
+    fewest = min(best.local_steps)
     steps = "" if best.full_steps == 1 else f" with {best.full_steps:,} local steps"
+    if fewest < best.full_steps:
+        steps = f" with {fewest:,} to {best.full_steps:,} local steps"
     beside = list[str]()
     for words, some in (
         ("one machine alone", [one for one in candidates if one.method == ALONE]),
@@ -562,7 +581,7 @@ def _team(candidate: "Candidate") -> str:
         return f" between {n} sites of {candidate.site} workers, each of which trains as one"
     staying = [i for i in range(n) if i not in gone]
     if not gone:
-        return f" on all {n} workers" if n > 1 else ""
+        return ("", " on both workers", f" on all {n} workers")[min(n, 3) - 1]
     if len(staying) == 1:
         return f" (worker {staying[0]})"
     if len(gone) < len(staying):
@@ -586,6 +605,7 @@ def _as_ddp(choice: "Pick", candidate: "Candidate") -> str:
 
 def _basis(choice: "Pick") -> str:
     """The source of the losses."""
+    from gossamer.network.estimates.wall_clock import FITTED_PARAMETERS
     from gossamer.run.planning.expected_loss import TOKENS_PER_PARAMETER
     from gossamer.run.planning.measured_losses import MEASURED_PARAMETERS, MEASURED_WORKERS
 
@@ -600,22 +620,25 @@ def _basis(choice: "Pick") -> str:
     )
     if not choice.scale.outside:
         return line
+    small = choice.scale.log_fraction_to(FITTED_PARAMETERS[0]) < 1
     return (
         f"{line}. {' and '.join(choice.scale.outside)} are outside of that: how methods differ there is not "
-        "known, and the lowest expectation is taken. DiLoCo's gap is that of arXiv 2503.09799"
+        f"known, and the lowest expectation is taken. DiLoCo's gap is "
+        f"{'between the measured one and ' if small else ''}that of arXiv 2503.09799"
     )
 
 
-def _print_choice(made: "RunPlan", choice: "Pick") -> None:
+def _print_choice(made: "RunPlan", choice: "Pick", rivals: "Sequence[Candidate]") -> None:
+    """Prints what is taken, and what was near; `rivals` are all candidates that could have been taken."""
     from gossamer.report.table import digits_text
-    from gossamer.run.planning.choice import more_steps_would_help
+    from gossamer.run.planning.choice import doublings_that_help
 
     best = choice.best
     left = f"dropping {best.dropped} (slowest): " if best.dropped and best.trained_as == best.method else ""
     steps = f"{best.full_steps} local step{'s' if best.full_steps > 1 else ''}"
-    sends = f"{best.round_bytes / 1e6:.4g} MB and " if best.round_bytes else ""
+    sends = f"{digits_text(best.round_bytes / 1e6)} MB and " if best.round_bytes else ""
     print_sentence(
-        f"chosen: {left}{best.method}, {steps}{_codecs(best)}: {sends}{best.round_s:.4g} s a round, "
+        f"chosen: {left}{best.method}, {steps}{_codecs(best)}: {sends}{digits_text(best.round_s)} s a round, "
         f"{digits_text(choice.hours)} h"
     )
     if not choice.whole_round(best):
@@ -623,10 +646,11 @@ def _print_choice(made: "RunPlan", choice: "Pick") -> None:
             f"no method ends a round in that time, and a run has one at least: {digits_text(best.round_s / 3600)} h; give more "
             "--tokens or --hours, or fewer --local-steps"
         )
-    if best.full_steps >= max(made.options.local_steps) and more_steps_would_help(choice, best):
+    most = max(made.options.local_steps)
+    if (doublings := doublings_that_help(choice, rivals, most)) is not None:
         print_sentence(
-            f"more than {best.full_steps:,} local steps, the most that were tried, are expected to end lower: --local-steps "
-            f"{best.full_steps},{2 * best.full_steps} tries them"
+            f"more than {most:,} local steps, the most that were tried, are expected to end lower: --local-steps "
+            f"{','.join(str(most << k) for k in range(doublings + 1))} tries them"
         )
     if best.fewer:
         print_sentence(
@@ -638,13 +662,13 @@ def _print_choice(made: "RunPlan", choice: "Pick") -> None:
             f"{best.site}"
         )
     if best.left_out:
-        echo("text that only the others have is lost; --keep-all plans with everybody")
+        print_sentence("text that only the others have is lost; --keep-all plans with everybody")
     if choice.undecided:
         print_sentence(
-            f"cannot be told apart from {choice.undecided_in_words}: the lowest expectation is taken, within 0.005 nats "
-            "the fastest"
+            f"not told apart and within 0.02 nats: {choice.undecided_in_words}; the lowest expectation is taken, within 0.005 "
+            "nats the fastest"
         )
-    echo("another method is taken with --method NAME; --all shows every candidate")
+    print_sentence("another method is taken with --method NAME; --all shows every candidate")
 
 
 def _run_file(made: "RunPlan", chosen: "Candidate", options: PlanOptions, out: Path) -> str:

@@ -44,7 +44,11 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *,
         left_out = left_out_of(links, n, planned, run.workers)
         if left_out is not None:
             links = network_without(links, n, left_out)
-            gone = f"{len(left_out)} workers" if len(left_out) > 8 else f"worker {', '.join(map(str, left_out))}"
+            gone = (
+                f"{len(left_out)} workers"
+                if len(left_out) > 8
+                else f"worker{'s' * (len(left_out) > 1)} {', '.join(map(str, left_out))}"
+            )
             echo(f"gossamer: '{network}' is priced without {gone}, whom the plan of this run left out", file=sys.stderr)
     try:
         links_of(links, run.workers)

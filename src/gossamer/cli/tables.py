@@ -12,7 +12,8 @@ from rich.text import Text
 from gossamer.cli.output import print_json
 from gossamer.record.progress import echo, printable
 
-_SHORTEST = 8
+_SHORTEST, _LEGIBLE = 8, 20
+"""Characters to which a text may be cut, and those that spare columns make room for."""
 
 
 def print_sentence(text: str, indent: int = 0) -> None:
@@ -34,16 +35,33 @@ def print_sentence(text: str, indent: int = 0) -> None:
 
 
 def print_table(
-    headings: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "", text: int = 1, bold: int | None = None
+    headings: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    title: str = "",
+    text: int = 1,
+    bold: int | None = None,
+    spare: Sequence[str] = (),
 ) -> None:
     """Prints rows in columns; a title brings lines around them.
 
     Args:
         text: the number of columns with text, on the left; the others have numbers. Under a title, text after the first wraps.
         bold: the index of a row to print in bold.
+        spare: headings of columns that a terminal leaves out where it is too narrow, the first of them first.
     """
     rows, headings, console = [[*map(printable, row)] for row in rows], [*map(printable, headings)], Console()
     widths = [max([len(head), *(len(row[place]) for row in rows)]) for place, head in enumerate(headings)]
+    for heading in spare if console.is_terminal else ():
+        if (
+            sum(min(w, _LEGIBLE) if k < text else w for k, w in enumerate(widths)) + 2 * len(widths) - 2
+            <= console.width
+        ):
+            break
+        place = headings.index(heading)
+        text -= place < text
+        for each in (headings, widths, *rows):
+            del each[place]
     if not title and not console.is_terminal:
         console = Console(width=sum(widths) + 2 * len(widths))  # a file has lines of any length
     # Where a line of a terminal is too short for all, texts are cut and never numbers, the longest first.

@@ -468,7 +468,7 @@ def _check_routes(network: Network) -> None:
     for route in network.routes:
         for end in route.between:
             if end not in network.sites:
-                raise ConfigError(choose("site in routes.between", end, network.sites) + "; correct the name")
+                raise ConfigError(_unknown_site("routes.between", end, network))
         if len(set(route.between)) < 2:
             raise ConfigError(f"routes.between is {list(route.between)} but must name two sites; give their names")
         if frozenset(route.between) in pairs:
@@ -482,10 +482,17 @@ def _check_routes(network: Network) -> None:
         )
 
 
+def _unknown_site(key: str, name: str, network: Network) -> str:
+    """A sentence for a site that the network does not have."""
+    if network.sites:
+        return choose(f"site in {key}", name, network.sites) + "; correct the name"
+    return f"{key} names the site '{name:.60}' and the network has no sites; add [sites.NAME] with its workers for each"
+
+
 def _check_changes(network: Network) -> None:
     for change in network.changes:
         if change.site is not None and change.site not in network.sites:
-            raise ConfigError(choose("site in changes", change.site, network.sites) + "; correct the name")
+            raise ConfigError(_unknown_site("changes", change.site, network))
         if change.worker is not None and change.worker >= (network.workers or 2**31):
             raise ConfigError(
                 f"changes.worker is {change.worker} but must be a whole number from 0 to {(network.workers or 1) - 1}; "

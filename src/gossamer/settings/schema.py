@@ -406,7 +406,8 @@ def _all(kind: Any, error: ValidationError, where: str, source: str) -> list[Gos
     for place, items in grouped.values():
         cause = items[0].get("ctx", {}).get("error")
         if isinstance(cause, GossamerError):
-            name = "" if getattr(_bare(place.hint), "__table__", "") is not None else f"{_dotted(where, place.path)}: "
+            own = _dotted(where, place.path) if getattr(_bare(place.hint), "__table__", "") is None else ""
+            name = f"{own}: " if own else ""
             every = cause.faults if isinstance(cause, Faults) else [cause]
             errors += [type(one)(f"{source}{name}{one}") for one in every]
         else:

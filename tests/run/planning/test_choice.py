@@ -14,7 +14,7 @@ from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import Network, read_network
 from gossamer.run.config.resolve import run_faults
 from gossamer.run.config.run_file import parse
-from gossamer.run.planning.choice import PLAN_HEADINGS, Candidate, leading, pick, plan_rows
+from gossamer.run.planning.choice import PLAN_HEADINGS, Candidate, hours_text, leading, pick, plan_rows
 from gossamer.run.planning.expected_loss import LossScale
 from gossamer.run.planning.measured_losses import DRIFT, MEASURED_PARAMETERS, measured_schedule
 from gossamer.run.planning.plan import PlanSettings, RunPlan, bits_per_parameter, plan, run_toml, slow_teams
@@ -36,6 +36,16 @@ def test_the_lowest_loss_in_the_time_is_taken_and_waiting_counts_as_loss() -> No
     assert found.best == diloco and not found.undecided
     above = found.above_best(waits)
     assert above is not None and above.nats > above.half
+
+
+def test_hours_and_workers_are_written_without_an_exponent_and_without_a_range_of_one_number() -> None:
+    choice = pick([varies := one("DiLoCo", 30, 1.0, spread_s=0.5)], SCALE, hours=1000.0)
+    assert hours_text(choice, varies) == "1000 ± 500"
+    fewer = Candidate("DiLoCo", "bf16", None, (5, 5, 3, 3, 3, 3), 1.0, 1.0, 0.9, 1.0)
+    assert (
+        fewer.fewer == "4 workers take 3"
+        and fewer._replace(local_steps=(5, 2, 3, 3, 3)).fewer == "4 workers take 2 to 3"
+    )
 
 
 def test_of_candidates_that_are_as_low_the_fastest_is_taken_and_of_nearly_as_fast_ones_the_simplest() -> None:

@@ -297,6 +297,26 @@ def test_streaming_diloco_is_priced_without_a_slow_worker_too_and_its_run_file_l
     assert json.loads(capsys.readouterr().out)["chosen"]["left_out"] == []
 
 
+def test_streaming_diloco_takes_as_long_in_a_plan_as_in_the_check_of_its_run_file(tmp_path: Path) -> None:
+    (file := tmp_path / "net.toml").write_text("uplink_bps = 1e9\ndownlink_bps = 1e9\nstep_s = 0.25\n")
+    words = [
+        "plan",
+        str(file),
+        "--workers",
+        "4",
+        "--model",
+        "10m",
+        "--local-steps",
+        "5",
+        "--method",
+        "streaming_diloco",
+    ]
+    assert main([*words, "--codec", "bf16", "--out", str(tmp_path / "run.toml")]) == 0
+    text = (tmp_path / "run.toml").read_text()
+    (round_s,) = re.findall(r"MB sent and ([\d.]+) s a round", text)
+    assert examine_run(parse(tomllib.loads(text))).networks[0].round_s == pytest.approx(float(round_s), rel=1e-3)
+
+
 def test_of_many_workers_streaming_diloco_is_priced_with_those_of_the_choice_alone() -> None:
     network = Network(uplink_bps=(*[25e6] * 16, 1e5), downlink_bps=25e6, step_s=0.5)
     made = plan(network, ModelConfig(size="0.2m"), PlanSettings(local_steps=(30,)))
@@ -336,6 +356,31 @@ def test_a_plan_says_when_more_local_steps_than_it_tried_would_end_lower(
     for steps, helps in (("30,60", True), ("30,60,4000", False)):
         assert main([*words, steps]) == 0
         assert ("local steps, the most that were tried, are expected to end lower" in capsys.readouterr().out) == helps
+    file.write_text("uplink_bps = 1e6\ndownlink_bps = 1e8\nlatency_s = 0.03\nstep_s = 0.3\n")
+    words = ["plan", str(file), "--workers", "4", "--model", "134m", "--local-steps"]
+    assert main([*words, "480"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("take one machine alone") and "--local-steps 480,960,1920 tries them" in out
+    assert main([*words, "480,960,1920"]) == 0
+    assert not capsys.readouterr().out.startswith("take one machine alone"), "it says so because that is so"
+
+
+def test_the_first_line_and_the_run_file_say_what_is_uneven_and_what_a_price_leaves_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "net.toml").write_text(
+        "uplink_bps = [8e7, 6e7]\ndownlink_bps = 8e7\nlatency_s = 0.01\nstep_s = [0.35, 0.5]\n"
+        "[[changes]]\nat_s = 60\nfactor = 0.9\nworker = 1\n"
+    )
+    words = ["plan", str(file), "--model", "1m", "--local-steps", "120", "--out"]
+    assert main([*words, str(tmp_path / "uneven.toml")]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("take DiLoCo with 83 to 120 local steps on both workers") and "changes after 60 s" in out
+    (there,) = examine_run(parse(tomllib.loads((tmp_path / "uneven.toml").read_text()))).networks
+    assert there.note == "of the first 8 rounds, and the network changes after 60 s"
+    assert main([*words, str(tmp_path / "every_step.toml"), "--method", "data_parallel"]) == 0
+    text = (tmp_path / "every_step.toml").read_text()
+    assert "with 1 local step, " in text and "gossamer train sends after the step and takes 0." in text
 
 
 @pytest.mark.full
@@ -390,6 +435,8 @@ def test_a_plan_takes_the_model_of_a_run_file_the_vocabulary_of_a_tokenizer_and_
     assert document["model"]["layers"] == 2 and facts["parameters"] < 869_504
     facts, document = found("b.toml", "--model", "70b", "--vocab", "32000")
     assert 68e9 < facts["parameters"] < 71e9 and parse(document).model.shape.layers == 80
+    assert main([*words, "none.toml", "--model", "7B"]) == 2
+    assert "unknown --model '7B'; did you mean '7b'? Allowed: 0.2m, " in capsys.readouterr().err
     assert document["network"]["planned"]["step_s"] == pytest.approx(6 * facts["parameters"] * 1024 / 4e14)
     facts, document = found("c.toml", "--model", "1m", "--tokenizer", "gpt2", "--vocab", "50257")
     assert document["data"]["tokenizer"] == "gpt2" and facts["parameters"] == 128 * 50257 * 2 + 869_504 - 256 * 128 * 2

@@ -179,6 +179,16 @@ def test_workers_may_be_dropped_down_to_one_and_so_may_sites() -> None:
     assert (3,) in slow_teams(slow_in_a_site, 8, 192_960)
 
 
+def test_methods_are_tried_within_each_site_of_a_kind() -> None:
+    inside = {"uplink_bps": 25e9, "downlink_bps": 25e9, "step_s": 0.3}
+    thin = (Route(between=("large", "small"), latency_s=0.02, bandwidth_bps=30e6),)
+    sites = {"large": Site(workers=(0, 1, 2, 3, 4, 5)), "small": Site(workers=(6, 7))}
+    found = made(Network(**inside, sites=sites, routes=thin), "134m", local_steps=(15,))
+    assert {(6, 7), (0, 1, 2, 3, 4, 5)} <= {one.left_out for one in found.candidates if one.method == "DiLoCo"}
+    alike = {one.left_out for one in made(FAST_INSIDE, local_steps=(15,)).candidates if one.method == "DiLoCo"}
+    assert alike == {(), (4, 5, 6, 7)}, "both sites are of one kind"
+
+
 def test_of_a_network_without_some_workers_sites_routes_and_changes_are_those_of_the_others() -> None:
     network = replace(
         FAST_INSIDE,

@@ -17,15 +17,23 @@ from gossamer.errors import ConfigError
 from gossamer.layout import Layout
 from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import Network, to_options
-from gossamer.network.timeline import format_utilisation
 from gossamer.run.config.layouts import layout_for
 from gossamer.run.config.recipes import Recipe, recipe, recipes
 from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import parse
-from gossamer.run.planning.check import counted, is_hidden
+from gossamer.run.planning.check import ROUNDS, counted, is_hidden
 from gossamer.run.planning.choice import Candidate, Pick, pick
 from gossamer.run.planning.measured_losses import MEASURED
-from gossamer.run.planning.plan import PlanSettings, RunPlan, back_of, choosable, optima_of, with_tables, without_text
+from gossamer.run.planning.plan import (
+    PlanSettings,
+    RunPlan,
+    back_of,
+    choosable,
+    headline,
+    optima_of,
+    with_tables,
+    without_text,
+)
 from gossamer.run.planning.teams import network_without
 from gossamer.settings.schema import toml_value
 
@@ -41,8 +49,6 @@ USUAL = "streaming_diloco"
 SEVERAL = (USUAL, "muloco", "sparseloco")
 """Methods that are tried with all local steps of a plan and, where they have no codec, with all codecs."""
 
-_ROUNDS = 4
-"""Rounds that are played for a price."""
 _DRAWS, _T_OF_THREE = 4, 3.18
 """Draws of jitter that are priced, and Student's t of their 95 % interval."""
 _FEW = 16
@@ -154,12 +160,7 @@ def recipe_toml(made: RunPlan, chosen: Candidate, *, name: str, run: Mapping[str
     muon = recipe(chosen.method).settings.get("inner.optimizer") in _MUONS
     best = optima_of(made, chosen, rounds, muon=muon)
     document = with_tables(document, {"inner": best.inner, **({"rule": best.rule} if best.rule else {})})
-    head = (
-        f"# {chosen.method} with {chosen.full_steps} local steps, planned for {made.parameters:,} parameters: "
-        f"{chosen.round_bytes / 1e6:.4g} MB sent and {chosen.round_s:.4g} s a round, "
-        f"{format_utilisation(chosen.utilisation, chosen.between_stages)}.\n"
-        f"{without_text(chosen)}{best.source}{made.length_of(chosen, rounds)}"
-    )
+    head = f"{headline(made, chosen)}{without_text(chosen)}{best.source}{made.length_of(chosen, rounds)}"
     return head + tomli_w.dumps({"name": name, **document})
 
 
@@ -241,7 +242,7 @@ def _candidate(
         networks |= {f"draw-{k}": {**networks["planned"], "seed": made.network.seed + k} for k in seeds}
     config = parse(document)
     run = resolve(config)
-    sent_bytes, _, _, draws, _ = counted(run, layout, _ROUNDS)
+    sent_bytes, _, _, draws, _ = counted(run, layout, ROUNDS)  # in fewer, too little of what workers wait would be seen
     priced = draws[0]
     if priced.round_s is None or priced.utilisation is None or priced.between_stages is None:
         raise ConfigError(f"{priced.name} gives it no price: {priced.note}")

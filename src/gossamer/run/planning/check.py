@@ -39,7 +39,7 @@ from gossamer.settings.user_code import is_code
 from gossamer.transport.keys import dealt, keys_for
 from gossamer.transport.processes.launch import device_of
 
-_ROUNDS, _MANY_WORKERS = 8, 64
+ROUNDS, _MANY_WORKERS = 8, 64
 """Rounds that are played for a price, where there are not many workers."""
 _DRAWN_ROUNDS, _FEW_WORKERS = 64, 16
 """The same where rounds vary by chance, for few workers."""
@@ -474,8 +474,9 @@ class Counted(NamedTuple):
     warnings: tuple[str, ...] = ()
 
 
-def counted(run: ResolvedRun, layout: Layout, rounds: int = _ROUNDS) -> Counted:
-    """Bytes, memory and seconds, by so many played rounds or by whole periods of what is sent.
+def counted(run: ResolvedRun, layout: Layout, rounds: int | None = None) -> Counted:
+    """Bytes, memory and seconds, by so many played rounds or by whole periods of what is sent; unless given, by as many rounds as
+    their seconds need.
 
     Of a run that changes on its way they are the means over its rounds, and the most memory.
     """
@@ -530,7 +531,7 @@ def _representative(parts: Sequence[ResolvedRun]) -> list[tuple[ResolvedRun, flo
     return weighed
 
 
-def _counted(run: ResolvedRun, layout: Layout, rounds: int) -> Counted:
+def _counted(run: ResolvedRun, layout: Layout, rounds: int | None) -> Counted:
     size = _BYTES * layout.numel
 
     def kept(what: str, copies: float) -> Copies:
@@ -576,13 +577,13 @@ def _counted(run: ResolvedRun, layout: Layout, rounds: int) -> Counted:
     return Counted(sent.sent_bytes, sent.most_bytes, tuple(rows), networks, warnings)
 
 
-def _rounds(run: RunSettings, m: Method, some: int) -> int:
+def _rounds(run: RunSettings, m: Method, given: int | None) -> int:
     """The number of rounds to play: about as many as asked for in whole periods, and not more than the run has."""
-    period = period_of(run, m)
-    some = 1 if run.workers > _MANY_WORKERS else some
+    period, some = period_of(run, m), ROUNDS if given is None else given
     drawn = any(network.jitter for network in run.networks.values()) or m.topology.name == "random"
-    if drawn and some == _ROUNDS and run.networks and run.workers <= _FEW_WORKERS:
+    if drawn and given is None and run.networks and run.workers <= _FEW_WORKERS:
         some = _DRAWN_ROUNDS
+    some = 1 if run.workers > _MANY_WORKERS else some
     return min(run.rounds, period * -(-some // period))
 
 
@@ -610,6 +611,11 @@ def _priced(run: RunSettings, name: str, entries: Sequence[Entry], m: Method, la
     rounds = trace.rounds / m.sends_per_round
     adapts = "run.adapt" if run.loop.adapt else "the rule" if m.rule.adapted is not None else ""
     note = f"at the local steps that {adapts} begins with" if adapts else ""
+    first_s = min((change.at_s for change in network.changes), default=math.inf)
+    if first_s < timeline.total_s / rounds * run.rounds and rounds < run.rounds:
+        note = (
+            f"{note}{'; ' if note else ''}of the first {rounds:g} rounds, and the network changes after {first_s:g} s"
+        )
     return OnNetwork(
         name,
         timeline.total_s / rounds,

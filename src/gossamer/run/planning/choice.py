@@ -105,9 +105,8 @@ class Candidate(NamedTuple):
         if not slower:
             return ""
         if len(slower) > 3:
-            return (
-                f"{len(slower)} workers take {min(steps for _, steps in slower)} to {max(steps for _, steps in slower)}"
-            )
+            fewest, most = min(steps for _, steps in slower), max(steps for _, steps in slower)
+            return f"{len(slower)} workers take {fewest}{f' to {most}' if most > fewest else ''}"
         return ", ".join(f"worker {i} takes {steps}" for i, steps in slower)
 
     @property
@@ -196,17 +195,28 @@ class Pick(NamedTuple):
         )
 
 
-def more_steps_would_help(choice: Pick, candidate: Candidate) -> bool:
-    """Whether twice as many local steps are expected to end lower in the time, by more than 0.005 nats."""
-    twice = candidate._replace(
-        local_steps=tuple(2 * steps for steps in candidate.local_steps), round_s=2 * candidate.round_s
-    )
-    penalty, more = candidate.penalty(choice.scale), twice.penalty(choice.scale)
-    if penalty is None or more is None or candidate.full_steps == 1:
-        return False
+def doublings_that_help(choice: Pick, candidates: Iterable[Candidate], most: int) -> int | None:
+    """How many times the most local steps that were tried are doubled until a candidate that takes them is expected to end lower
+    than the choice, by more than 0.005 nats; None where eight times as many do not suffice.
+    """
+    at_most = [one for one in candidates if one.full_steps >= max(2, most)]
+    for doublings in (1, 2, 3):
+        for one in at_most:
+            above = choice.above_best(more := _with_more_steps(one, 2**doublings))
+            if above is not None and above.nats < -_AS_LOW and choice.whole_round(more):
+                return doublings
+    return None
+
+
+def _with_more_steps(candidate: Candidate, times: int) -> Candidate:
+    """A candidate with so many times its local steps, whose rounds send as much, and compute so many times as long."""
     busy = candidate.utilisation + candidate.between_stages
-    saved = -math.log(busy + (1 - busy) / 2)  # a round sends as much, in twice the steps
-    return choice.scale.per_e_fold * saved - (more.nats - penalty.nats) > _AS_LOW
+    share = busy + (1 - busy) / times
+    return candidate._replace(
+        local_steps=tuple(times * steps for steps in candidate.local_steps),
+        round_s=times * share * candidate.round_s,
+        seconds_per_token=share * candidate.seconds_per_token,
+    )
 
 
 _Known = tuple[Candidate, Penalty]
@@ -320,7 +330,7 @@ def format_codecs(candidate: Candidate) -> str:
 def hours_text(choice: Pick, candidate: Candidate) -> str:
     """The hours that a candidate needs for the tokens, with their spread by chance where that is a thousandth or more."""
     hours, share = choice.hours_of(candidate), candidate.spread_s / candidate.round_s if candidate.round_s else 0.0
-    return digits_text(hours) + (f" ± {hours * share:.2g}" if share >= 0.001 else "")
+    return digits_text(hours) + (f" ± {digits_text(hours * share, 2)}" if share >= 0.001 else "")
 
 
 def plan_rows(choice: Pick, candidates: Iterable[Candidate]) -> list[tuple[str, ...]]:

@@ -216,7 +216,7 @@ class LossScale(NamedTuple):
         """The quantities that are far from those of the measured losses."""
         words = {
             "parameters": f"{self.parameters:,} parameters",
-            "workers": f"{self.workers} workers",
+            "workers": f"{self.workers} worker{'s' * (self.workers > 1)}",
             "tokens": f"{self.tokens / self.parameters:.3g} tokens a parameter",
         }
         return [words[name] for name, away in self._away.items() if away > _NEAR * 1.01]

@@ -249,6 +249,8 @@ def _candidates(
     teams: list[tuple[tuple[int, ...], PerWorker]] = [((), computing)]
     if not options.keep_all:
         teams += [(left_out, 1.0) for left_out in slow_teams(network, n, parameters)]
+    if not options.keep_all and not network.stages and n <= MOST_COUNTED:
+        teams += [(left_out, 1.0) for left_out in _other_sites(network, n, [without for without, _ in teams])]
     candidates, sites = list[Candidate](), site_teams(network, n)
     for without, part in teams:
         team, sketches = network_without(network, n, without), _sketches(n - len(without), options)
@@ -257,6 +259,20 @@ def _candidates(
         candidates += [one._replace(left_out=without) for one in priced]
     candidates += _alone(network, n, parameters, options, computing)
     return [*candidates, *_of_sites(network, parameters, options, candidates)]
+
+
+def _other_sites(network: Network, n: int, teams: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The teams of one site each whose links and machines are not those of a team that is tried anyhow."""
+
+    def kind(without: tuple[int, ...]) -> tuple[int, Network]:
+        return len(without), network_without(network, n, without)
+
+    known, others = [*map(kind, teams)], list[tuple[int, ...]]()
+    for left_out in site_teams(network, n):
+        if (site := kind(left_out)) not in known:
+            known.append(site)
+            others.append(left_out)
+    return others
 
 
 def choosable(candidates: Iterable[Candidate], options: PlanSettings) -> list[Candidate]:
@@ -596,9 +612,7 @@ def run_toml(
     }
     document = with_tables(document, plan.replica)
     head = (
-        f"# {chosen.method} with {chosen.full_steps} local steps, planned for {plan.parameters:,} parameters: "
-        f"{chosen.round_bytes / 1e6:.4g} MB sent and {chosen.round_s:.4g} s a round, "
-        f"{format_utilisation(chosen.utilisation, chosen.between_stages)}.\n"
+        f"{headline(plan, chosen)}{_sending_comment(chosen)}"
         f"{without_text(chosen)}{_uneven_steps_comment(chosen)}{_sites_text(chosen)}"
         f"{best.source}"
         f"{plan.length_of(chosen, rounds)}"
@@ -636,6 +650,25 @@ def method_tables(chosen: Candidate) -> dict[str, dict[str, Any]]:
         "topology": {"name": "complete"} if peers is None else {"name": "random", "peers": peers},
         "codec": {"name": chosen.codec, **({"back": chosen.back} if chosen.back else {})},
     }
+
+
+def headline(plan: RunPlan, chosen: Candidate) -> str:
+    """The first comment of a run file: its method, its size and its seconds a round."""
+    return (
+        f"# {chosen.method} with {chosen.full_steps} local step{'s' * (chosen.full_steps > 1)}, planned for "
+        f"{plan.parameters:,} parameters: {digits_text(chosen.round_bytes / 1e6)} MB sent and {digits_text(chosen.round_s)} s "
+        f"a round, {format_utilisation(chosen.utilisation, chosen.between_stages)}.\n"
+    )
+
+
+def _sending_comment(chosen: Candidate) -> str:
+    """A comment of the run file where its seconds are those of DDP, and `gossamer train` takes longer; else empty."""
+    as_sent = chosen.unhidden_round_s
+    if as_sent is None or as_sent <= chosen.round_s * (1 + 1e-9):
+        return ""
+    return (
+        f"# That is as DDP runs it; gossamer train sends after the step and takes {digits_text(as_sent)} s a round.\n"
+    )
 
 
 def _uneven_steps_comment(chosen: Candidate) -> str:
