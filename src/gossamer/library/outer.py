@@ -32,6 +32,7 @@ from gossamer.library.parts import (
     keys_of_sites,
     must_be_a_site,
     must_be_in_a_store,
+    must_be_what_is_asked,
     naming_unknown_arguments,
     ranks_of,
     settled_parts,
@@ -180,6 +181,7 @@ class Outer(Generic[M]):
         workers: int | None = None,
     ) -> None:
         must_be_trainable(model)
+        must_be_what_is_asked(rule, join)
         given = {"seed": seed, "reduction": reduction, "timeout_s": timeout_s, "compile": compile, "rest": rest}
         _must_be_options(**given, elastic=elastic, peers=peers, store=store)
         timetable = None if local_steps is None else timetable_in(local_steps)
