@@ -3,7 +3,9 @@
 import re
 
 import pytest
+import torch
 
+import gossamer
 from commands import Command, free_port, program
 from gossamer.errors import ConfigError
 from gossamer.integrations.environment import rule_and_options
@@ -23,6 +25,19 @@ def test_a_method_its_steps_and_where_sites_meet_are_read_from_one_variable():
     assert streaming.name == "streaming_diloco"  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.parametrize("asked", ["diloco", "diloco:3", "gasloc:3@10.0.0.1:29600"])
+def test_an_outer_that_does_not_read_what_is_asked_for_is_refused(asked, monkeypatch):
+    monkeypatch.setenv("GOSSAMER_OUTER", asked)
+    with pytest.raises(
+        ConfigError, match=f"GOSSAMER_OUTER is '{asked}' and Outer, which does not read it, got rule 'gas"
+    ):
+        gossamer.Outer(torch.nn.Linear(2, 1), gossamer.gasloc())
+    monkeypatch.setenv("GOSSAMER_OUTER", "streaming_diloco:30")
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
+    with gossamer.outer_loop(model, torch.optim.SGD(model.parameters(), lr=0.1)) as loop:
+        assert loop.local_steps == 30
+
+
 @pytest.mark.parametrize(
     ("rule", "options", "environment", "sentence"),
     [
@@ -33,7 +48,12 @@ def test_a_method_its_steps_and_where_sites_meet_are_read_from_one_variable():
         (None, {}, {"GOSSAMER_OUTER": "diloco@host"}, r"set it to METHOD\[:H\]\[@HOST:PORT\]"),
         (None, {}, {"GOSSAMER_OUTER": "diloco:3@s3://bucket/run:80"}, r"set it to METHOD\[:H\]\[@HOST:PORT\]"),
         (None, {}, {"GOSSAMER_OUTER": "diloko"}, "did you mean 'diloco'"),
-        (None, {}, {"GOSSAMER_OUTER": "diloco:3@host:1"}, "GOSSAMER_SITE is None; set it to the number of this site"),
+        (
+            None,
+            {},
+            {"GOSSAMER_OUTER": "diloco:3@host:1"},
+            "GOSSAMER_SITE is not set; set it to the number of this site",
+        ),
         (None, {}, {"GOSSAMER_OUTER": "diloco", "GOSSAMER_SITE": "0/2"}, "as in diloco@HOST:PORT"),
         (None, {}, {**JOINED, "GOSSAMER_SITE": "2/2"}, "GOSSAMER_SITE is '2/2'"),
     ],

@@ -2,11 +2,13 @@
 
 import contextlib
 import ctypes
+import gc
 import inspect
 import itertools
 import os
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 import torch.distributed as dist
 from test_library import flat, net, train
 from torch import nn
-from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gossamer
@@ -23,7 +25,9 @@ from commands import Command, in_forks
 from gossamer.errors import ConfigError, PeerError
 from gossamer.library import parts
 from gossamer.library.guard import fingerprints, must_be_alike
+from gossamer.library.peers import all_at
 from gossamer.transport.processes.local import loopback
+from gossamer.transport.processes.member import Member
 
 
 def outer(model, **options):
@@ -234,6 +238,21 @@ def test_a_parameter_in_another_order_of_the_same_memory_is_taken_back():
     assert torch.equal(flat(model), loop.x)
 
 
+def test_of_two_outers_of_the_same_parameters_the_earlier_is_refused_while_the_later_is_open():
+    model = net()
+    first = outer(model)
+    train(model, first, 2)
+    second = outer(nn.Sequential(model[0], nn.Linear(4, 1)))
+    with pytest.raises(ConfigError, match=r"another Outer was made of parameter '0\.weight' while this one is open"):
+        train(model, first, 2)
+    second.close()
+    first = outer(model)
+    outer(model)  # as in a notebook: a later one that was dropped
+    gc.collect()
+    train(model, first, 4)
+    assert first.rounds == 2
+
+
 def test_what_is_frozen_later_is_still_exchanged():
     model = net()
     loop = outer(model)
@@ -255,6 +274,27 @@ def test_tensors_that_differ_are_named_by_their_hashes_and_many_by_one():
             must_be_alike([one, wrong], list(tensors))
     many = {str(k): tensors["a"] for k in range(5000)}
     assert len(fingerprints(many, numbers=True)) == 1
+
+
+def test_workers_that_call_different_methods_are_named_with_them():
+    store = HashStore()
+    members = [Member.at(worker, 2, torch.device("cpu"), store) for worker in range(2)]
+
+    def came(member: Member, place: str) -> str:
+        with pytest.raises(PeerError) as error:
+            all_at(place, member, 1, 5.0)
+        return str(error.value)
+
+    with ThreadPoolExecutor() as threads:
+        said = [*threads.map(came, members, ["step() of Outer", "common_steps() of Outer"])]
+    assert said[0].startswith(
+        "worker 1 came to common_steps() of Outer where worker 0 came to step() of Outer; let all"
+    )
+    assert said[1].startswith(
+        "worker 0 came to step() of Outer where worker 1 came to common_steps() of Outer; let all"
+    )
+    with pytest.raises(PeerError, match=r"not all workers came to step\(\) of Outer together: worker 1 sent no conf"):
+        all_at("step() of Outer", members[0], 1, 0.2)
 
 
 # --- two processes ---------------------------------------------------------------------------------------------------

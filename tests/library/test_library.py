@@ -730,7 +730,7 @@ def test_a_loop_that_trains_nothing_before_the_first_exchange_is_warned_once(cap
             train(model, None, trained)
             for _ in range(6):
                 loop.step()
-    assert not caplog.text
+    assert "did not change" not in caplog.text
 
 
 def early_steps(model, loop, micro_batches, *, before, scale=1.0, clear=False):
@@ -780,6 +780,50 @@ def test_a_later_step_that_is_counted_between_two_optimizer_steps_is_named_in_th
     assert (
         caplog.text.count("worker 0 called outer.step() once more after a backward pass and before an optimizer") == 1
     )
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("calls", "optimizer_steps", "local_steps", "scaler", "named"),
+    [
+        (2, 1, 4, False, True),
+        (2, 1, 5, False, True),
+        (2, 1, 1, False, True),
+        (1, 3, 4, False, True),
+        (1, 1, 4, False, False),
+        (1, 1, 1, False, False),
+        (2, 1, 4, True, False),  # which may have skipped half of the steps
+    ],
+)
+def test_steps_that_are_counted_twice_or_seldom_are_named_once(
+    calls, optimizer_steps, local_steps, scaler, named, caplog
+):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    kept = torch.amp.GradScaler(DEVICE) if scaler else None
+    with gossamer.Outer(model, "gasloc", local_steps=local_steps) as loop:
+        while loop.steps_taken < 20:
+            for _ in range(optimizer_steps):
+                model(torch.ones(2, 3, device=DEVICE)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            for _ in range(calls):
+                loop.step()
+    del kept
+    assert len(caplog.records) == named, caplog.text
+    assert caplog.text.count("worker 0 has called outer.step()") == named
+
+
+def test_an_optimizer_step_after_the_last_count_is_named_at_the_end(caplog):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with gossamer.Outer(model, "gasloc", local_steps=4) as loop:
+        for _ in range(8):  # counts before each step, with no gradients left
+            optimizer.zero_grad()
+            loop.step()
+            model(torch.ones(2, 3, device=DEVICE)).square().mean().backward()
+            optimizer.step()
+    assert caplog.text.count("has taken a step after the last outer.step(), which no round has exchanged") == 1
     assert len(caplog.records) == 1
 
 
@@ -889,6 +933,20 @@ def test_steps_that_are_never_exchanged_are_told_once(caplog):
     with pytest.raises(KeyError):
         fails()
     assert not caplog.text
+
+
+def test_steps_of_a_round_that_was_begun_are_told_when_the_loop_is_forgotten(caplog, monkeypatch):
+    def forgotten():
+        caplog.clear()
+        loop = gossamer.Outer(model := net(), "gasloc", local_steps=4)
+        train(model, loop, 6)
+        del loop
+        gc.collect()
+        return caplog.text
+
+    assert forgotten().count("ends with 2 inner steps that were not exchanged") == 1
+    monkeypatch.setattr("sys.last_value", KeyError("nothing caught it"), raising=False)
+    assert not forgotten()
 
 
 def test_who_saves_within_a_round_and_closes_is_told_that_a_resumed_loop_goes_on(caplog):

@@ -68,5 +68,6 @@ def site_of(words: str | None) -> tuple[int, int]:
     """
     number, slash, sites = (words or "").partition("/")
     if not (slash and number.isdecimal() and sites.isdecimal() and int(number) < int(sites)):
-        raise ConfigError(f"{SITE} is {words!r}; set it to the number of this site and how many there are, such as 0/3")
+        given = "not set" if words is None else repr(words)
+        raise ConfigError(f"{SITE} is {given}; set it to the number of this site and how many there are, such as 0/3")
     return int(number), int(sites)

@@ -2,14 +2,16 @@
 
 import gc
 import hashlib
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from gossamer.errors import ConfigError, PeerError
 from gossamer.layout import bare_name
@@ -116,6 +118,27 @@ def _refuse_wrapper_in(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if any(hasattr(p, mark) for mark in ZERO):
             raise ConfigError(f"parameter '{name}' is held by DeepSpeed's ZeRO, {COPIES}")
+
+
+_HOLDERS = WeakTensorKeyDictionary()
+"""Of each parameter the `Outer` that was made of it last, as a finalizer that is alive for as long as that is open."""
+
+
+def take_hold(model: nn.Module, holder: "weakref.finalize[..., Any]") -> None:
+    """Notes to whom the trainable parameters belong from now on."""
+    for p in model.parameters():
+        if p.requires_grad:
+            _HOLDERS[p] = holder
+
+
+def must_hold(model: nn.Module, holder: "weakref.finalize[..., Any]") -> None:
+    """Raises ConfigError where another `Outer` that is open was made of the same parameters later."""
+    owners = [(name, _HOLDERS.get(p)) for name, p in model.named_parameters()]
+    if taken := [name for name, owner in owners if owner is not None and owner is not holder and owner.alive]:
+        raise ConfigError(
+            f"another Outer was made of parameter '{taken[0]}' while this one is open, so that each would undo the exchanges of "
+            "the other; close this one before, or give each Outer a model with parameters of its own"
+        )
 
 
 def rest_of(model: nn.Module) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from gossamer.codecs import Codec
 from gossamer.errors import CheckpointError, ConfigError, PeerError
 from gossamer.library.dtensors import local, mesh_of, reshard
 from gossamer.library.flat import flat_of, layouts_with_wrappers, must_carry_copies, with_bare_names
-from gossamer.library.guard import Rest, must_be_trainable, must_not_be_wrapped, rest_of
+from gossamer.library.guard import Rest, must_be_trainable, must_hold, must_not_be_wrapped, rest_of, take_hold
 from gossamer.library.in_store import LoopInStore, join_store
 from gossamer.library.lane import Lane, at_board, join_sites, lane_in, lane_of_site
 from gossamer.library.metrics import Meter, OuterMetrics
@@ -32,6 +32,7 @@ from gossamer.library.parts import (
     keys_of_sites,
     must_be_a_site,
     must_be_in_a_store,
+    must_be_what_is_asked,
     naming_unknown_arguments,
     ranks_of,
     settled_parts,
@@ -180,6 +181,7 @@ class Outer(Generic[M]):
         workers: int | None = None,
     ) -> None:
         must_be_trainable(model)
+        must_be_what_is_asked(rule, join)
         given = {"seed": seed, "reduction": reduction, "timeout_s": timeout_s, "compile": compile, "rest": rest}
         _must_be_options(**given, elastic=elastic, peers=peers, store=store)
         timetable = None if local_steps is None else timetable_in(local_steps)
@@ -231,7 +233,8 @@ class Outer(Generic[M]):
         self._stops: list[Stop] = []
         self._check = LoopCheck(model, self.worker, self.n, self._flat.checksum, self.local_steps)
         self._watch = self._check.watch
-        self._forgotten = weakref.finalize(self, self._watch.end)  # of an Outer that is dropped without close()
+        self._forgotten = weakref.finalize(self, self._watch.forgotten)  # of an Outer that is dropped without close()
+        take_hold(model, self._forgotten)
         self._means = 0
         """How often it has entered `mean_model`."""
         self.lr: Callable[[], float] | None = None
@@ -435,7 +438,7 @@ class Outer(Generic[M]):
             self._begin_round()
         self._record.open(self.rounds if self.steps_taken else None)  # after a load, which decides what of it is void
         self._record.step(loss)
-        self.steps += 1
+        self.steps = self._watch.steps = self.steps + 1
         with torch.no_grad():
             self._advance()
             while self._stops and self._stops[0].step == self.steps:
@@ -465,7 +468,8 @@ class Outer(Generic[M]):
         self._loop.announce(self.rounds, self._stops[0])
 
     def _end_round(self) -> None:
-        self.steps, self.rounds = 0, self.rounds + 1
+        self.steps = self._watch.steps = 0
+        self.rounds += 1
         self._count_waits()
         lr = None if self.lr is None else self.lr()
         self._record.end_round(self.rounds - 1, self._timetable.begin(self.rounds), lr)
@@ -512,6 +516,7 @@ class Outer(Generic[M]):
         if self._store is None:
             round = max(round, self._load_from_site(source))
         self.rounds, self.steps, self._stops = self._store.round if self._store is not None else round, 0, []
+        self._watch.steps = 0
         self._check.forget_start()
         self._record.drop_round()
 
@@ -549,7 +554,7 @@ class Outer(Generic[M]):
             self._loop.end()
             self._flat.write()
         self._leave()
-        self._watch.end(self.steps)
+        self._watch.end()
 
     @in_own_words()
     def common_steps(self, mine: int) -> int:
@@ -841,7 +846,7 @@ class Outer(Generic[M]):
         self.rounds, self.steps, self._stops = rounds, steps, []
         self._loaded, self._agreed = start, False
         self._check.begin(steps)
-        self._watch.resumes = True
+        self._watch.steps, self._watch.resumes = steps, True
 
     def _outer_state(self) -> list[torch.Tensor]:
         return [*leaves(self._loop.state), *self._flat.kept]
@@ -862,7 +867,7 @@ class Outer(Generic[M]):
             self._forgotten.detach()
             if not self._watch.quiet:
                 self._leave()  # before the connections end, so that a peer that sees one closed can read the reason
-                self._watch.end(self.steps)
+                self._watch.end()
         self._closed = True
         self._check.end()
         self._loop.in_flight.clear()
@@ -925,7 +930,7 @@ class Outer(Generic[M]):
             self._take_anothers_state(None)
             self._agreed = True
             return True
-        with self._siblings.all_or_none("the first step", self.rounds, self.steps):
+        with self._explaining(), self._siblings.all_or_none("the first step", self.rounds, self.steps):
             must_continue_alike(self._peers.agree("step", [self.rounds, self.steps, self.local_steps, self._loaded]))
         if self._site is not None:
             self._peers.part()  # site 0 may die, and the store with it
@@ -964,6 +969,7 @@ class Outer(Generic[M]):
         if self._watched and not self._stops:
             self._watched = False
             must_not_be_wrapped(self.model, self._lane.across)
+        must_hold(self.model, self._forgotten)
         self._flat.read()
         self._check.exchange(self._peers, self.steps, self.lr)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -283,6 +284,25 @@ def must_be_a_site(
         raise ConfigError(
             f"Outer got process_group={group!r:.60} together with site={site!r:.40}, where all processes of the default group "
             "are the worker; leave it out"
+        )
+
+
+def must_be_what_is_asked(rule: object, join: object, environment: Mapping[str, str] = os.environ) -> None:
+    """Raises ConfigError where GOSSAMER_OUTER asks for another method or another way to meet than a script gives to `Outer`.
+
+    `outer_loop` and the callbacks, which read it, pass on what it says.
+
+    >>> must_be_what_is_asked("diloco", None, {"GOSSAMER_OUTER": "diloco:30"})
+    >>> must_be_what_is_asked("gasloc", None, {"GOSSAMER_OUTER": "diloco:30"})
+    Traceback (most recent call last):
+    gossamer.errors.ConfigError: GOSSAMER_OUTER is 'diloco:30' and Outer, which does not read it, got ...
+    """
+    asked = environment.get("GOSSAMER_OUTER", "")
+    name = rule if isinstance(rule, str) else getattr(rule, "name", None)
+    if asked and (re.split("[:@]", asked)[0] != name or ("@" in asked) != (join is not None)):
+        raise ConfigError(
+            f"GOSSAMER_OUTER is '{asked}' and Outer, which does not read it, got rule {name!r:.60} and join={join!r:.60}; use "
+            "gossamer.outer_loop or a trainer's callback without a rule, or unset GOSSAMER_OUTER"
         )
 
 

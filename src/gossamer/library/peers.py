@@ -29,7 +29,7 @@ from gossamer.transport.contract import Delivery, Reduce, Ticket, TimedTransport
 from gossamer.transport.memory import MemoryNetwork
 from gossamer.transport.processes.backend import Backend, backend_of, gloo_group, hang_up, nccl_group
 from gossamer.transport.processes.group import GroupTransport, all_reduce
-from gossamer.transport.processes.launch import agree
+from gossamer.transport.processes.launch import agree, part
 from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.sockets import SocketTransport
 from gossamer.transport.processes.store import Entries, NoAnswerError
@@ -190,7 +190,7 @@ class Peers:
         # Listens before it publishes its address: a reader may connect at once.
         listener = None if lane.keys is None else listen(lane.address, 0)
         address = "" if listener is None else shown(*listener.getsockname()[:2])
-        statements = agree(member, "gossamer.Outer", [common, rest, secrets.token_hex(8), address], timeout_s=timeout_s)
+        statements = all_at("the start of Outer", member, [common, rest, secrets.token_hex(8), address], timeout_s)
         must_agree([one[0] if isinstance(one, list) and len(one) == 4 else None for one in statements], common)
         must_be_alike([one[1] for one in statements], list(others))
         start = str(statements[0][2])
@@ -214,12 +214,7 @@ class Peers:
 
     def agree(self, call: str, facts: object) -> list[Any]:
         """The facts of each worker in a call of `Outer`, in worker order. Raises PeerError naming those that time out."""
-        if self._member is None:
-            return [facts]
-        try:
-            return agree(self._member, f"Outer.{call}", facts, timeout_s=self._timeout_s)
-        except PeerError as error:
-            raise PeerError(f"not all workers came to {call}() of Outer together: {error}") from error
+        return [facts] if self._member is None else all_at(f"{call}() of Outer", self._member, facts, self._timeout_s)
 
     def publish(self, topic: str, facts: object) -> None:
         """Publishes facts without waiting for readers; does nothing where the store is gone, as at the end."""
@@ -298,6 +293,22 @@ class Peers:
                 self._group.shutdown()
         self._group = None
         atexit.unregister(self._hang_up)
+
+
+def all_at(place: str, member: Member, facts: object, timeout_s: float) -> list[Any]:
+    """The facts of each worker at a place in the loop that all must come to. Raises: PeerError naming who did not."""
+    try:
+        statements = agree(member, "gossamer.Outer", [place, facts], timeout_s=timeout_s)
+    except PeerError as error:
+        raise PeerError(f"not all workers came to {place} together: {error}") from error
+    places = [one[0] if isinstance(one, list) and len(one) == 2 else None for one in statements]
+    if odd := [worker for worker, theirs in enumerate(places) if theirs != place]:
+        part(member, min(timeout_s, 10.0))  # so that all can report it rather than a lost store
+        raise PeerError(
+            f"worker {odd[0]} came to {places[odd[0]]!s:.60} where worker {member.worker} came to {place}; let all workers call "
+            "the same methods of Outer in the same order, and make Outer on all of them at the same place"
+        )
+    return [one[1] for one in statements]
 
 
 def _broadcast_in(group: dist.ProcessGroup, data: Tensor) -> None:

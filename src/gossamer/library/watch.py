@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -28,17 +29,22 @@ class Watch:
 
     Args:
         checksum: returns that of the parameters as they are.
+        optimizers: counts the steps of the model's optimizers.
         local_steps: of the current round.
     """
 
-    def __init__(self, worker: int, checksum: Callable[[], int], local_steps: int) -> None:
-        self._worker, self._checksum, self.local_steps = worker, checksum, local_steps
+    def __init__(
+        self, worker: int, checksum: Callable[[], int], optimizers: "OptimizerSteps", local_steps: int
+    ) -> None:
+        self._worker, self._checksum, self._optimizers, self.local_steps = worker, checksum, optimizers, local_steps
         self._start = 0
+        self.steps = 0
+        """Steps since the last round ended."""
         self.quiet = False
         """Whether no more warnings are due: one was given, or an error ends the loop."""
         self.exchanged = self.called = False
         self.came_early = False
-        """Whether the first step was counted before an optimizer step, which was reported."""
+        """Whether steps were counted that are no optimizer steps, or not all of these were, which was reported."""
         self.resumes = False
         """Whether an outer state was loaded, or taken from another site."""
         self.saved = False
@@ -64,10 +70,23 @@ class Watch:
             self.came_early = True
             log.warning(
                 "worker %d called outer.step() %s after a backward pass and before an optimizer step, so that it counts "
-                "something else than optimizer steps; call it after optimizer.step() and not after each micro-batch; nothing is "
-                "wrong if the learning rate of this step was 0",
+                "something else than optimizer steps; call it after optimizer.step() and not after each micro-batch, and let the "
+                "optimizer have the parameters of this model; nothing is wrong if the learning rate of this step was 0",
                 self._worker,
                 "for the first time" if first else "once more",
+            )
+
+    def look_at_numbers(self, counted: int, taken: int, scalers: "Scalers") -> None:
+        """Warns where so many steps were counted, and the optimizer has taken half as many or twice as many."""
+        if not self.came_early and taken and (2 * taken <= counted or taken >= 2 * counted) and not scalers.there():
+            self.came_early = True
+            log.warning(
+                "worker %d has called outer.step() %d times since it began, and its optimizer has taken %d steps; call "
+                "outer.step() once after each optimizer.step(), and not inside outer_loop, which calls it; nothing is wrong if "
+                "your loop left out steps of the optimizer, or counts other steps on purpose",
+                self._worker,
+                counted,
+                taken,
             )
 
     def look_at_resume(self, before: int) -> None:
@@ -83,20 +102,22 @@ class Watch:
                 f"{before} steps" if before > 1 else "steps",
             )
 
-    def end(self, steps: int = 0) -> None:
-        """Warns once when training ended with steps that were never exchanged, or never counted.
+    def forgotten(self) -> None:
+        """The `Outer` was dropped without `close`. An error that nothing caught, and that ends the program, comes first."""
+        if getattr(sys, "last_value", None) is None:
+            self.end()
 
-        Args: `steps` are those since the last round ended.
-        """
+    def end(self) -> None:
+        """Warns once when training ended with steps that were never exchanged, or never counted."""
         if self.quiet:
             return
-        if steps:
+        if self.steps:
             self.quiet = True
             log.warning(
                 "worker %d ends with %d inner steps that were not exchanged, as a round has %d%s; %slet the number of steps be a "
                 "multiple of local_steps",
                 self._worker,
-                steps,
+                self.steps,
                 self.local_steps,
                 "" if self.exchanged else ", and no round ended at all, so that it has trained apart from the others",
                 "a loop that resumes from the state just saved goes on with them; else " if self.saved else "",
@@ -107,6 +128,14 @@ class Watch:
                 "the parameters of worker %d have changed and outer.step() was never called, so that it has trained apart from "
                 "the others; call it after each optimizer.step(), or use gossamer.outer_loop",
                 self._worker,
+            )
+        elif self.called and not self.came_early and (after := self._optimizers.uncounted()):
+            self.quiet = True
+            log.warning(
+                "the optimizer of worker %d has taken %s after the last outer.step(), which no round has exchanged; call "
+                "outer.step() after each optimizer.step()",
+                self._worker,
+                f"{after} steps" if after > 1 else "a step",
             )
 
 
@@ -122,8 +151,10 @@ class LoopCheck:
         self, model: nn.Module, worker: int, workers: int, checksum: Callable[[], int], local_steps: int
     ) -> None:
         self._model, self._worker, self._workers, self._checksum = model, worker, workers, checksum
-        self.watch = Watch(worker, checksum, local_steps)
         self._optimizers, self._scalers = OptimizerSteps(model), Scalers()
+        self.watch = Watch(worker, checksum, self._optimizers, local_steps)
+        self._counted: tuple[int, int] | None = (0, 0)
+        """Steps and optimizer steps since training began; None once they were compared."""
         self._uncounted = 0
         """Steps since the last exchange that no optimizer has taken."""
         self.begin()
@@ -146,6 +177,8 @@ class LoopCheck:
         """Before a step is counted. Args: `may_be_resumed` is whether there is an outer state that a resume could forget."""
         taken = self._optimizers.taken()
         self._uncounted += not taken
+        if self._counted is not None:
+            self._counted = self._counted[0] + 1, self._counted[1] + (taken or 0)
         if self._start is not None:
             self.watch.look_at_step(self._model, self._versions, self._start, taken)
         if not self.watch.called and may_be_resumed:
@@ -157,6 +190,9 @@ class LoopCheck:
         if self._workers > 1:
             self._scalers.look(self._worker, counted=self._uncounted > 0)
         self._uncounted = 0
+        if self._counted is not None and self._counted[0] % 2 == 0:  # else of two calls only the first may be in it
+            self.watch.look_at_numbers(*self._counted, self._scalers)
+            self._counted = None
         if self._looks and self._start is None:
             # Not at the first exchange itself: the others may not have come to its end yet.
             self._looks = (
@@ -213,9 +249,13 @@ class OptimizerSteps:
 
     def taken(self) -> int | None:
         """Steps since the last call, of the optimizer that took most; None where none was ever seen."""
-        most = max(self._since.values(), default=0) if self._seen else None
+        most = self.uncounted() if self._seen else None
         self._since.clear()
         return most
+
+    def uncounted(self) -> int:
+        """Steps since the last call of `taken`."""
+        return max(self._since.values(), default=0)
 
 
 def steps_before(optimizer: Optimizer) -> int:
@@ -243,18 +283,25 @@ class Scalers:
         self._scales: dict[weakref.ref[GradScaler], float] | None = None
         self._warned = False
 
+    def there(self) -> bool:
+        """Whether any is enabled. Cost: as of `look`."""
+        return bool(self._known())
+
+    def _known(self) -> dict[weakref.ref[GradScaler], float]:
+        if self._scales is None:
+            scalers = [one for one in gc.get_objects() if issubclass(type(one), GradScaler) and one.is_enabled()]
+            self._scales = {weakref.ref(one): one._init_scale for one in scalers}
+        return self._scales
+
     def look(self, worker: int, counted: bool) -> None:
         """Warns once where a scale has decreased since the last call, as it does for each step that is skipped.
 
         Args: `counted` is whether `Outer.step` was called without an optimizer step since then.
         Cost: the first call scans all objects of this process, some tens of milliseconds.
         """
-        if self._scales is None:
-            scalers = [one for one in gc.get_objects() if issubclass(type(one), GradScaler) and one.is_enabled()]
-            self._scales = {weakref.ref(one): one._init_scale for one in scalers}
-        for reference, before in self._scales.items():
+        for reference, before in (scales := self._known()).items():
             if (scaler := reference()) is not None:
-                self._scales[reference] = now = scaler.get_scale()
+                scales[reference] = now = scaler.get_scale()
                 if now < before and not counted and not self._warned:
                     self._warned = True
                     log.warning(

@@ -477,6 +477,7 @@ class Pair(nn.Module):
         return self.table(tokens), None
 
 
+ONE = nn.Linear(4, 1)
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "impure data": (
         {"data": lambda i, t: (torch.rand(6, 4), torch.ones(6, 1))},
@@ -492,6 +493,16 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a module": ({"model": nn.Linear(4, 1)}, ConfigError, "each worker needs its own"),
     "no scalar": ({"loss": lambda model, given: model(given[0])}, ConfigError, r"shape \(6, 1\); return a scalar"),
     "no tensor": ({"loss": lambda model, given: 1.0}, ConfigError, "returned a float"),
+    "one model for all": (
+        {"model": lambda: ONE},
+        ConfigError,
+        "^model is '<lambda>', which returned the same .* twice; make a new model in each call",
+    ),
+    "an optimizer of another model": (
+        {"optimizer": lambda parameters: torch.optim.SGD(nn.Linear(4, 1).parameters(), lr=0.1)},
+        ConfigError,
+        "^optimizer is '<lambda>', which returned a SGD with none of the 6 parameters that it was called with",
+    ),
     "no optimizer": ({"optimizer": lambda parameters: list(parameters)}, ConfigError, "returned a list"),
     "an argument too few": ({"data": lambda worker: worker}, UserCodeError, "^data 'test_simulation:<lambda>' failed"),
     "no scalar, by keyword": (
@@ -588,6 +599,8 @@ def test_a_sweep_has_all_combinations_and_seeds_in_one_table(tmp_path: Path, cap
         gossamer.sweep({"seed": 3}, **given)  # type: ignore[dict-item]
     with pytest.raises(ConfigError, match=r"seeds is 3; give a list of whole numbers, such as \[0, 1, 2\]"):
         gossamer.sweep(grid, seeds=3, **given)
+    with pytest.raises(ConfigError, match=r"seeds is \[0, 0\], which has a number twice"):
+        gossamer.sweep(grid, seeds=[0, 0], **given)
     with pytest.raises(
         ConfigError, match=r"a sweep runs each combination with all of its seeds; give seeds=\[0, 1, 2\]"
     ):

@@ -139,6 +139,10 @@ def _check_sweep(grid: Mapping[str, Sequence[Any]], seeds: Sequence[int], given:
         raise ConfigError(f"grid is {grid!r:.80}; give lists of values by name, such as {{'inner.lr': [1e-3, 2e-3]}}")
     if not isinstance(seeds, Sequence) or not seeds or not all(type(seed) is int for seed in seeds):
         raise ConfigError(f"seeds is {seeds!r:.80}; give a list of whole numbers, such as [0, 1, 2]")
+    if len({*seeds}) < len(seeds):
+        raise ConfigError(
+            f"seeds is {seeds!r:.80}, which has a number twice, and equal runs would count as independent; give each once"
+        )
     if "seed" in (asked := {**grid, **given}):
         raise ConfigError(
             f"seed is {asked['seed']!r:.60}, and a sweep runs each combination with all of its seeds; give seeds=[0, 1, 2]"

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -64,7 +65,7 @@ def task_of(run: RunSettings, *, scored: bool = False) -> Task:
     tokenizer = None if isinstance(data, OwnBatches) else data.tokenizer
     layout: Layout | None = None
     if run.model.own:
-        model = partial(_own_model, run)
+        model = partial(_own_model, run, WeakSet[nn.Module]())
     else:
         words = tokenizer or load_tokenizer(run.data.tokenizer)
         model = partial(build_model, run.model, words.vocab_size, run.data.seq_len, run.seed)
@@ -80,12 +81,21 @@ def task_of(run: RunSettings, *, scored: bool = False) -> Task:
     )
 
 
-def _own_model(run: RunSettings) -> nn.Module:
-    """The user's model, made right after `torch.manual_seed(seed)`; torch's generator is left as it was."""
+def _own_model(run: RunSettings, before: WeakSet[nn.Module]) -> nn.Module:
+    """The user's model, made right after `torch.manual_seed(seed)`; torch's generator is left as it was.
+
+    Args: `before` are those that were made before and are still there.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(run.seed)
         model = caller(run.parts, "model", run.model.size)(**(run.model.options or {}))
     must_be_trainable(model, "the run")
+    if model in before:
+        raise ConfigError(
+            f"{KEYS['model']} is '{run.model.size}', which returned the same {type(model).__name__} twice; make a new model in "
+            "each call, as each worker trains its own"
+        )
+    before.add(model)
     return model
 
 
@@ -130,6 +140,11 @@ def _optimizer(run: RunSettings) -> OptimizerFactory:
             raise ConfigError(
                 f"{KEYS['optimizer']} is '{run.inner.optimizer}', which returned a {type(made).__name__}; return an optimizer "
                 "such as torch.optim.AdamW"
+            )
+        if {*map(id, parameters)}.isdisjoint(id(p) for group in made.param_groups for p in group["params"]):
+            raise ConfigError(
+                f"{KEYS['optimizer']} is '{run.inner.optimizer}', which returned a {type(made).__name__} with none of the "
+                f"{len(parameters)} parameters that it was called with, so that nothing would be trained; make it of these"
             )
         try:
             inspect.signature(made.step).bind()
