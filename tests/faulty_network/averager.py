@@ -84,6 +84,8 @@ class Averager(Participant):
     def _poll(self) -> None:
         if not self._waits or self.ended:
             return
+        if self._waits_for is not None and self.closing.is_overtaken(self._tried):
+            self.core.give_up(range(self.plan.slots))
         if self._waits_for is not None and self.core.settled(self._waits_for):
             whole = self._receive(self._waits_for)
             if self._waits_for is None:

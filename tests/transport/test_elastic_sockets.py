@@ -399,6 +399,36 @@ def test_two_that_reach_the_others_and_not_each_other_hold_up_no_mean(monkeypatc
     assert first is not None and sorted(two, key=lambda one: one is None)[1:] == [None] and any(two)
 
 
+def test_an_attempt_that_failed_elsewhere_is_given_up_as_soon_as_a_later_one_is_proposed() -> None:
+    fails = threading.Barrier(3)
+
+    def closed(transport: ElasticTransport) -> int:
+        """The attempts of a round, of which worker 2 cannot complete the first."""
+        transport.begin_round(0, lambda alive: sorted(alive - {transport.worker}), 0)
+        for attempts in itertools.count(1):
+            attempt, alive = transport.proposed(0)
+            ticket, peers = Ticket(0, 0, 2 * attempt), alive - {transport.worker}
+            whole = (transport.worker, attempts) != (2, 1)
+            if whole:
+                for peer in peers:
+                    transport.expect(ticket, peer, LIKE)
+                for peer in peers:
+                    transport.post(ticket, peer, [torch.full((4,), float(transport.worker))])
+            if attempts == 1:
+                fails.wait(LIMIT_S)
+            if whole:
+                transport.wait(ticket)
+                whole = peers == transport.collect(ticket).keys()
+            if transport.committed(attempt, whole=whole):
+                return attempts
+        raise AssertionError
+
+    start_s = time.monotonic()
+    with crew(3, timeout_s=LIMIT_S, limit_bytes=1 << 12) as (transports, _), ThreadPoolExecutor(3) as pool:
+        assert [*pool.map(closed, transports)] == [2, 2, 2]
+        assert time.monotonic() - start_s < LIMIT_S / 2, "they have waited for messages that nobody sends"
+
+
 @contextlib.contextmanager
 def black_hole(address: str, most_bytes: int) -> Iterator[str]:
     """An address that leads to another over a path which loses every packet above this size, and so whatever follows it.

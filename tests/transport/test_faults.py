@@ -77,7 +77,7 @@ def test_a_worker_that_closes_a_round_before_all_have_its_mean_is_found(monkeypa
     with pytest.raises(
         AssertionError, match=r"with a mean that it does not have|with a second history|has ended with other parameters"
     ):
-        [check_faults(seed=seed) for seed in range(3, 80, 4)]
+        [check_faults(seed=seed) for seed in range(3, 100, 4)]
 
 
 def test_an_end_that_counts_an_exchange_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -320,6 +320,14 @@ class Closing:
             self.round, self.history_hash, ready, held, self._attempt, failed, self.left_out, returns, self._last
         )
 
+    def is_overtaken(self, attempt: int) -> bool:
+        """Whether no more can come of an attempt: a later one was proposed, or this worker is left out.
+
+        A worker that waited for its messages to time out would come to the later one when the others give that up, and so
+        on: the round would be closed by luck alone.
+        """
+        return self.left_out or attempt < self._attempt
+
     def _lead(self, alive: frozenset[int], now: float) -> None:
         assert self._ready_s is not None
         reports = {

@@ -268,7 +268,7 @@ class ElasticCore:
                 self._decline(ticket, peer)
         for peer in sorted(self._watched_s):
             if now >= self._silent_until_s(peer) and self.members.suspect(peer):
-                self._give_up(peer)
+                self.give_up([peer])
                 self.spread()
 
     def _silent_until_s(self, peer: int) -> float:
@@ -375,7 +375,7 @@ class ElasticCore:
         version, known = self.members.version, self.members.entries
         for before, after in self.members.merge(entries, letter.sender):
             if before is not None and (after.nonce != before.nonce or after.status == MemberStatus.LEFT):
-                self._give_up(after.slot)
+                self.give_up([after.slot])
             if before is not None and after.nonce != before.nonce and before.status != MemberStatus.LEFT:
                 self.replaced[after.slot] = before
         if self.members.version != version:
@@ -397,10 +397,10 @@ class ElasticCore:
                 self.resend_view(slot)  # it answers if it has newer information
                 self._send(slot, LetterKind.PING)
 
-    def _give_up(self, peer: int) -> None:
-        """Closes exchanges that can only fail: the peer has left, or another process fills its slot."""
-        for (ticket, other), pact in self._pacts.items():
-            if other == peer and pact.outcome is None:
+    def give_up(self, peers: Container[int]) -> None:
+        """Closes exchanges that can only fail: a peer has left, another process fills its slot, or their attempt is over."""
+        for (ticket, peer), pact in self._pacts.items():
+            if peer in peers and pact.outcome is None:
                 pact.close()
                 self._decline(ticket, peer)
 

@@ -319,9 +319,12 @@ class ElasticTransport:
         start_s = time.perf_counter()
         with self.changed:
             while not self.core.settled(ticket):
-                # Until the next deadline at most: a hanging peer sends nothing that would wake this up.
-                self.changed.wait(min(self._beat_s, max(0.0, self.core.deadline() - time.monotonic())))
-                self.core.tick(time.monotonic())
+                if self.closing is not None and self.closing.is_overtaken(self._tried):
+                    self.core.give_up(range(self.members.slots))
+                else:
+                    # Until the next deadline at most: a hanging peer sends nothing that would wake this up.
+                    self.changed.wait(min(self._beat_s, max(0.0, self.core.deadline() - time.monotonic())))
+                    self.core.tick(time.monotonic())
                 self._flush()
         self._waits.append(Wait(ticket, start_s, time.perf_counter()))
 
