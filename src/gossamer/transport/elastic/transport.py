@@ -434,7 +434,8 @@ class ElasticTransport:
     def give_slot(self, nonce: int, address: str, allowed: Container[int] | None = None) -> SlotEntry | None:
         """See `ElasticCore.give_slot`."""
         with self.changed:
-            entry = self.core.give_slot(nonce, address, self.redial.ended, allowed)
+            against = frozenset[int]() if self.closing is None else self.closing.against
+            entry = self.core.give_slot(nonce, address, self.redial.ended, allowed, against)
             self._flush()
         return entry
 
