@@ -320,9 +320,16 @@ def test_a_process_that_leaves_while_it_waits_for_a_slot_names_no_lost_outcome(t
     until(lambda: (tmp_path / "late" / "store.txt").exists(), late)
     os.kill(late.pid, signal.SIGTERM)
     code, said = late.finish()
-    assert code == 0 and "no outcome" not in said, said
+    assert code == 130 and "no outcome" not in said, said
     code, said = run("train", "--resume", tmp_path / "out", "--local", 2)
     assert code == 2 and "its run lies in a store; continue it with gossamer train RUN.toml --store URL" in said, said
+
+
+def test_a_worker_that_ends_with_an_error_frees_its_slot(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(dump(single(workers=1, inner__lr=1e38, run__eval_every=0, **MEANS)))
+    code, said = run("train", tmp_path / "run.toml", "--store", tmp_path / "store", "--out", tmp_path / "out")
+    assert code == 2 and "the loss of worker 0 became nan" in said, said
+    assert (tmp_path / "store" / "v00000-0000").exists() and not [*tmp_path.glob("store/u*")]
 
 
 PULLED = [rule for rule in (factory() for factory in RULES.values()) if mixes_by_pull(rule)]
