@@ -127,6 +127,15 @@ def test_a_page_shows_rounds_who_took_part_slots_and_bytes_of_a_run_in_a_store(s
     ]
 
 
+def test_a_file_of_others_that_is_named_key_makes_no_run_encrypted(store: Folder) -> None:
+    put(store, commit_name(0), commit(0))
+    Path(store.root, "key").write_text("ssh-ed25519 AAAA")
+    assert look(FollowedStore(store.root)).done == 1 == store_status(store.root).round
+    Path(store.root, "run").write_bytes(b"encrypted" * 9)
+    with pytest.raises(ConfigError, match="has \\[peers\\], and is encrypted"):
+        store_status(store.root)
+
+
 def test_a_page_of_a_run_of_which_nobody_is_alive_shows_what_was_and_says_so(store: Folder, clock: Clock) -> None:
     put(store, commit_name(0), commit(0))
     page = LiveRuns([], stores=[run := look(FollowedStore(store.root))])

@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from gossamer.errors import ConfigError, TransportError
-from gossamer.transport.bucket.bucket import Bucket, Folder, ObjectStore, bucket_at, opened_bucket, opened_item, sealed
+from gossamer.transport.bucket.bucket import (
+    Bucket,
+    Folder,
+    ObjectStore,
+    bucket_at,
+    is_lasting,
+    opened_bucket,
+    opened_item,
+    sealed,
+)
 from s3 import s3
 
 
@@ -131,3 +140,53 @@ def test_errors_of_an_object_store_are_those_of_a_system_that_may_be_asked_again
     with pytest.raises(OSError, match="S3 error") as failed:
         store.create("r0", b"")
     assert not isinstance(failed.value, TransportError)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "lasts"),
+    [
+        (403, "AccessDenied", True),
+        (401, "", True),
+        (400, "ExpiredToken", True),
+        (404, "NoSuchBucket", True),
+        (409, "", False),
+    ],
+)
+def test_what_an_object_store_refuses_differs_from_what_another_try_may_change(
+    monkeypatch: pytest.MonkeyPatch, status: int, code: str, lasts: bool
+) -> None:
+    with s3(monkeypatch) as there:
+        store = ObjectStore("s3://bucket/run")
+        monkeypatch.setattr(there, "answer", lambda *_: (status, f"<Error><Code>{code}</Code></Error>".encode()))
+        asked = [lambda: store.names("a"), lambda: store.create("x", b"")]
+        asked += [] if status == 404 else [lambda: store.get("x", 10), lambda: store.remove("x")]
+        for ask in [one for k, one in enumerate(asked) if (status, k) != (409, 1)]:  # which is the answer to a create
+            with pytest.raises(OSError, match=str(status)) as failed:
+                ask()
+            assert is_lasting(failed.value) == lasts and not isinstance(failed.value, TransportError)
+
+
+def test_a_folder_where_an_object_should_be_lasts_and_a_store_that_may_not_be_listed_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "s1").mkdir()
+    with pytest.raises(OSError, match="s1") as failed:
+        Folder(str(tmp_path)).get("s1", 10)
+    assert is_lasting(failed.value)
+    with s3(monkeypatch) as there:
+        answer = there.answer
+        monkeypatch.setattr(
+            there,
+            "answer",
+            lambda method, path, query, *more: (
+                (403, b"") if "list-type" in query else answer(method, path, query, *more)
+            ),
+        )
+        with pytest.raises(ConfigError, match="in which this machine may list, read, create and remove"):
+            opened_bucket("s3://bucket/run")
+
+
+def test_an_address_of_a_folder_is_decoded_as_any_other_url(tmp_path: Path) -> None:
+    opened_bucket(f"file://{tmp_path}/two%20words").create("x", b"1")
+    assert (tmp_path / "two words" / "x").read_bytes() == b"1"
+    assert opened_bucket(f"{tmp_path}/two%20words").names("") == [], "a path is none"

@@ -2,6 +2,7 @@
 workers die, stand still, leave and come again."""
 
 import base64
+import errno
 import hashlib
 import heapq
 import itertools
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from gossamer.errors import CheckpointError, PeerError
+from gossamer.errors import CheckpointError, GossamerError, PeerError, TransportError
 from gossamer.transport.bucket.bucket import Folder, Seal, opened_item, sealed
 from gossamer.transport.bucket.protocol import (
     Asking,
@@ -633,6 +634,139 @@ def test_old_messages_are_removed_and_what_others_have_put_into_the_folder_stays
     there = world.store.objects.keys()
     assert foreign <= there
     assert not any(name < "r00000005" and name[0] == "r" and "commit" not in name for name in there - foreign - {"run"})
+
+
+def patience(work: Chain, answer: Callable[[Asking], object], **terms: Any) -> tuple[float, str]:
+    """How long a worker waits in a store that answers so, and the sentence with which it gives up."""
+    waited_s = 0.0
+    steps = Attendance(StoreTerms({}, 2, 4, TIMEOUT_S, TIMEOUT_S, **terms), work, "nonce", lambda: waited_s).live()
+    effect = next(steps)
+    while waited_s < 1e5:
+        waited_s += effect.seconds if isinstance(effect, Sleep) else 0
+        given = None if isinstance(effect, Sleep) else effect.work() if isinstance(effect, Do) else answer(effect)
+        try:
+            effect = steps.throw(given) if isinstance(given, OSError) else steps.send(given)
+        except GossamerError as ended:
+            return waited_s, str(ended)
+    raise AssertionError("it waits without end")
+
+
+def test_a_store_that_refuses_is_asked_for_a_timeout_and_one_that_fails_for_ten() -> None:
+    for error, refuses in (
+        (PermissionError("403 Forbidden"), True),
+        (IsADirectoryError("it is no file"), True),
+        (OSError("503 slow down"), False),
+        (OSError(errno.ENOSPC, "no space left"), False),
+    ):
+        work = Chain({}, 1)
+        waited_s, sentence = patience(work, lambda _, error=error: error)
+        assert str(error) in sentence and any(str(error) in one for one in work.said)
+        if refuses:
+            assert (
+                waited_s < 1.5 * TIMEOUT_S and "the store has refused for" in sentence and "to create 'run'" in sentence
+            )
+            assert "the right to list, read, create and remove" in sentence
+        else:
+            assert waited_s > 10 * TIMEOUT_S and "the store has not done what it was asked for" in sentence
+
+
+def test_with_keys_a_store_that_refuses_to_give_a_claim_ends_the_worker_too(seals: list[KeySeal]) -> None:
+    run = seals[0].sealed("run", {"id": "nonce"})
+    answers = {"t": PermissionError("403"), "r": None}
+
+    def answer(effect: Asking) -> object:
+        if isinstance(effect, Names):
+            return ["t00000-0000"]
+        if isinstance(effect, Get):
+            return run if effect.name == "run" else answers[effect.name[0]]
+        return False
+
+    waited_s, sentence = patience(Chain({}, 1), answer, seal=seals[0])
+    assert waited_s < 1.5 * TIMEOUT_S and "to read 't00000-0000' (403)" in sentence
+
+
+def test_what_is_in_a_store_and_can_not_be_read_is_named_after_two_timeouts() -> None:
+    waited_s, sentence = patience(Chain({}, 1), lambda effect: False if isinstance(effect, Create) else None)
+    assert waited_s < 3 * TIMEOUT_S and "the object 'run' is in the store and cannot be read" in sentence
+    objects: dict[str, bytes] = {}
+
+    def answer(effect: Asking) -> object:
+        if isinstance(effect, Create):
+            return objects.setdefault(effect.name, effect.content) is effect.content
+        if isinstance(effect, Get):
+            return objects.get(effect.name)
+        return sorted([*objects, "r00000000-commit"]) if objects.keys() & {"r00000000-from-00000-0000"} else [*objects]
+
+    waited_s, sentence = patience(Chain({}, 1), answer)
+    assert "the outcome of round 1, or a later one up to 'r00000000-commit', is in the store and cannot" in sentence
+    assert waited_s < 4 * TIMEOUT_S
+
+
+class Choosy(Chain):
+    """One that notices whether a state is damaged, or of another model."""
+
+    def load(self, after: int, donor: int, body: memoryview) -> str:
+        if bytes(body) in (b"no state", b"another model"):
+            raise CheckpointError(f"it is {bytes(body).decode()}", "damaged" if body[:2] == b"no" else "foreign")
+        return super().load(after, donor, body)
+
+
+class ChoosyMixer(Mixer, Choosy):
+    """The same in gossip."""
+
+
+@pytest.mark.parametrize("kind", [Choosy, ChoosyMixer])
+@pytest.mark.parametrize("what", ["damaged", "no state", "another model"])
+def test_a_newcomer_passes_over_a_damaged_state_for_an_older_one(kind: type[Chain], what: str) -> None:
+    world = World(3, workers=2, rounds=20, faults=0.0)
+    world.kind, gossip = kind, kind is ChoosyMixer
+    world.terms = world.terms._replace(gossip=gossip, rejoin_rounds=3)
+    broken: list[str] = []
+
+    def all_die() -> None:
+        for number in [*world.alive]:
+            world.kill(number, None, keeps_disk=False)
+        objects = world.store.objects
+        newest = max(name[:9] for name in objects if name[0] == "s")
+        broken.extend(name for name in objects if name.startswith(newest))
+        assert any("s" <= name < newest for name in objects), "there is an older one"
+        for name in broken:
+            head = opened_item(b"", name, objects[name]).head
+            objects[name] = objects[name][:-1] + b"?" if what == "damaged" else sealed(b"", name, head, what.encode())
+
+    world.at(320.0, all_die)
+    for delay in (0.0, 1.0, 330.0, 331.0):
+        world.at(delay, lambda: world.start({}))
+    if what == "another model":
+        with pytest.raises(CheckpointError, match="it is another model"):
+            world.run()
+        return
+    world.run()
+    (must_hold_in_gossip if gossip else must_hold)(world)
+    late = [work for work in world.works[2:] if work.begun]
+    assert len(late) == 2 and all(work.begun[0][1].after > 0 for work in late), [work.begun for work in late]
+    said = [one for work in late for one in work.said if "is passed over for another" in one]
+    assert said and len(said) <= len(late) * len(broken), "each names it once"
+
+
+def test_with_no_sound_state_left_the_damaged_one_ends_a_newcomer() -> None:
+    world = World(3, workers=2, rounds=20, faults=0.0)
+    world.terms = world.terms._replace(gossip=True, rejoin_rounds=3)
+    world.kind = Mixer
+
+    def all_die() -> None:
+        for number in [*world.alive]:
+            world.kill(number, None, keeps_disk=False)
+        for name in [name for name in world.store.objects if name[0] == "s"]:
+            world.store.objects[name] += b"?"
+
+    world.at(320.0, all_die)
+    for delay in (0.0, 1.0, 330.0):
+        world.at(delay, lambda: world.start({}))
+    with pytest.raises(
+        TransportError, match=r"the object 's\d{8}-\d{5}' of the store is not what a worker of this run wrote"
+    ):
+        world.run()
 
 
 BASIS = {"after": 0, "donor": 0, "sha256": "", "steps": 0}

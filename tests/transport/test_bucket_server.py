@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_bucket_protocol import World, live_through, new_seals
+from test_bucket_protocol import Store, World, live_through, new_seals
 
 from gossamer.asynchronous import ServerRule
 from gossamer.asynchronous.decoupled_diloco import decoupled_diloco
@@ -18,10 +18,11 @@ from gossamer.asynchronous.heloco import heloco
 from gossamer.clock.phases import Budget
 from gossamer.clock.saved import as_dicts, rebuilt
 from gossamer.clock.server_core import CoreState, Send, ServerAction, ServerCore
+from gossamer.errors import PeerError
 from gossamer.layout import Layout, Leaf
 from gossamer.record.packed import packed, unpacked
-from gossamer.transport.bucket.bucket import opened_item
-from gossamer.transport.bucket.protocol import Create, Do, SlotLostError, Steps
+from gossamer.transport.bucket.bucket import opened_item, sealed
+from gossamer.transport.bucket.protocol import Asking, Create, Do, Get, SlotLostError, Steps
 from gossamer.transport.bucket.server_log import ServerAttendance, ServerEvent, event_in
 
 SCHEDULES, FULL, PARTS = (*range(19), 21), range(1_000), 4
@@ -249,3 +250,64 @@ def test_an_event_that_a_member_adds_for_another_or_a_stranger_repeats_counts_fo
     for work in world.works:
         assert work.core.is_finished and all(number != int(written[0][1:9]) for number, _ in work.history)  # type: ignore[attr-defined]
         assert len({*work.history} ^ {*world.works[0].history}) <= 3, "leaves after the end"
+
+
+@pytest.mark.parametrize("what", ["damaged", "no state", "without lives"])
+def test_a_newcomer_passes_over_a_damaged_state_of_the_server_for_an_older_one(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule, world = heloco(), World(4, workers=2, rounds=20, faults=0.0)
+    served(world, rule)
+    loaded: list[int] = []
+    load = Replica.load
+
+    def noted(work: Replica, body: memoryview) -> None:
+        load(work, body)
+        loaded.append(len(body))
+
+    monkeypatch.setattr(Replica, "load", noted)
+
+    def all_die() -> None:
+        for number in [*world.alive]:
+            world.kill(number, None, keeps_disk=False)
+        objects = world.store.objects
+        newest = max(name for name in objects if name[0] == "s")
+        if what == "damaged":
+            objects[newest] += b"?"
+        else:
+            item = opened_item(b"", newest, objects[newest])
+            head, body = ({}, item.body) if what == "without lives" else (item.head, b"no state")
+            objects[newest] = sealed(b"", newest, head, body)
+
+    world.at(320.0, all_die)
+    for delay in (0.0, 1.0, 330.0, 331.0):
+        world.at(delay, lambda: world.start({}))
+    world.run()
+    must_hold(world, rule)
+    assert len(loaded) == 2, "each of the newcomers begins with a state"
+    said = [one for work in world.works[2:] for one in work.said if "is passed over for another" in one]
+    assert len(said) == 2, said
+
+
+def test_an_event_that_is_listed_and_can_not_be_read_ends_who_waits_for_it() -> None:
+    rule, world = decoupled_diloco(quorum=2, grace_s=1e6), World(4, workers=2, rounds=20, faults=0.0)
+    served(world, rule)
+
+    class Hiding(Store):
+        def take(self, effect: Asking) -> object:
+            if isinstance(effect, Get) and effect.name == hidden:
+                return None
+            return super().take(effect)
+
+    world.store, hidden = Hiding(world.draws, lambda: world.now, 0.0), ""
+    world.training_s[1] = 1_000.0
+    for _ in range(2):
+        world.start({})
+
+    def hide() -> None:
+        nonlocal hidden
+        hidden = f"r{len([name for name in world.store.ever if name.endswith('-commit')]):08d}-commit"
+
+    world.at(300.0, hide)  # the push for which the other one waits
+    with pytest.raises(PeerError, match=r"event \d+ of the server is in the store and cannot be read for 1\d\d s"):
+        world.run(until_s=1e5)

@@ -21,6 +21,7 @@ from gossamer.library.flat import Flat
 from gossamer.library.guard import fingerprints
 from gossamer.library.peers import Common
 from gossamer.library.sites import REJOIN_ROUNDS
+from gossamer.record.fault import FaultKind
 from gossamer.record.logs.trace import Operation
 from gossamer.record.packed import packable_snapshot, packed, unpacked
 from gossamer.rounds.compatibility.combine import Method
@@ -28,7 +29,7 @@ from gossamer.rounds.in_store import RoundsInStore
 from gossamer.rounds.loop import OuterLoop
 from gossamer.settings.over_time import Timetable
 from gossamer.transport.bucket.bucket import Bucket
-from gossamer.transport.bucket.perform import open_sealed, paced, perform, renewing
+from gossamer.transport.bucket.perform import free_slot, open_sealed, paced, perform, renewing
 from gossamer.transport.bucket.protocol import Attendance, Basis, Commit, Steps, StoreTerms, TrainPhase
 from gossamer.transport.contract import Transport
 from gossamer.transport.keys import Keys
@@ -117,7 +118,7 @@ class LoopInStore(RoundsInStore):
                 raise PeerError(
                     f"worker {self.worker} has lost its slot to another process, as it gave no sign of life for "
                     f"{self._timeout_s:g} s; start it again: it takes a free slot, and continues with the state of the store"
-                    if self._attendance.slot < 0
+                    if not self._over.is_set()
                     else f"worker {self.worker} has left the store after an error; start it again"
                 )
         except BaseException:
@@ -149,9 +150,7 @@ class LoopInStore(RoundsInStore):
         self._over.set()
         self._lease.close()
         self._live.close()
-        if self._attendance.slot >= 0:
-            with contextlib.suppress(OSError):  # the others notice it when the lease ends
-                perform(self._attendance.leave(), self._bucket, wait=_give_up)
+        free_slot(self._attendance, self._bucket)
 
     # --- what the protocol calls --------------------------------------------------------------------------------------
 
@@ -199,7 +198,8 @@ class LoopInStore(RoundsInStore):
         except (LookupError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"a state in the store does not fit this model and rule ({error!r:.200}); start all with the same ones, or give "
-                "another store"
+                "another store",
+                FaultKind.FOREIGN,
             ) from None
         for tensor, value in zip(tensors, saved, strict=True):
             tensor.copy_(value)
@@ -244,10 +244,6 @@ class LoopInStore(RoundsInStore):
 
     def _outer(self) -> list[Tensor]:
         return [*leaves(self.loop.state), *self._flat.kept]
-
-
-def _give_up(seconds: float) -> None:
-    raise TimeoutError("the store does not answer")
 
 
 def join_store(

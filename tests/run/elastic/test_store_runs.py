@@ -4,6 +4,7 @@ import base64
 import contextlib
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -185,7 +186,9 @@ def test_with_keys_a_store_shows_nothing_and_only_listed_machines_take_part(
     keys = {name: new_key(name, tmp_path / f"{name}.pem") for name in ("berlin", "paris", "stranger")}
     certificates = {name: base64.b64encode(certificate_of(path)).decode() for name, path in keys.items()}
     peers = {name: {"certificate": certificates[name]} for name in ("berlin", "paris")}
-    config = single(workers=2, run__timeout_s=20, run__steps=12, run__eval_every=0, peers=peers, **MEANS)
+    config = single(
+        workers=2, run__timeout_s=20, run__steps=12, run__eval_every=0, record__hash=True, peers=peers, **MEANS
+    )
     file, store, bucket.fails_every = tmp_path / "run.toml", "s3://bucket/run", 40
     file.write_text(dump(config))
 
@@ -207,6 +210,17 @@ def test_with_keys_a_store_shows_nothing_and_only_listed_machines_take_part(
             for where in (place, tmp_path / "again")
         )
         assert torch.equal(real["x"], again["x"]), worker
+    code, said = run("audit", tmp_path / "berlin")
+    assert code == 2 and "copy metrics-001.jsonl and machines-001.jsonl from its --out" in said, said
+    for name in ("metrics-001.jsonl", "machines-001.jsonl"):
+        shutil.copy(tmp_path / "paris" / name, tmp_path / "berlin")
+    code, said = run("audit", tmp_path / "berlin")
+    assert code == 0 and f"{2 * config.length.rounds} hashes of all workers agree" in said, said
+    for path in tmp_path.glob("paris/outcomes-*"):  # as in the folder of a worker that was killed
+        path.unlink()
+    for verb in (("audit", tmp_path / "paris"), ("simulate", "--replay", tmp_path / "paris", "--out", tmp_path / "no")):
+        code, said = run(*verb)
+        assert code == 2 and "as its worker ended before the run in the store; when that has ended" in said, said
     bucket.fails_every, objects = 0, [*bucket.objects.values()]
     assert not any("-mean-" in name or "-from-" in name for name in bucket.objects if "r00000000-" in name), "collected"
     assert not any(word in one for one in objects for word in (b"diloco", b"sha256", b"steps", b"leaves"))
@@ -320,9 +334,16 @@ def test_a_process_that_leaves_while_it_waits_for_a_slot_names_no_lost_outcome(t
     until(lambda: (tmp_path / "late" / "store.txt").exists(), late)
     os.kill(late.pid, signal.SIGTERM)
     code, said = late.finish()
-    assert code == 0 and "no outcome" not in said, said
+    assert code == 130 and "no outcome" not in said, said
     code, said = run("train", "--resume", tmp_path / "out", "--local", 2)
     assert code == 2 and "its run lies in a store; continue it with gossamer train RUN.toml --store URL" in said, said
+
+
+def test_a_worker_that_ends_with_an_error_frees_its_slot(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(dump(single(workers=1, inner__lr=1e38, run__eval_every=0, **MEANS)))
+    code, said = run("train", tmp_path / "run.toml", "--store", tmp_path / "store", "--out", tmp_path / "out")
+    assert code == 2 and "the loss of worker 0 became nan" in said, said
+    assert (tmp_path / "store" / "v00000-0000").exists() and not [*tmp_path.glob("store/u*")]
 
 
 PULLED = [rule for rule in (factory() for factory in RULES.values()) if mixes_by_pull(rule)]

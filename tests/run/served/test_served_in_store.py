@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -195,3 +196,23 @@ def test_who_pushes_what_is_no_update_is_gone_for_all_and_the_others_take_its_st
     assert code == 0 and "worker 1 is gone (9 bytes where 106880 are due)" in said, said
     assert [(item.event, item.worker) for item in read_arrivals(out) if item.worker == 1] == [("join", 1), ("leave", 1)]
     assert len(pushes(out)) == 12, "each of one step"
+
+
+def test_a_worker_that_ends_with_an_error_frees_its_slot(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(dump(in_store(workers=1, inner__lr=1e38)))
+    code, said = run("train", tmp_path / "run.toml", "--store", tmp_path / "store", "--out", tmp_path / "out")
+    assert code == 2 and "became nan" in said, said
+    assert (tmp_path / "store" / "v00000-0000").exists() and not [*tmp_path.glob("store/u*")]
+
+
+def test_a_process_that_is_stopped_while_it_waits_for_a_slot_ends_at_once_as_before_training(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(dump(in_store(run__timeout_s=30.0)))
+    store, seal = tmp_path / "store", SecretSeal()
+    store.mkdir()
+    for name in ("t00000-0000", "t00001-0000"):
+        Folder(str(store)).create(name, seal.sealed(name, {"nonce": ""}))
+    late = Command("train", tmp_path / "run.toml", "--store", store, "--out", tmp_path / "late")
+    until(lambda: any("all slots are taken" in line for line in late._output), late)
+    os.kill(late.pid, signal.SIGTERM)
+    code, said = late.finish()
+    assert code == 130, said

@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,14 +98,16 @@ def stored_run(url: str, peers: Path | None = None) -> StoredRun:
     keys = keys_for(listed, sum(peer.workers for peer in listed.values()))
     with reading(url):
         seal: Seal = SecretSeal(environment_secret())
-        if (key := bucket.get(KEY_OBJECT, MOST_HEAD_BYTES)) is not None:
-            if keys is None:
-                raise ConfigError(
-                    f"the run in the store '{url}' has [peers], and is encrypted; give its run file with --peers RUN.toml, on a "
-                    "machine whose key it lists"
-                )
+        key, raw = bucket.get(KEY_OBJECT, MOST_HEAD_BYTES), bucket.get("run", MOST_HEAD_BYTES)
+        if key is not None and keys is not None:
             seal = opened_key(keys, key)
-        raw = bucket.get("run", MOST_HEAD_BYTES)
+        elif (
+            key is not None and raw is not None and not _opens(seal, raw)
+        ):  # else 'key' is a file of others in a plain store
+            raise ConfigError(
+                f"the run in the store '{url}' has [peers], and is encrypted; give its run file with --peers RUN.toml, on a "
+                "machine whose key it lists"
+            )
         match head := None if raw is None else seal.opened("run", raw).head:
             case {"workers": int(n), "rounds": int() | None as rounds} if (
                 0 < n < 1 << 20 and 0 < (rounds or 1) < _ENDLESS
@@ -115,6 +117,13 @@ def stored_run(url: str, peers: Path | None = None) -> StoredRun:
                 raise ConfigError(
                     f"no run lies in the store '{url}'; give the one that gossamer train --store or Outer(store=...) was given"
                 )
+
+
+def _opens(seal: Seal, raw: bytes) -> bool:
+    with suppress(TransportError):
+        seal.opened("run", raw)
+        return True
+    return False
 
 
 class _Look(NamedTuple):

@@ -81,6 +81,7 @@ def train_in_store(run: ResolvedRun, folder: Path, url: str) -> None:
     bucket, terms, task = open_store(run, url)
     terms = terms._replace(gossip=run.in_rounds.rule.needs != "everyone", rejoin_rounds=run.loop.rejoin_rounds)
     with leaving() as asked, contextlib.ExitStack() as open_:
+        asked.at_once = True  # until it trains
         work = StoreWork(run, folder, task, asked, open_)
         one = Attendance(terms, work, secrets.token_hex(16), time.monotonic)
         try:
@@ -89,9 +90,8 @@ def train_in_store(run: ResolvedRun, folder: Path, url: str) -> None:
         finally:
             work.over.set()
         work.leave(one.round)
-        if run.rounds - 1 in one.commits:  # else it has left, perhaps before it had a slot
+        if run.rounds - 1 in one.commits:  # else it has left
             write_outcomes(folder, run, _all_commits(one, bucket, terms))
-        if one.slot < 0 and not asked.is_set():
             say(f"the run in the store has ended after {run.rounds} rounds")
 
 
@@ -195,6 +195,7 @@ class StoreWork(RoundsInStore):
             say(f"worker {self.slot} goes on at round {round + 1}, with {state}{means}")
         if self._record or round == run.rounds:
             return
+        self._asked.at_once = False
         before_s = recorded_s(self._folder, self.slot, round)
         record = RunFolder(
             self._folder, run.document, run.record, worker=self.slot, resume_round=round, traced_per_round=1

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from gossamer.errors import ConfigError, DataError
 from gossamer.record import checkpoint
-from gossamer.record.folder import read_metrics
+from gossamer.record.folder import read_metrics, store_file
 from gossamer.record.lineage import Lineage
-from gossamer.record.logs.outcomes import read_outcomes
 from gossamer.record.machines import read_machines, this_machine
 from gossamer.record.whole_files import worker_suffix
 from gossamer.run.bookkeeping.evaluate import Probe
@@ -30,7 +29,7 @@ from gossamer.run.config.resolve import recorded_run, settings_in
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.config.user_parts import UserParts
 from gossamer.run.replay.repeat import Repeat
-from gossamer.run.replay.script import Script, calm, script_of
+from gossamer.run.replay.script import Script, calm, outcomes_of, script_of
 from gossamer.run.replay.stretches import Stretch, stretches
 from gossamer.run.simulated.threads import WorkerThreads
 from gossamer.run.worker.numerics import threads_of
@@ -91,7 +90,7 @@ def audit(
     some = _stretches(run, folder, real=real)
     ends = max(one.run.rounds for one in some)
     _must_be_of_this_run(recorded, folder, run.workers, ends, real=real)
-    lives, lineage, device = read_outcomes(folder), lineage_of(run, folder), one_device(run.loop.device)
+    lives, lineage, device = outcomes_of(folder), lineage_of(run, folder), one_device(run.loop.device)
     if lives:
         script = script_of(lives, run.in_rounds, ends, run.seed, folder)
     else:
@@ -239,9 +238,13 @@ def _must_be_whole(
             if slot in recorded.get(round, {}):
                 some = True
             elif not _may_be_stopped(slot, round, recorded, script, sound, logged=logged):
+                # A worker in a store has the outcomes of all, and the hashes of its own slot.
+                away = store_file(folder).exists() and not any(slot in some for some in recorded.values())
+                file, machines = (f"{name}{worker_suffix(slot)}.jsonl" for name in ("metrics", "machines"))
+                bring = f"copy {file} and {machines} from its --out" if away else f"restore {file} as the run wrote it"
                 raise DataError(
-                    f"'{folder}' has no hash of worker {slot} in round {round}, though this worker ended that round; restore "
-                    f"metrics{worker_suffix(slot)}.jsonl as the run wrote it, or compare others with --worker and --rounds"
+                    f"'{folder}' has no hash of worker {slot} in round {round}, though this worker ended that round; {bring}, or "
+                    "compare others with --worker and --rounds"
                 )
             else:
                 stopped.setdefault(slot, round)

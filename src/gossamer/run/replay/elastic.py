@@ -16,7 +16,7 @@ from typing import Any
 from gossamer.errors import ConfigError
 from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder
-from gossamer.record.logs.outcomes import OUTCOMES, Life, read_outcomes
+from gossamer.record.logs.outcomes import OUTCOMES, Life
 from gossamer.run.bookkeeping.evaluate import Probe, Probes, Result, assess
 from gossamer.run.bookkeeping.finished import must_be_record_of
 from gossamer.run.bookkeeping.inputs import must_have_inputs, note_inputs
@@ -25,7 +25,7 @@ from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.elastic.elastic_rounds import KEPT
 from gossamer.run.replay.driver import ends_early
 from gossamer.run.replay.repeat import Repeat, Reports
-from gossamer.run.replay.script import script_of
+from gossamer.run.replay.script import outcomes_of, script_of
 from gossamer.run.replay.stretches import stretches
 from gossamer.run.simulated.threads import WorkerThreads
 from gossamer.run.worker.numerics import threads_of
@@ -42,7 +42,7 @@ def replay_elastic(run: ResolvedRun, folder: Path, recorded: Path) -> Result:
     Cost: as a simulation, and the states that workers took over.
     """
     must_be_record_of(run, recorded)
-    lives = read_outcomes(recorded)
+    lives = outcomes_of(recorded)
     if not lives:
         raise ConfigError(
             f"'{recorded}' has no log of outcomes (outcomes-*.jsonl), which real runs with run.elastic = true write; any other "

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from gossamer.errors import DataError
-from gossamer.record.logs.outcomes import Begun, ExchangeOutcome, Life, RoundOutcome
+from gossamer.errors import ConfigError, DataError
+from gossamer.record.folder import store_file
+from gossamer.record.logs.outcomes import Begun, ExchangeOutcome, Life, RoundOutcome, read_outcomes
 from gossamer.record.whole_files import worker_suffix
 from gossamer.rounds.compatibility.combine import Method
 from gossamer.run.replay.driver import contradiction
@@ -18,6 +19,20 @@ from gossamer.settings.over_time import Timetable
 
 Process = tuple[int, int]
 """A slot, and the index of a life in it."""
+
+
+def outcomes_of(folder: Path) -> dict[int, list[Life]]:
+    """The lives of each slot by the logs of outcomes in a folder; none in that of a run that writes no such log.
+
+    Raises: ConfigError for a worker in a store that has ended before its run, after which the outcomes of all are written.
+    """
+    lives = read_outcomes(folder)
+    if not lives and store_file(folder).exists():
+        raise ConfigError(
+            f"'{folder}' has no log of outcomes (outcomes-*.jsonl), as its worker ended before the run in the store; when that "
+            f"has ended, start gossamer train RUN.toml --store URL --out {folder} once more, which writes them"
+        )
+    return lives
 
 
 class Message(NamedTuple):

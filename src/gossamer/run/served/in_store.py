@@ -18,6 +18,7 @@ import torch
 from gossamer.clock.saved import as_dicts, rebuilt, within
 from gossamer.clock.server_core import CoreState, ServerCore
 from gossamer.errors import CheckpointError, TransportError
+from gossamer.record.fault import FaultKind
 from gossamer.record.locks import holding
 from gossamer.record.logs.arrivals import arrivals_file
 from gossamer.record.packed import packed, unpacked
@@ -55,6 +56,7 @@ def train_served_in_store(run: ResolvedRun, folder: Path, url: str) -> None:
         # How long a server expects workers that have not come is part of its decisions.
         bucket, terms, task = open_store(run, url, {"server": True, "timeout_s": run.loop.timeout_s})
         with leaving() as asked, contextlib.ExitStack() as open_:
+            asked.at_once = True  # until it trains
             one = _StoreWorker(run, folder, task, bucket, terms, asked)
             open_.callback(one.close)
             with renewing(one.attendance, bucket, one.over.wait):
@@ -117,7 +119,7 @@ class _StoreWorker:
             atomic_write(last, f"{slot} {life}\n".encode())
             say(f"worker {slot} takes part in the run of the store, as number {life + 1} in its slot")
             self._asked.sentence = f"worker {slot} is asked to leave after its local phase"
-            self._asked.left_s = lambda: served.learner.phase_left_s
+            self._asked.left_s, self._asked.at_once = lambda: served.learner.phase_left_s, False
             take_part(self, served, self._run.with_server.codec, self._folder, self._asked.is_set)
             self._do(self.attendance.leave(finished=served.is_done))
 
@@ -223,7 +225,8 @@ class _StoreWorker:
         except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"a state of the server in the store is none of this run ({error!r:.200}); start all with the same run file and "
-                "gossamer, or start again with an empty store"
+                "gossamer, or start again with an empty store",
+                FaultKind.FOREIGN,
             ) from None
 
     @property

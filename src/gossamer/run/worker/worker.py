@@ -11,6 +11,7 @@ from gossamer.errors import CheckpointError, DataError, first_line
 from gossamer.finite import all_finite
 from gossamer.layout import Layout
 from gossamer.network.pacing import PaceNote, Pacer, first_leg_bytes
+from gossamer.record.fault import FaultKind
 from gossamer.record.logs.trace import Operation
 from gossamer.rounds.compatibility.combine import Method
 from gossamer.rounds.loop import EVERYONE, Membership, OuterLoop
@@ -312,5 +313,6 @@ def _other_state(error: Exception) -> CheckpointError:
     reason = f"it has no {error}" if isinstance(error, KeyError) else first_line(error)
     return CheckpointError(
         f"the state of another worker does not fit this worker ({reason}); look at the machine that gave it, and start all with "
-        "the same run file and gossamer"
+        "the same run file and gossamer",
+        FaultKind.FOREIGN,
     )

@@ -16,6 +16,7 @@ import secrets
 import stat
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
+from urllib.parse import unquote
 
 from gossamer.errors import ConfigError, TransportError
 from gossamer.record.jsonl import json_from_peer
@@ -24,6 +25,25 @@ MOST_HEAD_BYTES = 1 << 24
 """Most bytes of a head in JSON: some hundred for each of 100,000 workers."""
 _CODE = hashlib.sha256().digest_size
 _SIZE = 4
+
+
+class RefusedByStoreError(OSError):
+    """An answer of an object store that the same request gets again: no right, no such bucket, a wrong region."""
+
+
+_REFUSALS = (RefusedByStoreError, PermissionError, FileNotFoundError, IsADirectoryError, NotADirectoryError)
+_REFUSAL_CODES = (errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS)
+_PASSING = (408, 409, 425, 429)
+"""The answers of HTTP below 500 that another try may change."""
+
+
+def is_lasting(error: OSError) -> bool:
+    """Whether a store gives the same answer until somebody changes it; a full disk is emptied by the others' states.
+
+    >>> is_lasting(PermissionError()), is_lasting(TimeoutError())
+    (True, False)
+    """
+    return isinstance(error, _REFUSALS) or error.errno in _REFUSAL_CODES
 
 
 class Bucket(Protocol):
@@ -38,7 +58,11 @@ class Bucket(Protocol):
         ...
 
     def names(self, after: str) -> list[str]:
-        """All names that sort after this one, sorted."""
+        """All names that sort after this one, sorted.
+
+        Without a bound: a part of a listing would hide what the run needs. Who fills a store with names delays the run, and
+        could as well delete it.
+        """
         ...
 
     def remove(self, name: str) -> None:
@@ -167,7 +191,9 @@ def bucket_at(url: str) -> Bucket:
         )
     try:
         return (
-            Folder(url.removeprefix("file://")) if "://" not in url or url.startswith("file://") else ObjectStore(url)
+            Folder(unquote(url.removeprefix("file://")))
+            if url.startswith("file://")
+            else (ObjectStore(url) if "://" in url else Folder(url))
         )
     except (ImportError, OSError, ValueError) as error:
         raise ConfigError(
@@ -187,13 +213,15 @@ def opened_bucket(url: str) -> Bucket:
         if isinstance(bucket, Folder):
             os.makedirs(bucket.root, exist_ok=True)
         refuses = bucket.create(name, b"1") and not bucket.create(name, b"2")
+        bucket.get(name, 1)
+        bucket.names("~")  # behind all names of a run
         bucket.remove(name)
     except NotImplementedError:  # the answer of the library for some kinds
         refuses, why = False, "stores of this kind write over an object that is there"
     except OSError as error:
         raise ConfigError(
             f"the store '{url}' cannot be used ({error}); give a folder with hard links, or an object store that creates an "
-            "object only where there is none, and in which this machine may write and remove"
+            "object only where there is none, and in which this machine may list, read, create and remove"
         ) from None
     if not refuses:
         raise ConfigError(
@@ -270,29 +298,31 @@ class ObjectStore:
         """A context that turns the errors of the library into OSError."""
         try:
             yield
-        except self._exists:
-            raise
-        except self._failed as error:
-            raise OSError(str(error).partition("\n")[0][:300]) from None
+        except (self._failed, FileNotFoundError) as error:
+            answer = str(error).partition("\n")[0]
+            status = re.search(r"status code: (4\d\d)\b", answer)
+            # The library has one class for most of them.
+            lasts = int(status[1]) not in _PASSING if status is not None else "redirect without LOCATION" in answer
+            raise (RefusedByStoreError if lasts else OSError)(answer[:300]) from None
 
     def create(self, name: str, content: bytes) -> bool:
         """See `Bucket`."""
-        try:
-            with self._errors():
+        with self._errors():
+            try:
                 self._api.put(self._store, name, content, mode="create", use_multipart=False)
-        except self._exists:
-            return False
-        return True
+            except self._exists:
+                return False
+            return True
 
     def get(self, name: str, most_bytes: int) -> bytes | None:
         """See `Bucket`."""
-        try:
-            with self._errors():
+        with self._errors():
+            try:
                 result = self._api.get(self._store, name)
                 _must_fit(name, result.meta["size"], most_bytes)
                 return bytes(result.bytes())
-        except FileNotFoundError:
-            return None
+            except FileNotFoundError:
+                return None
 
     def names(self, after: str) -> list[str]:
         """See `Bucket`."""
@@ -301,7 +331,7 @@ class ObjectStore:
 
     def remove(self, name: str) -> None:
         """See `Bucket`."""
-        with contextlib.suppress(FileNotFoundError), self._errors():
+        with self._errors(), contextlib.suppress(FileNotFoundError):
             self._api.delete(self._store, name)
 
 

@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from gossamer.errors import ConfigError
@@ -50,14 +50,31 @@ def paced(terms: StoreTerms, bucket: Bucket) -> StoreTerms:
 
 @contextmanager
 def renewing(holder: SlotHolder[Any], bucket: Bucket, wait: Callable[[float], object]) -> Iterator[None]:
-    """A context in which a thread renews the lease of a process; `wait` waits for so many seconds at most."""
+    """A context in which a thread renews the lease of a process; one that ends with an error frees its slot.
+
+    Args: `wait` waits for so many seconds at most.
+    """
     threading.Thread(
         target=lambda: perform(holder.beats(), bucket, wait=wait), daemon=True, name="gossamer lease"
     ).start()
     try:
         yield
+    except BaseException:
+        free_slot(holder, bucket)
+        raise
     finally:
         holder.over = True
+
+
+def free_slot(holder: SlotHolder[Any], bucket: Bucket) -> None:
+    """Frees the slot of a process that ends, if it has one. Where the store fails, the others notice it when the lease ends."""
+
+    def give_up(seconds: float) -> None:
+        raise TimeoutError("the store does not answer")
+
+    if holder.slot >= 0:
+        with suppress(OSError):
+            perform(holder.release(), bucket, wait=give_up)
 
 
 def perform(

@@ -34,8 +34,9 @@ from collections.abc import Callable, Collection, Generator, Iterable, Mapping, 
 from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from gossamer.errors import CheckpointError, PeerError, TransportError
-from gossamer.transport.bucket.bucket import Item, Seal, SecretSeal
+from gossamer.errors import CheckpointError, GossamerError, PeerError, TransportError
+from gossamer.record.fault import FaultKind
+from gossamer.transport.bucket.bucket import Item, Seal, SecretSeal, is_lasting
 
 T = TypeVar("T")
 P = TypeVar("P", bound="StoreProcess")
@@ -187,7 +188,7 @@ class StoreWorker(StoreProcess, Protocol):
         ...
 
     def load(self, after: int, donor: int, body: memoryview) -> str:
-        """Takes a state from the store; returns its hash. Raises: CheckpointError."""
+        """Takes a state from the store; returns its hash. Raises: CheckpointError, of the kind "damaged" for what is no state."""
         ...
 
     def add(self, commit: Commit, mean: memoryview) -> None:
@@ -358,6 +359,10 @@ class SlotHolder(Generic[P]):
         self._beat = -1
         self._believed: dict[str, bool] = {}
         """Claims and ends of slots that were read, and whether each was signed by a key that may have the slot."""
+        self._unsound: dict[str, GossamerError] = {}
+        """States that cannot be loaded, and why, in the order in which they were read."""
+        self._listed: Sequence[str] = ()
+        """What the last look has shown."""
 
     def beats(self) -> Steps[None]:
         """Renews the lease repeatedly; runs concurrently with `live`."""
@@ -378,8 +383,9 @@ class SlotHolder(Generic[P]):
     def _agree(self) -> Steps[None]:
         """Writes the object `run`, or compares with the one that is there. Raises: PeerError."""
         yield from self._create("run", {**self.terms.run, "id": self._nonce})
-        while (item := (yield from self._read("run"))) is None:
-            yield from self._pause(0.0)  # it is not visible yet
+        waited_s = 0.0
+        while (item := (yield from self._read("run"))) is None:  # it is not visible yet
+            waited_s += yield from self._pause_for("the object 'run'", waited_s)
         here, there = _one_by_one(self.terms.run), _one_by_one(item.head)
         identity = there.pop("id", None)
         # The hash of all settings, the key, tells a person least.
@@ -406,14 +412,12 @@ class SlotHolder(Generic[P]):
                 name = lease_name("t", slot, life)
                 created = yield from self._create(name, {"nonce": self._nonce})
                 if not created:  # perhaps by this process, in a request whose answer was lost
-                    try:
-                        item = yield from self._read(name)
-                    except TransportError as error:
+                    item = yield from self._try_read(name)
+                    if isinstance(item, TransportError):
                         if not self.terms.seal.proves_writers:
-                            raise
-                        self._work.say(str(error))
-                        item = None
-                    created = item is not None and item.head == {"nonce": self._nonce}
+                            raise item
+                        self._work.say(str(item))
+                    created = isinstance(item, Item) and item.head == {"nonce": self._nonce}
                 if created:
                     self.slot, self.life, self._beat = slot, life, -1
                     self.seen.look([lease_name("t", slot, life)], now)
@@ -431,6 +435,12 @@ class SlotHolder(Generic[P]):
                 )
             waited_s += yield from self._pause(waited_s)
 
+    def release(self) -> Steps[None]:
+        """Frees its slot, in the store alone."""
+        slot, life, self.slot = self.slot, self.life, -1
+        yield from self._create(lease_name("v", slot, life), {})
+        yield from self._remove(f"{lease_name('u', slot, life)}-{self._beat:08d}")
+
     def _look(self, round: int | None) -> Steps[None]:
         """Lists the objects from a round on; None for those that sort after all rounds.
 
@@ -440,6 +450,7 @@ class SlotHolder(Generic[P]):
         self._looked_s = self._asked_s
         if self.terms.seal.proves_writers:
             names = yield from self._proved(names)
+        self._listed = names
         self.seen.look(names, self._looked_s)
         if self.slot >= 0 and self.seen.lives.get(self.slot, self.life) > self.life:
             raise SlotLostError(f"slot {self.slot} belongs to another process")
@@ -453,13 +464,12 @@ class SlotHolder(Generic[P]):
         for name, one in parsed.items():
             later = one["commit"] is not None and int(one["round"]) > self.round
             if (later or one["kind"] in ("t", "v")) and name not in self._believed:
-                try:
-                    if (yield from self._read(name)) is None:
-                        continue  # it does not show yet
-                    self._believed[name] = True
-                except TransportError as error:
-                    self._believed[name] = False
-                    self._work.say(str(error))
+                item = yield from self._try_read(name)
+                if item is None:
+                    continue  # it does not show yet
+                self._believed[name] = isinstance(item, Item)
+                if isinstance(item, TransportError):
+                    self._work.say(str(item))
         kept: list[str] = []
         for name, one in parsed.items():
             slot, life = one["sender"] or one["slot"], one["of"] or one["life"]
@@ -494,9 +504,43 @@ class SlotHolder(Generic[P]):
         yield Sleep(pause_s)
         return pause_s
 
+    def _pause_for(self, what: str, waited_s: float) -> Steps[float]:
+        """Waits for an object that is in the store and does not show. Raises: PeerError.
+
+        Args: `waited_s` has its own pauses: a process that was stopped looks again before it gives up.
+        """
+        if waited_s > 2 * self.terms.timeout_s:
+            raise PeerError(
+                f"{what} is in the store and cannot be read for {waited_s:.0f} s; look at the rights of this machine, and at "
+                "the store"
+            )
+        return (yield from self._pause(waited_s))
+
     def _read(self, name: str) -> Steps[Item | None]:
         raw = yield from self._ask(Get(name))
         return None if raw is None else self.terms.seal.opened(name, raw)
+
+    def _try_read(self, name: str) -> Steps[Item | TransportError | None]:
+        """As `_read`, with the error of an object that does not count as the answer. Raises: PeerError where the store fails."""
+        try:
+            return (yield from self._read(name))
+        except PeerError:
+            raise
+        except TransportError as error:
+            return error
+
+    def _read_state(self, name: str) -> Steps[Item | None]:
+        """A state; None where none of this name can be read."""
+        item = yield from self._try_read(name)
+        if isinstance(item, TransportError):
+            self._pass_over(name, item)
+            return None
+        return item
+
+    def _pass_over(self, name: str, error: GossamerError) -> None:
+        """Leaves out a state that cannot be loaded: an older one may lead to the same. It is named once."""
+        self._unsound[name], self._believed[name] = error, False
+        self._work.say(f"the state '{name}' of the store is passed over for another: {error}")
 
     def _names(self, after: str) -> Steps[list[str]]:
         return (yield from self._ask(Names(after)))
@@ -507,8 +551,12 @@ class SlotHolder(Generic[P]):
         return (yield from self._ask(Create(name, content)))
 
     def _ask(self, asking: Asking) -> Steps[Any]:
-        """The answer of a store, with retries for ten times the patience of the run. Raises: PeerError."""
-        waited_s, was_reported = 0.0, False  # its own pauses: time in which this process was stopped does not count
+        """The answer of a store, with retries for ten times the patience of the run, once that where it refuses.
+
+        Raises: PeerError.
+        """
+        # Its own pauses: time in which this process was stopped does not count.
+        waited_s, refused_s, was_reported = 0.0, 0.0, False
         while True:
             self._asked_s = self._clock()
             try:
@@ -516,14 +564,21 @@ class SlotHolder(Generic[P]):
             except TransportError:
                 raise
             except OSError as error:
+                if is_lasting(error) and refused_s > self.terms.timeout_s:
+                    raise PeerError(
+                        f"the store has refused for {refused_s:.0f} s to {_what(asking)} ({error}); a worker needs the right to "
+                        "list, read, create and remove objects there: mend that, and start again"
+                    ) from None
                 if waited_s > 10 * self.terms.timeout_s:
                     raise PeerError(
                         f"the store has not done what it was asked for {waited_s:.0f} s ({error}); start again when it does"
                     ) from None
                 if not was_reported and waited_s > self.terms.rest_s:
                     was_reported = True
-                    self._work.say(f"the store does not answer ({error}); it is asked again")
-                waited_s += yield from self._pause(waited_s)
+                    answers = f"refuses to {_what(asking)}" if is_lasting(error) else "does not answer"
+                    self._work.say(f"the store {answers} ({error}); it is asked again")
+                pause_s = yield from self._pause(waited_s)
+                waited_s, refused_s = waited_s + pause_s, refused_s + pause_s if is_lasting(error) else 0.0
 
     def _remove(self, name: str) -> Steps[None]:
         yield from self._ask(Remove(name))
@@ -567,13 +622,7 @@ class Attendance(SlotHolder[StoreWorker]):
                 continue
             break
         if self.slot >= 0:
-            yield from self.leave()
-
-    def leave(self) -> Steps[None]:
-        """Frees its slot."""
-        yield from self._create(lease_name("v", self.slot, self.life), {})
-        self.over = True
-        yield from self._remove(f"{lease_name('u', self.slot, self.life)}-{self._beat:08d}")
+            yield from self.release()
 
     def _is_over(self) -> Steps[bool]:
         """Whether all rounds are closed."""
@@ -649,6 +698,7 @@ class Attendance(SlotHolder[StoreWorker]):
             finished = self.seen.newest + 1
             if terms.gossip:
                 finished = max(finished, resumed)  # a listing may lack the outcomes that led to its own state
+            unsound = len(self._unsound)
             for base, donor in self._bases(resumed, finished):
                 begun = yield from self._base(base, resumed, donor)
                 if begun is not None and (
@@ -658,7 +708,13 @@ class Attendance(SlotHolder[StoreWorker]):
                     self._begun = begun._replace(steps=self._steps[self.slot])
                     yield Do(partial(self._work.start, self.round, self._begun))
                     return self.round < terms.rounds
+                if len(self._unsound) > unsound:
+                    break
+            if len(self._unsound) > unsound:
+                continue  # with the best of those that are left
             if waited_s > terms.timeout_s:
+                if self._unsound:
+                    raise [*self._unsound.values()][-1]
                 raise CheckpointError(
                     f"{finished} rounds are closed and no state from which they follow is there any more: neither this worker "
                     "nor the store has one; start again with an empty store"
@@ -671,13 +727,14 @@ class Attendance(SlotHolder[StoreWorker]):
 
     def _bases(self, resumed: int, finished: int) -> list[tuple[int, int]]:
         """The states from which it may continue, best first: the rounds behind each, and its slot, -1 where all are equal."""
-        states = sorted(self.seen.states, reverse=True)
+        states = sorted((one for one in self.seen.states if state_name(one) not in self._unsound), reverse=True)
         if not self.terms.gossip:
             bases = states if self._is_new(resumed) else [resumed, *states]
             if states and states[0] > resumed and finished - resumed > AHEAD:
                 bases = [states[0], resumed, *states[1:]]
             return [(base, -1) for base in bases if base <= finished]
         there = [(after, slot) for slot, some in self.seen.holders.items() for after in some if after <= finished]
+        there = [(after, slot) for after, slot in there if state_name(after, slot) not in self._unsound]
         newest = max([resumed, *(after for after, slot in there if slot == self.slot)])
         young = finished - newest <= self.terms.rejoin_rounds
 
@@ -685,7 +742,10 @@ class Attendance(SlotHolder[StoreWorker]):
             return donor[1] != self.slot and young, -donor[0], donor[1] != self.slot, donor[0] != resumed
 
         own = {(0, -1), (resumed, self.slot)} if self.terms.start_in_store else {(0, self.slot), (resumed, self.slot)}
-        return sorted({*own, *there}, key=order)
+        bases = sorted({*own, *there}, key=order)
+        # Without means the start leads nowhere near the others: it stands for no state that is damaged.
+        lost = bool(self._unsound) and not self.terms.seal.proves_writers
+        return [(after, slot) for after, slot in bases if after or not lost]
 
     def _base(self, after: int, resumed: int, donor: int) -> Steps[Basis | None]:
         """Restores its own state, or loads the one in the store, after so many rounds; None where there is none."""
@@ -693,20 +753,17 @@ class Attendance(SlotHolder[StoreWorker]):
             sha256 = yield Do(partial(self._work.restore, after))
             if sha256 is not None:
                 return Basis(after, self.slot, sha256)
-        try:
-            item = yield from self._read(state_name(after, donor))
-        except TransportError as error:
-            if not self.terms.seal.proves_writers:
-                raise
-            self._work.say(str(error))
-            item = None
+        item = yield from self._read_state(name := state_name(after, donor))
         slot = item.head.get("slot") if item is not None and isinstance(item.head, dict) else None
         slot = slot if isinstance(slot, int) and 0 <= slot < self.terms.workers and donor in (-1, slot) else None
         if item is None or slot is None or not item.is_of(slot):
             self.seen.states.discard(after)  # until a listing shows it again
             self.seen.holders[donor].discard(after)
             return None
-        sha256 = yield Do(partial(self._work.load, after, slot, item.body))
+        sha256 = yield Do(partial(loaded, self._work.load, after, slot, item.body))
+        if isinstance(sha256, CheckpointError):
+            self._pass_over(name, sha256)
+            return None
         return Basis(after, slot, sha256)
 
     def _continue_after(self, finished: int) -> Steps[bool]:
@@ -779,6 +836,10 @@ class Attendance(SlotHolder[StoreWorker]):
                     )
             if self._work.asked():
                 return None
+            if commit is None and self.seen.newest >= round:
+                shown = f"the outcome of round {round + 1}, or a later one up to '{commit_name(self.seen.newest)}',"
+                unread_s += yield from self._pause_for(shown, unread_s)
+                continue
             pause_s = yield from self._pause(self._clock() - start_s)
             unread_s += pause_s if commit is not None else 0.0
 
@@ -789,10 +850,10 @@ class Attendance(SlotHolder[StoreWorker]):
         items: dict[int, Item] = {}
         parts: dict[int, TakenPart] = {}
         for slot, life in sorted(sent.items()):
-            try:
-                item = sent_item if slot == self.slot else (yield from self._read(message_name(self.round, slot, life)))
-            except TransportError as error:
-                self._work.say(str(error))
+            name = message_name(self.round, slot, life)
+            item = sent_item if slot == self.slot else (yield from self._try_read(name))
+            if isinstance(item, TransportError):
+                self._work.say(str(item))
                 item = Item(None, memoryview(b""))
             if item is None:
                 if not late:
@@ -933,6 +994,29 @@ class Attendance(SlotHolder[StoreWorker]):
             self.commits[round] = commit
             self.seen.newest = max(self.seen.newest, round)  # no listing has shown the one that it has just created
         return self.commits[round]
+
+
+def loaded(load: Callable[..., T], *args: Any) -> T | CheckpointError:
+    """What a state is loaded with; the error of one that is damaged. Raises: CheckpointError for a sound one of another model."""
+    try:
+        return load(*args)
+    except CheckpointError as error:
+        if error.kind != FaultKind.DAMAGED:
+            raise
+        return error
+
+
+def _what(asking: Asking) -> str:
+    """What is asked of the store, for people."""
+    match asking:
+        case Get(name):
+            return f"read '{name}'"
+        case Create(name, _):
+            return f"create '{name}'"
+        case Remove(name):
+            return f"remove '{name}'"
+        case _:
+            return "list its objects"
 
 
 def _one_by_one(run: object) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from gossamer.errors import CheckpointError, PeerError, TransportError
+from gossamer.errors import CheckpointError, PeerError
 from gossamer.transport.bucket.bucket import Item
 from gossamer.transport.bucket.protocol import (
     Do,
@@ -30,7 +30,7 @@ from gossamer.transport.bucket.protocol import (
     StoreTerms,
     commit_in,
     commit_name,
-    lease_name,
+    loaded,
     message_name,
     state_name,
 )
@@ -110,7 +110,7 @@ class ServerWork(StoreProcess, Protocol):
         ...
 
     def load(self, body: memoryview) -> None:
-        """Continues from a state in the store. Raises: CheckpointError."""
+        """Continues from a state in the store. Raises: CheckpointError, of the kind "damaged" for what is no state."""
         ...
 
 
@@ -189,12 +189,6 @@ class ServerAttendance(SlotHolder[ServerWork]):
         yield from self.release()
         self.over = True
 
-    def release(self) -> Steps[None]:
-        """Gives its slot back, in the store alone."""
-        slot, life, self.slot = self.slot, self.life, -1
-        yield from self._create(lease_name("v", slot, life), {})
-        yield from self._remove(f"{lease_name('u', slot, life)}-{self._beat:08d}")
-
     # --- the log ------------------------------------------------------------------------------------------------------
 
     def _awaits(self, worker: int, phase: int) -> bool:
@@ -205,7 +199,7 @@ class ServerAttendance(SlotHolder[ServerWork]):
 
     def _wait(self, holds: Callable[[], bool], *, here: bool = True) -> Steps[None]:
         """Takes events until something holds, and adds what no other process can: that one is gone, that time has passed."""
-        start_s = self._clock()
+        start_s, unread_s = self._clock(), 0.0
         while True:
             yield from self._follow()
             if here and not self._is_here():
@@ -214,6 +208,10 @@ class ServerAttendance(SlotHolder[ServerWork]):
                 )
             if holds():
                 return
+            if commit_name(self.round) in self._listed:
+                unread_s += yield from self._pause_for(f"event {self.round} of the server", unread_s)
+                continue
+            unread_s = 0.0
             if not (yield from self._add_due_event()):
                 yield from self._pause(self._clock() - start_s)
 
@@ -274,14 +272,9 @@ class ServerAttendance(SlotHolder[ServerWork]):
         if (yield from self._create(commit_name(self.round), head)):
             yield from self._take(ServerEvent(event, now_s, worker, life, phase, message, owned, rounds, self.slot))
             return
-        waited_s = 0.0  # its own pauses: a process that was stopped looks again before it gives up
+        waited_s = 0.0
         while not (yield from self._next()):
-            if waited_s > 2 * self.terms.timeout_s:
-                raise PeerError(
-                    f"event {self.round} of the server is in the store and cannot be read for {waited_s:.0f} s; look at the "
-                    "rights of this machine, and at the store"
-                )
-            waited_s += yield from self._pause(waited_s)
+            waited_s += yield from self._pause_for(f"event {self.round} of the server", waited_s)
 
     def _take(self, event: ServerEvent | None) -> Steps[None]:
         """Takes the next event, unless it counts for nothing."""
@@ -329,6 +322,8 @@ class ServerAttendance(SlotHolder[ServerWork]):
             if (yield from self._load_newest()):
                 return None
             if waited_s > 2 * self.terms.timeout_s:
+                if self._unsound:  # from which it would not need the message
+                    raise [*self._unsound.values()][-1]
                 raise PeerError(
                     f"event {self.round} of the server names the message '{name}', which is not in the store, so no worker can "
                     "continue; look at the machine of that worker, and start again with an empty store"
@@ -340,29 +335,35 @@ class ServerAttendance(SlotHolder[ServerWork]):
         """Continues from the newest state, if one after this event can be read; returns whether. Raises: CheckpointError."""
         yield from self._look(None)
         for after in sorted((one for one in self.seen.states if one > self.round), reverse=True):
-            try:
-                item = yield from self._read(state_name(after))
-            except TransportError as error:
-                if not self.terms.seal.proves_writers:
-                    raise
-                self._believed[state_name(after)] = False  # of a stranger
-                self._work.say(str(error))
-                item = None
+            if (name := state_name(after)) in self._unsound:
+                continue
+            item = yield from self._read_state(name)
             self.seen.states.discard(after)  # until a listing shows it again
             if item is None:
                 continue
-            try:
-                lives = {int(slot): int(life) for slot, life in item.head["lives"].items()}
-                self.lives, self._last_s = lives, min(max(0.0, float(item.head["time_s"])), _MOST_S)
-            except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError):
-                raise CheckpointError(
-                    f"the state after event {after} in the store is none; start again with an empty store"
-                ) from None
-            yield Do(partial(self._work.load, item.body))
+            clock = loaded(_clock_in, after, item)
+            failed = (
+                clock if isinstance(clock, CheckpointError) else (yield Do(partial(loaded, self._work.load, item.body)))
+            )
+            if isinstance(clock, CheckpointError) or failed is not None:
+                self._pass_over(name, failed)
+                continue
+            self.lives, self._last_s = clock
             self._early_s = max(self._early_s, self._last_s - self._clock())
             self.round, self._newest_state, self._loaded = after, after, self._loaded + 1
             return True
         return False
+
+
+def _clock_in(after: int, item: Item) -> tuple[dict[int, int], float]:
+    """The life of each slot, and the time, in a state of the server. Raises: CheckpointError."""
+    try:
+        lives = {int(slot): int(life) for slot, life in item.head["lives"].items()}
+        return lives, min(max(0.0, float(item.head["time_s"])), _MOST_S)
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError):
+        raise CheckpointError(
+            f"the state after event {after} in the store is none; start again with an empty store"
+        ) from None
 
 
 def event_in(number: int, item: Item, workers: int) -> ServerEvent | None:
