@@ -47,10 +47,6 @@ class Averager(Participant):
         super().take_place(members, x, after)
         self.core.limit_bytes = 1 << 10
 
-    @property
-    def _against(self) -> frozenset[int]:
-        return self.closing.against
-
     def _outbox(self) -> list[Outgoing]:
         outbox = super()._outbox() + [Outgoing(peer, letter) for peer, letter in self.closing.outbox]
         self.closing.outbox.clear()

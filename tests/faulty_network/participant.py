@@ -151,14 +151,9 @@ class Participant(ABC):
             network.after(network.latency_s(), lambda: donor.host(self), donor)
             network.after(self.plan.timeout_s, lambda: self.listens or self.ended or self._fail("waited in vain"), self)
 
-    @property
-    def _against(self) -> frozenset[int]:
-        """Live workers that claim to be ahead of this one, or to have closed other rounds."""
-        return frozenset()
-
     def host(self, newcomer: "Participant") -> None:
         """Gives a newcomer a slot."""
-        own = self.core.give_slot(newcomer.nonce, newcomer.address, self.refused, against=self._against)
+        own = self.core.give_slot(newcomer.nonce, newcomer.address, self.refused)
         self.flush()
         entries, network = dict(self.members.entries), self.network
         network.after(network.latency_s(), lambda: newcomer.receive(self, own, entries), newcomer)

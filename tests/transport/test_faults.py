@@ -75,8 +75,7 @@ def test_a_worker_that_closes_a_round_before_all_have_its_mean_is_found(monkeypa
     honest = Closing.hold
     monkeypatch.setattr(Closing, "hold", hasty)
     with pytest.raises(
-        AssertionError,
-        match=r"mean that it does not have|a second history|ended with other parameters|exchanges with nobody",
+        AssertionError, match=r"with a mean that it does not have|with a second history|has ended with other parameters"
     ):
         [check_faults(seed=seed) for seed in range(3, 100, 4)]
 
@@ -299,15 +298,6 @@ def test_news_that_may_have_been_lost_with_one_of_two_connections_are_sent_again
     assert said(core) == []
     core.resend_view(1)
     assert said(core) == [(1, LetterKind.MEMBERSHIP)]
-
-
-def test_a_worker_whom_others_contradict_gives_no_slot_away_unless_a_majority_agrees_with_it() -> None:
-    known = [SlotEntry(slot, 0, slot, MemberStatus.ALIVE if slot < 3 else MemberStatus.LEFT, 0) for slot in range(4)]
-    core = ElasticCore(Members(limits(4), 0, known), timeout_s=8.0)
-    core.limit_bytes = 100
-    assert core.give_slot(9, "host:9", against=frozenset({2})) is None
-    entry = core.give_slot(9, "host:9")
-    assert entry is not None and entry.slot == 3
 
 
 def test_who_hears_older_news_than_it_has_tells_its_own() -> None:

@@ -276,12 +276,7 @@ class Closing:
     @property
     def _alive(self) -> frozenset[int]:
         """Workers with which this round may be closed: those in another round will not be ready in it."""
-        return self._present - self.against
-
-    @property
-    def against(self) -> frozenset[int]:
-        """Live workers that claim to be in a later round, or to have closed other rounds than this one."""
-        return frozenset(j for j in self._living - {self.members.me} if self._contradicts(j))
+        return self._present - {j for j in self._places if self._contradicts(j)}
 
     @property
     def _present(self) -> frozenset[int]:
@@ -383,7 +378,8 @@ class Closing:
         """Treats this worker as left out if enough others claim it; asks all for their position while fewer do."""
         if self.left_out or self.closed:
             return
-        others, against = self._living - {self.members.me}, self.against
+        others = self._living - {self.members.me}
+        against = {j for j in others if self._contradicts(j)}
         self._disputed_s = {j: self._disputed_s.get(j, now) for j in against}
         if self._are_enough(against):
             self._leave_out(self._source_of(against))

@@ -202,12 +202,7 @@ class ElasticCore:
         return nonce is None or entry is None or entry.nonce == nonce
 
     def give_slot(
-        self,
-        nonce: int,
-        address: str,
-        ended: Container[int] = (),
-        allowed: Container[int] | None = None,
-        against: frozenset[int] = frozenset(),
+        self, nonce: int, address: str, ended: Container[int] = (), allowed: Container[int] | None = None
     ) -> SlotEntry | None:
         """Gives a newcomer a slot, and announces it to all; None if no slot is available.
 
@@ -217,12 +212,7 @@ class ElasticCore:
         Args:
             ended: the nonces of processes known to have ended.
             allowed: the slots that the newcomer's key may fill; None for any.
-            against: live workers that claim to be ahead, or to have closed other rounds. Where the rest is no majority, the
-                newcomer would decide between them and this worker by whom it has asked, and closed rounds might be lost.
         """
-        agreeing = {entry.slot for entry in self.members.with_status(MemberStatus.ALIVE)} - against
-        if against and 2 * (len(agreeing) + 1) <= self.members.slots:
-            return None
         few = 2 * (len(self.members.with_status(MemberStatus.ALIVE)) + 1) <= self.members.slots
         unsure = self.members.with_status(MemberStatus.SUSPECT, MemberStatus.JOINING)
         kept = (

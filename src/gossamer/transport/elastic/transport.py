@@ -434,8 +434,7 @@ class ElasticTransport:
     def give_slot(self, nonce: int, address: str, allowed: Container[int] | None = None) -> SlotEntry | None:
         """See `ElasticCore.give_slot`."""
         with self.changed:
-            against = frozenset[int]() if self.closing is None else self.closing.against
-            entry = self.core.give_slot(nonce, address, self.redial.ended, allowed, against)
+            entry = self.core.give_slot(nonce, address, self.redial.ended, allowed)
             self._flush()
         return entry
 
