@@ -333,6 +333,27 @@ def test_a_worker_that_gets_faster_never_makes_the_pick_worse(slower: dict[str, 
     assert found(**faster) <= found(**slower) + 0.005, "what the plan gives for a faster or simpler one"
 
 
+@pytest.mark.parametrize("goal", [{}, {"tokens": 4e7}, {"hours": 2.0}])
+def test_a_worker_that_is_left_out_changes_nothing_for_those_who_train(goal: dict[str, float]) -> None:
+    four = made(Network(uplink_bps=2.5e5, downlink_bps=25e6, step_s=(0.5,) * 4), workers=4, **goal).choice
+    useless = Network(uplink_bps=(*[2.5e5] * 4, 1e4), downlink_bps=25e6, step_s=(*[0.5] * 4, 500.0))
+    five = made(useless, workers=5, **goal).choice
+    assert five.best.left_out == (4,) and five.best._replace(left_out=()) == four.best
+    expected, with_it = four.loss(four.best), five.loss(five.best)
+    assert expected is not None and with_it is not None
+    assert (with_it.nats, five.hours, five.tokens) == pytest.approx((expected.nats, four.hours, four.tokens))
+
+
+def test_rounds_of_a_mean_are_those_that_fit_however_few_steps_its_slow_workers_take() -> None:
+    even = Candidate("DiLoCo", "exact", None, (30,) * 8, 100.0, 1.0, 0.9, 1.0)
+    uneven = even._replace(local_steps=(*[40] * 4, *[20] * 4))
+    in_hours = SCALE._replace(steps=300.0, seconds=1000.0)
+    for scale in (in_hours, in_hours._replace(seconds=None)):
+        a, b = even.penalty(scale), uneven.penalty(scale)
+        assert a is not None and b is not None and a.few_rounds > 0
+        assert b.few_rounds == pytest.approx(a.few_rounds)
+
+
 def test_who_is_left_out_depends_on_how_long_a_round_is() -> None:
     both = Network(uplink_bps=(*[1e9] * 6, 1e6, 1e9), downlink_bps=1e9, step_s=(*[1.0] * 7, 3.0))
     assert slow_teams(both, 8, 192_960) == [(6,), (6, 7), (7,)]
