@@ -109,6 +109,7 @@ def command(
         say(f"pricing all candidates; then the best of them train for {asked.race:g} minutes")
     _check_out(options)
     links = read_network(network)  # a missing file is reported before torch is imported
+    _check_workers(links, options, network)
     links, cut, made, priced, choice = _planned(links, network, options, json=json)
     if not json:
         _print(made, cut, priced, choice, options)
@@ -129,6 +130,15 @@ def command(
         _write(options.out, text)
         if not json:
             _print_written(made, options, raced=best != choice.best)
+
+
+def _check_workers(links: "Network", options: PlanOptions, file: Path) -> None:
+    """Raises ConfigError for a number of workers that is not that of the network."""
+    if options.workers is not None and links.workers not in (None, options.workers):
+        raise ConfigError(
+            f"--workers got {options.workers} and '{file}' has {links.workers} workers; leave --workers out, or give a file with "
+            "one number for all workers, or with as many entries"
+        )
 
 
 def _check_out(options: PlanOptions) -> None:

@@ -558,6 +558,23 @@ def test_numbers_that_cannot_be_are_refused_in_one_sentence(words, part, tmp_pat
     assert told.count("\n") == 1 and part in told, told
 
 
+def test_workers_that_a_network_file_does_not_have_are_refused_with_its_name(tmp_path, capsys) -> None:
+    """Also where its lists contradict each other, and in a run file with several networks."""
+    file = tmp_path / "net.toml"
+    for text, words, part in (
+        ("uplink_bps = [1e9, 1e9, 1e9]\nstep_s = 1", ["--workers", "7"], f"--workers got 7 and '{file}' has 3 workers"),
+        ("uplink_bps = [1e9, 1e9]\nstep_s = [1, 1, 1]", [], f"'{file}': uplink_bps lists 2 workers but step_s has 3"),
+        ("uplink_bps = [1e9, 1e9]\nsites.a.workers = [0]", [], f"'{file}': uplink_bps lists 2 workers but sites has 1"),
+    ):
+        file.write_text(f"downlink_bps = 1e9\n{text}\n")
+        assert main(["plan", str(file), *words]) == 2
+        told = capsys.readouterr().err
+        assert told.count("\n") == 1 and part in told, told
+    networks = {name: {"uplink_bps": [1e9] * n, "downlink_bps": 1e9} for name, n in (("near", 8), ("far", 2))}
+    (fault,) = faults_of(parse({"workers": 8, "run": {"steps": 30, "local_steps": 30}, "network": networks}))
+    assert str(fault).startswith("network.far: uplink_bps lists 2 workers but the run has 8")
+
+
 def test_data_parallelism_takes_the_quickest_way_and_backward_hides_two_thirds_of_a_step_of_it() -> None:
     (even,) = (c for c in planned(EVEN, workers=8, local_steps=[30]).candidates if c.method == "data parallel")
     all_reduce_s = 7 / 4 * 32 * 192_960 / 25e6
