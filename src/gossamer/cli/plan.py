@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from gossamer.cli.output import must_be_new_file, print_json, working
-from gossamer.cli.race import NO_RACE, Race, RaceOptions, print_race, race, race_facts
+from gossamer.cli.race import NO_RACE, Race, RaceOptions, prepare_race, print_race, race, race_facts
 from gossamer.cli.run_file_options import quantity, whole_numbers
 from gossamer.cli.tables import print_sentence, print_table
 from gossamer.cli.watch import WATCHABLE, Watchable
@@ -111,11 +111,12 @@ def command(
     links = read_network(network)  # a missing file is reported before torch is imported
     _check_workers(links, options, network)
     links, cut, made, priced, choice = _planned(links, network, options, json=json)
+    prepared = None if asked.race is None else prepare_race(made, choice, _racers(made, priced), network, asked)
     if not json:
         _print(made, cut, priced, choice, options)
     result, best = None, choice.best
-    if asked.race is not None:
-        result = race(made, choice, _racers(made, priced), network, asked, output)
+    if prepared is not None:  # a race that does not fit its minutes is refused before the plan is printed
+        result = race(prepared, made, choice, asked, output)
         best = result.candidates[result.taken]
     text = _run_file(made, best, options, options.out or Path("planned.toml"))
     passes = _passes(text)
