@@ -186,13 +186,14 @@ def _doubts(links: "Network", choice: "Pick", passes: float | None) -> list[str]
     """Warnings of a network, of a plan that takes years, and of a text that is repeated many times."""
     from gossamer.data.settings import MANY_PASSES, passes_warning
     from gossamer.network.links import doubts_of
+    from gossamer.report.table import digits_text
 
     sentences = [*doubts_of(links)]
     first_s = min((change.at_s for change in links.changes), default=math.inf)
     if first_s < 3600 * choice.hours:
         sentences.append(
-            f"the network changes after {first_s:g} s, and of each candidate only the first rounds are priced, some of which end "
-            "before; plan for the network as it is most of the time, without [[changes]]"
+            f"the network changes after {digits_text(first_s)} s, and of each candidate only the first rounds are priced, some "
+            "of which end before; plan for the network as it is most of the time, without [[changes]]"
         )
     if choice.hours > _YEAR_H:
         sentences.append(
@@ -455,6 +456,7 @@ def _boundaries(options: PlanOptions) -> tuple[str, ...]:
 
 def _print_cut(cut: "StagePlan") -> None:
     """Prints the ways to cut a replica, and which is taken."""
+    from gossamer.report.table import digits_text
     from gossamer.run.planning.planned_stages import SPEED_LEFT
 
     chosen = cut.chosen
@@ -466,7 +468,7 @@ def _print_cut(cut: "StagePlan") -> None:
         (
             f"{one.forward}, {one.backward} back",
             str(one.micro_batches),
-            f"{one.step_s:.4g}",
+            digits_text(one.step_s),
             f"{one.unhindered:.1%}",
             f"{one.computing:.1%}",
         )
@@ -646,7 +648,7 @@ def _print_choice(made: "RunPlan", choice: "Pick", rivals: "Sequence[Candidate]"
 
     best = choice.best
     left = f"dropping {best.dropped} (slowest): " if best.dropped and best.trained_as == best.method else ""
-    steps = f"{best.full_steps} local step{'s' if best.full_steps > 1 else ''}"
+    steps = f"{best.full_steps:,} local step{'s' if best.full_steps > 1 else ''}"
     sends = f"{digits_text(best.round_bytes / 1e6)} MB and " if best.round_bytes else ""
     print_sentence(
         f"chosen: {left}{best.method}, {steps}{_codecs(best)}: {sends}{digits_text(best.round_s)} s a round, "
@@ -665,7 +667,7 @@ def _print_choice(made: "RunPlan", choice: "Pick", rivals: "Sequence[Candidate]"
         )
     if best.fewer:
         print_sentence(
-            f"{best.fewer} of {best.full_steps} local steps, so that nobody waits; what fewer steps learn counts less"
+            f"{best.fewer} of {best.full_steps:,} local steps, so that nobody waits; what fewer steps learn counts less"
         )
     if best.site > 1:
         print_sentence(

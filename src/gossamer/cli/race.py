@@ -346,7 +346,7 @@ def print_race(result: Race) -> None:
             gap = f"{stands.mean:+.4f}" + ("" if stands.half is None else f" ± {stands.half:.4f}")
         part = max(result.last(label)) / one.full_steps
         rounds = str(result.rounds(label)) if part == 1 else f"{result.rounds(label) - 1 + part:.2f}"
-        sizes = (rounds, f"{one.round_s:.4g}", f"{result.tokens(label):.3g}")
+        sizes = (rounds, digits_text(one.round_s), f"{result.tokens(label):.3g}")
         rows.append((label, *sizes, f"{means[label]:.4f}", gap))
     headings = ("candidate", "rounds", "s a round", "tokens", "loss", "above the lowest")
     print_table(headings, rows, bold=labels.index(standing.best))

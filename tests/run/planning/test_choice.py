@@ -40,11 +40,11 @@ def test_the_lowest_loss_in_the_time_is_taken_and_waiting_counts_as_loss() -> No
 
 def test_hours_and_workers_are_written_without_an_exponent_and_without_a_range_of_one_number() -> None:
     choice = pick([varies := one("DiLoCo", 30, 1.0, spread_s=0.5)], SCALE, hours=1000.0)
-    assert hours_text(choice, varies) == "1000 ± 500"
+    assert hours_text(choice, varies) == "1,000 ± 500"
     fewer = Candidate("DiLoCo", "bf16", None, (5, 5, 3, 3, 3, 3), 1.0, 1.0, 0.9, 1.0)
     assert (
         fewer.fewer == "4 workers take 3"
-        and fewer._replace(local_steps=(5, 2, 3, 3, 3)).fewer == "4 workers take 2 to 3"
+        and fewer._replace(local_steps=(5000, 2, 3, 3, 3000)).fewer == "4 workers take 2 to 3,000"
     )
 
 

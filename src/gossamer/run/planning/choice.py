@@ -106,8 +106,8 @@ class Candidate(NamedTuple):
             return ""
         if len(slower) > 3:
             fewest, most = min(steps for _, steps in slower), max(steps for _, steps in slower)
-            return f"{len(slower)} workers take {fewest}{f' to {most}' if most > fewest else ''}"
-        return ", ".join(f"worker {i} takes {steps}" for i, steps in slower)
+            return f"{len(slower)} workers take {fewest:,}{f' to {most:,}' if most > fewest else ''}"
+        return ", ".join(f"worker {i} takes {steps:,}" for i, steps in slower)
 
     @property
     def dropped(self) -> str:
@@ -354,7 +354,7 @@ def plan_rows(choice: Pick, candidates: Iterable[Candidate]) -> list[tuple[str, 
             (
                 one.name,
                 format_codecs(one),
-                str(most) if fewest == most else f"{fewest}-{most}",
+                f"{most:,}" if fewest == most else f"{fewest:,}-{most:,}",
                 f"{one.utilisation:.1%}",
                 hours_text(choice, one),
                 f"{choice.tokens_of(one):.3g}",

@@ -655,7 +655,7 @@ def method_tables(chosen: Candidate) -> dict[str, dict[str, Any]]:
 def headline(plan: RunPlan, chosen: Candidate) -> str:
     """The first comment of a run file: its method, its size and its seconds a round."""
     return (
-        f"# {chosen.method} with {chosen.full_steps} local step{'s' * (chosen.full_steps > 1)}, planned for "
+        f"# {chosen.method} with {chosen.full_steps:,} local step{'s' * (chosen.full_steps > 1)}, planned for "
         f"{plan.parameters:,} parameters: {digits_text(chosen.round_bytes / 1e6)} MB sent and {digits_text(chosen.round_s)} s "
         f"a round, {format_utilisation(chosen.utilisation, chosen.between_stages)}.\n"
     )
@@ -675,7 +675,7 @@ def _uneven_steps_comment(chosen: Candidate) -> str:
     """A comment of the run file that names the workers with fewer local steps; empty where there are none."""
     if not chosen.fewer:
         return ""
-    return f"# {chosen.fewer[0].upper()}{chosen.fewer[1:]} of {chosen.full_steps} local steps, which count less.\n"
+    return f"# {chosen.fewer[0].upper()}{chosen.fewer[1:]} of {chosen.full_steps:,} local steps, which count less.\n"
 
 
 def _sites_text(chosen: Candidate) -> str:
