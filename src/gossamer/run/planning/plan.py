@@ -32,6 +32,7 @@ from gossamer.run.planning.measured_losses import CODECS_MEASURED, nearest_measu
 from gossamer.run.planning.optima import Optima, optima
 from gossamer.run.planning.teams import (
     MOST_COUNTED,
+    kind_of,
     machines,
     network_without,
     places_of,
@@ -263,13 +264,9 @@ def _candidates(
 
 def _other_sites(network: Network, n: int, teams: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """The teams of one site each whose links and machines are not those of a team that is tried anyhow."""
-
-    def kind(without: tuple[int, ...]) -> tuple[int, Network]:
-        return len(without), network_without(network, n, without)
-
-    known, others = [*map(kind, teams)], list[tuple[int, ...]]()
+    known, others = [kind_of(network, n, without) for without in teams], list[tuple[int, ...]]()
     for left_out in site_teams(network, n):
-        if (site := kind(left_out)) not in known:
+        if (site := kind_of(network, n, left_out)) not in known:
             known.append(site)
             others.append(left_out)
     return others
