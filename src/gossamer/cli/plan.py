@@ -186,14 +186,13 @@ def _doubts(links: "Network", choice: "Pick", passes: float | None) -> list[str]
     """Warnings of a network, of a plan that takes years, and of a text that is repeated many times."""
     from gossamer.data.settings import MANY_PASSES, passes_warning
     from gossamer.network.links import doubts_of
-    from gossamer.report.table import digits_text
+    from gossamer.run.planning.plan import MOST_STRETCHES
 
     sentences = [*doubts_of(links)]
-    first_s = min((change.at_s for change in links.changes), default=math.inf)
-    if first_s < 3600 * choice.hours:
+    if (changes := len({change.at_s for change in links.changes})) >= MOST_STRETCHES:
         sentences.append(
-            f"the network changes after {digits_text(first_s)} s, and of each candidate only the first rounds are priced, some "
-            "of which end before; plan for the network as it is most of the time, without [[changes]]"
+            f"the network changes at {changes:,} times, and with {MOST_STRETCHES} or more only the first rounds of each "
+            "candidate are priced, some of which end before; plan for it as it is most of the time, with fewer [[changes]]"
         )
     if choice.hours > _YEAR_H:
         sentences.append(
