@@ -586,6 +586,17 @@ def test_a_network_that_changes_is_priced_between_its_changes_each_for_its_time(
         assert found.round_s == pytest.approx(price(trace, changing).total_s / rounds, rel=0.01), method
 
 
+def test_what_a_slow_method_reads_before_a_change_does_not_depend_on_what_comes_after_the_choice_has_ended() -> None:
+    slow = replace(EVEN, uplink_bps=2.5e6)
+    late = replace(slow, changes=(Change(at_s=7200.0, factor=0.01, worker=0),))
+    read = list[float]()
+    for network in (slow, late):
+        made = planned(network, workers=8, local_steps=[30], tokens=58e6, keep_all=True)
+        assert made.choice.hours < 2
+        read.append(made.choice.tokens_of(of(made, "data parallel", 1)))
+    assert read[1] == pytest.approx(read[0], rel=1e-6)
+
+
 def test_streaming_on_a_network_that_changes_is_priced_between_its_changes_too() -> None:
     changing = replace(EVEN, changes=(Change(at_s=1800.0, factor=0.02, worker=0),))
     slower = tuple(each * 25e6 for each in (0.02, *[1.0] * 3))

@@ -103,7 +103,8 @@ def price_recipes(made: RunPlan, only: str | None = None, *, thorough: bool = Fa
                 there = made._replace(network=now)
                 return [_candidate(name, steps, there, layout, left_out, codec) for steps, left_out, codec in tried]
 
-            candidates += over_time(made.network, made.workers, priced, made.parameters, made.options)
+            in_time = replace(made.options, tokens=None, hours=made.choice.hours)
+            candidates += over_time(made.network, made.workers, priced, made.parameters, in_time)
         except ConfigError as error:
             unpriced[name] = str(error)
     return Priced(tuple(candidates), unpriced)

@@ -235,6 +235,9 @@ def plan(
     network = stepped(network, parameters, options)
     candidates = _candidates(network, n, parameters, options, computing)
     tokens, seconds = options.tokens or TOKENS_PER_PARAMETER * parameters, None
+    if network.changes and options.hours is None:  # all are compared in the time in which the first has read the tokens
+        hours = tokens * min(one.seconds_per_token for one in candidates) / 3600
+        candidates = _candidates(network, n, parameters, replace(options, tokens=None, hours=hours), computing)
     if options.hours is not None:
         seconds = 3600 * options.hours
         tokens = seconds / min(one.seconds_per_token for one in candidates)
