@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from gossamer.cli.output import must_be_new_file, print_json, working
-from gossamer.cli.race import NO_RACE, Race, RaceOptions, print_race, race, race_facts
+from gossamer.cli.race import NO_RACE, Race, RaceOptions, prepare_race, print_race, race, race_facts
 from gossamer.cli.run_file_options import quantity, whole_numbers
 from gossamer.cli.tables import print_sentence, print_table
 from gossamer.cli.watch import WATCHABLE, Watchable
@@ -109,12 +109,14 @@ def command(
         say(f"pricing all candidates; then the best of them train for {asked.race:g} minutes")
     _check_out(options)
     links = read_network(network)  # a missing file is reported before torch is imported
+    _check_workers(links, options, network)
     links, cut, made, priced, choice = _planned(links, network, options, json=json)
+    prepared = None if asked.race is None else prepare_race(made, choice, _racers(made, priced), network, asked)
     if not json:
         _print(made, cut, priced, choice, options)
     result, best = None, choice.best
-    if asked.race is not None:
-        result = race(made, choice, _racers(made, priced), network, asked, output)
+    if prepared is not None:  # a race that does not fit its minutes is refused before the plan is printed
+        result = race(prepared, made, choice, asked, output)
         best = result.candidates[result.taken]
     text = _run_file(made, best, options, options.out or Path("planned.toml"))
     passes = _passes(text)
@@ -129,6 +131,15 @@ def command(
         _write(options.out, text)
         if not json:
             _print_written(made, options, raced=best != choice.best)
+
+
+def _check_workers(links: "Network", options: PlanOptions, file: Path) -> None:
+    """Raises ConfigError for a number of workers that is not that of the network."""
+    if options.workers is not None and links.workers not in (None, options.workers):
+        raise ConfigError(
+            f"--workers got {options.workers} and '{file}' has {links.workers} workers; leave --workers out, or give a file with "
+            "one number for all workers, or with as many entries"
+        )
 
 
 def _check_out(options: PlanOptions) -> None:
@@ -175,13 +186,13 @@ def _doubts(links: "Network", choice: "Pick", passes: float | None) -> list[str]
     """Warnings of a network, of a plan that takes years, and of a text that is repeated many times."""
     from gossamer.data.settings import MANY_PASSES, passes_warning
     from gossamer.network.links import doubts_of
+    from gossamer.run.planning.plan import MOST_STRETCHES
 
     sentences = [*doubts_of(links)]
-    first_s = min((change.at_s for change in links.changes), default=math.inf)
-    if first_s < 3600 * choice.hours:
+    if (changes := len({change.at_s for change in links.changes})) >= MOST_STRETCHES:
         sentences.append(
-            f"the network changes after {first_s:g} s, and of each candidate only the first rounds are priced, some of which end "
-            "before; plan for the network as it is most of the time, without [[changes]]"
+            f"the network changes at {changes:,} times, and with {MOST_STRETCHES} or more only the first rounds of each "
+            "candidate are priced, some of which end before; plan for it as it is most of the time, with fewer [[changes]]"
         )
     if choice.hours > _YEAR_H:
         sentences.append(
@@ -444,6 +455,7 @@ def _boundaries(options: PlanOptions) -> tuple[str, ...]:
 
 def _print_cut(cut: "StagePlan") -> None:
     """Prints the ways to cut a replica, and which is taken."""
+    from gossamer.report.table import digits_text
     from gossamer.run.planning.planned_stages import SPEED_LEFT
 
     chosen = cut.chosen
@@ -455,7 +467,7 @@ def _print_cut(cut: "StagePlan") -> None:
         (
             f"{one.forward}, {one.backward} back",
             str(one.micro_batches),
-            f"{one.step_s:.4g}",
+            digits_text(one.step_s),
             f"{one.unhindered:.1%}",
             f"{one.computing:.1%}",
         )
@@ -635,7 +647,7 @@ def _print_choice(made: "RunPlan", choice: "Pick", rivals: "Sequence[Candidate]"
 
     best = choice.best
     left = f"dropping {best.dropped} (slowest): " if best.dropped and best.trained_as == best.method else ""
-    steps = f"{best.full_steps} local step{'s' if best.full_steps > 1 else ''}"
+    steps = f"{best.full_steps:,} local step{'s' if best.full_steps > 1 else ''}"
     sends = f"{digits_text(best.round_bytes / 1e6)} MB and " if best.round_bytes else ""
     print_sentence(
         f"chosen: {left}{best.method}, {steps}{_codecs(best)}: {sends}{digits_text(best.round_s)} s a round, "
@@ -654,7 +666,7 @@ def _print_choice(made: "RunPlan", choice: "Pick", rivals: "Sequence[Candidate]"
         )
     if best.fewer:
         print_sentence(
-            f"{best.fewer} of {best.full_steps} local steps, so that nobody waits; what fewer steps learn counts less"
+            f"{best.fewer} of {best.full_steps:,} local steps, so that nobody waits; what fewer steps learn counts less"
         )
     if best.site > 1:
         print_sentence(

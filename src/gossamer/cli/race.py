@@ -110,31 +110,29 @@ class Race(NamedTuple):
         return next(row["run"] for row in self.text["variant"] if row["label"] == label)
 
 
-def race(
-    made: "RunPlan",
-    choice: "Pick",
-    candidates: "Sequence[Candidate]",
-    network: Path,
-    asked: RaceOptions,
-    output: Watchable,
-) -> Race:
-    """Trains the shortlist of a plan for the minutes.
+class Prepared(NamedTuple):
+    """A race before its first run."""
 
-    Raises: ConfigError for minutes in which nothing fits, and a folder that exists; as `simulate`, but for runs that diverge.
+    folder: Path
+    text: dict[str, Any]
+    """Its experiment file."""
+    candidates: "dict[str, Candidate]"
+    """Candidates by label; the choice of the plan first."""
+    left: dict[str, str]
+    """Candidates of the shortlist that are not raced, and why."""
+    ends: float
+    """When the minutes are over, by `time.monotonic`."""
+
+
+def prepare_race(
+    made: "RunPlan", choice: "Pick", candidates: "Sequence[Candidate]", network: Path, asked: RaceOptions
+) -> Prepared:
+    """The race of a plan's shortlist that fits the minutes, with its experiment file in its folder.
+
+    Raises: ConfigError for minutes in which nothing fits, and a folder that exists.
     """
-    from gossamer.models.sizes import ModelConfig, parameter_count
-    from gossamer.report.results import read_results
-    from gossamer.run.config.experiment_file import points
-    from gossamer.run.experiments.race import (
-        MOST_SEEDS,
-        VOCABULARY,
-        label_of,
-        opened_race,
-        race_standings,
-        with_single_machine,
-    )
+    from gossamer.run.experiments.race import label_of, opened_race, with_single_machine
     from gossamer.run.planning.choice import shortlist
-    from gossamer.settings.schema import build
 
     began, some = time.monotonic(), with_single_machine(made, shortlist(choice, candidates))
     assert asked.race is not None
@@ -143,17 +141,32 @@ def race(
             f"--race has {label_of(some[0])} alone on its shortlist, as nothing else is near it; leave --race out, or try more "
             "--local-steps and --codec"
         )
-    jobs = runs_at_a_time(asked.jobs)
     folder = asked.race_folder or Path("runs") / f"race-{network.stem}-{made.model.size}"
     if asked.resume:
         text, left = opened_race(folder, some), dict[str, str]()
     else:
-        text, left = _begun(made, some, folder, 60 * asked.race, jobs)
+        text, left = _begun(made, some, folder, 60 * asked.race, runs_at_a_time(asked.jobs))
     by_label = {label_of(one): one for one in some}
     raced = {label: by_label[label] for label in (row["label"] for row in text["variant"])}
     left = {label: left.get(label, "it is not in the race that goes on") for label in by_label if label not in raced}
+    return Prepared(folder, text, raced, left, began + 60 * asked.race)
+
+
+def race(prepared: Prepared, made: "RunPlan", choice: "Pick", asked: RaceOptions, output: Watchable) -> Race:
+    """Trains the shortlist of a plan for the minutes.
+
+    Raises: as `simulate`, but for runs that diverge.
+    """
+    from gossamer.models.sizes import ModelConfig, parameter_count
+    from gossamer.report.results import read_results
+    from gossamer.run.config.experiment_file import points
+    from gossamer.run.experiments.race import MOST_SEEDS, VOCABULARY, race_standings
+    from gossamer.settings.schema import build
+
+    folder, text, raced, left, ends = prepared
+    jobs = runs_at_a_time(asked.jobs)
     runs = points(text, seeds=range(made.options.seed, made.options.seed + MOST_SEEDS))
-    outcomes, ends = folder / "outcomes.jsonl", began + 60 * asked.race
+    outcomes = folder / "outcomes.jsonl"
     folders = folders_of(runs, folder, resume=True)
 
     def enough() -> bool:
@@ -333,7 +346,7 @@ def print_race(result: Race) -> None:
             gap = f"{stands.mean:+.4f}" + ("" if stands.half is None else f" ± {stands.half:.4f}")
         part = max(result.last(label)) / one.full_steps
         rounds = str(result.rounds(label)) if part == 1 else f"{result.rounds(label) - 1 + part:.2f}"
-        sizes = (rounds, f"{one.round_s:.4g}", f"{result.tokens(label):.3g}")
+        sizes = (rounds, digits_text(one.round_s), f"{result.tokens(label):.3g}")
         rows.append((label, *sizes, f"{means[label]:.4f}", gap))
     headings = ("candidate", "rounds", "s a round", "tokens", "loss", "above the lowest")
     print_table(headings, rows, bold=labels.index(standing.best))

@@ -49,7 +49,7 @@ bandwidths are what `gossamer probe` has measured, as that was by TCP over the s
 import math
 from collections.abc import Mapping
 from dataclasses import field, replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -207,6 +207,7 @@ class Network:
     def __post_init__(self) -> None:
         _check_jitter(self)
         _check_sites(self)
+        _check_lists(self)
         _check_routes(self)
         _check_changes(self)
 
@@ -215,8 +216,13 @@ class Network:
         """The number of workers that it describes individually; None if it applies to any number."""
         if self.sites:
             return sum(len(site.workers) for site in self.sites.values())
-        lists = (self.uplink_bps, self.downlink_bps, self.latency_s, self.loss, self.step_s)
-        return next((len(option) for option in lists if isinstance(option, tuple)), None)
+        return next(iter(self.lengths.values()), None)
+
+    @property
+    def lengths(self) -> Mapping[str, int]:
+        """The number of workers in each option that lists them."""
+        options = {name: getattr(self, name) for name in ("uplink_bps", "downlink_bps", "latency_s", "loss", "step_s")}
+        return {name: len(option) for name, option in options.items() if isinstance(option, tuple)}
 
     @property
     def shares(self) -> bool:
@@ -306,30 +312,30 @@ class Links(NamedTuple):
         return ends + self.route_latency_s[self.site[source], self.site[target]]
 
 
-def links_of(network: Network, workers: int) -> Links:
+def links_of(network: Network, workers: int, where: str = "network") -> Links:
     """The network's options, one entry per worker.
 
-    Raises: ConfigError when it describes another number of them.
+    Raises: ConfigError, which names `where`, when it describes another number of them.
     """
 
     def spread(name: str) -> Floats:
         values = np.asarray(getattr(network, name), float)
         if values.ndim and len(values) != workers:
             raise ConfigError(
-                f"network: {name} lists {len(values)} workers but the run has {workers}; "
+                f"{where}: {name} lists {len(values)} workers but the run has {workers}; "
                 f"give {workers} entries or one number for all"
             )
         return np.broadcast_to(values, workers)
 
     if network.sites and network.workers != workers:
         raise ConfigError(
-            f"network: the sites have {network.workers} workers but the run has {workers}; "
+            f"{where}: the sites have {network.workers} workers but the run has {workers}; "
             f"give each of 0 to {workers - 1} a site"
         )
     for change in network.changes:
         if change.worker is not None and change.worker >= workers:
             raise ConfigError(
-                f"network: a change names worker {change.worker} but the run has {workers}; name one of 0 to {workers - 1}"
+                f"{where}: a change names worker {change.worker} but the run has {workers}; name one of 0 to {workers - 1}"
             )
     names, site = list(network.sites), np.zeros(workers, np.int64)
     for place, name in enumerate(names):
@@ -461,6 +467,15 @@ def _check_sites(network: Network) -> None:
         raise ConfigError(
             f"the sites name {len(seen)} workers up to {max(seen)} but not worker {missing}; put every worker in a site"
         )
+
+
+def _check_lists(network: Network) -> None:
+    counts = {**network.lengths, **({"sites": network.workers or 0} if network.sites else {})}
+    for (name, count), (other, entries) in pairwise(counts.items()):
+        if count != entries:
+            raise ConfigError(
+                f"{name} lists {count} workers but {other} has {entries}; give the same number of workers in both"
+            )
 
 
 def _check_routes(network: Network) -> None:

@@ -18,6 +18,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,6 +87,25 @@ def links_at(network: Network, workers: int, at_s: float) -> Links:
             for name in columns[shared]:
                 now[name][place] = change.factor * getattr(links, name)[place]
     return links._replace(**now)
+
+
+def stretches_of(network: Network, workers: int) -> list[tuple[float, Network]]:
+    """The seconds at which each stretch without changes begins, and the network that stays the same in it."""
+    stretches = list[tuple[float, Network]]()
+    for at_s in sorted({0.0, *(change.at_s for change in network.changes)}):
+        links = links_at(network, workers, at_s)
+        up, down, site_up, site_down = (
+            np.where(np.isinf(bps), bps, np.clip(bps, 1.0, 1e18)).tolist()  # as a network file bounds them
+            for bps in (links.uplink_bps, links.downlink_bps, links.site_uplink_bps, links.site_downlink_bps)
+        )
+        sites = {
+            name: replace(site, uplink_bps=site_up[k], downlink_bps=site_down[k])
+            for k, (name, site) in enumerate(network.sites.items())
+        }
+        now = replace(network, uplink_bps=tuple(up), downlink_bps=tuple(down), sites=sites, changes=())
+        if not stretches or now != stretches[-1][1]:
+            stretches.append((at_s, now))
+    return stretches
 
 
 def uplinks_bps(links: Links) -> Floats:

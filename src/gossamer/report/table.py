@@ -165,14 +165,14 @@ def number_text(value: float | None, form: str) -> str:
 
 
 def digits_text(value: float, digits: int = 4) -> str:
-    """A number with `digits` significant digits, at least to ones; never with an exponent.
+    """A number with `digits` significant digits, at least to ones, and commas between thousands; never with an exponent.
 
     >>> digits_text(31.4712), digits_text(94_910.3), digits_text(999.7, 3), digits_text(2.7134e-7)
-    ('31.47', '94910', '1000', '0.0000002713')
+    ('31.47', '94,910', '1,000', '0.0000002713')
     """
     if 0 < abs(value) < 1e-4:
         return f"{value:.{digits - 1 - math.floor(math.log10(abs(value)))}f}"
-    return f"{value:.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
+    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:,.{digits}g}"
 
 
 def _bytes_text(number: float) -> str:

@@ -40,11 +40,11 @@ def test_the_lowest_loss_in_the_time_is_taken_and_waiting_counts_as_loss() -> No
 
 def test_hours_and_workers_are_written_without_an_exponent_and_without_a_range_of_one_number() -> None:
     choice = pick([varies := one("DiLoCo", 30, 1.0, spread_s=0.5)], SCALE, hours=1000.0)
-    assert hours_text(choice, varies) == "1000 ± 500"
+    assert hours_text(choice, varies) == "1,000 ± 500"
     fewer = Candidate("DiLoCo", "bf16", None, (5, 5, 3, 3, 3, 3), 1.0, 1.0, 0.9, 1.0)
     assert (
         fewer.fewer == "4 workers take 3"
-        and fewer._replace(local_steps=(5, 2, 3, 3, 3)).fewer == "4 workers take 2 to 3"
+        and fewer._replace(local_steps=(5000, 2, 3, 3, 3000)).fewer == "4 workers take 2 to 3,000"
     )
 
 
@@ -331,6 +331,27 @@ def test_a_worker_that_gets_faster_never_makes_the_pick_worse(slower: dict[str, 
         return own.nats + made_.choice.scale.per_e_fold * math.log(made_.best.seconds_per_token)
 
     assert found(**faster) <= found(**slower) + 0.005, "what the plan gives for a faster or simpler one"
+
+
+@pytest.mark.parametrize("goal", [{}, {"tokens": 4e7}, {"hours": 2.0}])
+def test_a_worker_that_is_left_out_changes_nothing_for_those_who_train(goal: dict[str, float]) -> None:
+    four = made(Network(uplink_bps=2.5e5, downlink_bps=25e6, step_s=(0.5,) * 4), workers=4, **goal).choice
+    useless = Network(uplink_bps=(*[2.5e5] * 4, 1e4), downlink_bps=25e6, step_s=(*[0.5] * 4, 500.0))
+    five = made(useless, workers=5, **goal).choice
+    assert five.best.left_out == (4,) and five.best._replace(left_out=()) == four.best
+    expected, with_it = four.loss(four.best), five.loss(five.best)
+    assert expected is not None and with_it is not None
+    assert (with_it.nats, five.hours, five.tokens) == pytest.approx((expected.nats, four.hours, four.tokens))
+
+
+def test_rounds_of_a_mean_are_those_that_fit_however_few_steps_its_slow_workers_take() -> None:
+    even = Candidate("DiLoCo", "exact", None, (30,) * 8, 100.0, 1.0, 0.9, 1.0)
+    uneven = even._replace(local_steps=(*[40] * 4, *[20] * 4))
+    in_hours = SCALE._replace(steps=300.0, seconds=1000.0)
+    for scale in (in_hours, in_hours._replace(seconds=None)):
+        a, b = even.penalty(scale), uneven.penalty(scale)
+        assert a is not None and b is not None and a.few_rounds > 0
+        assert b.few_rounds == pytest.approx(a.few_rounds)
 
 
 def test_who_is_left_out_depends_on_how_long_a_round_is() -> None:

@@ -8,13 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gossamer.cli import main
 from gossamer.errors import ConfigError
 from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import Change, Network, Site, links_of, read_network
-from gossamer.record.logs.trace import read_trace
+from gossamer.network.pricing import price
+from gossamer.record.logs.trace import from_targets, read_trace
 from gossamer.run.config.document import with_settings
 from gossamer.run.config.recipes import recipes
 from gossamer.run.config.resolve import run_faults as faults_of
@@ -375,7 +377,7 @@ def test_the_first_line_and_the_run_file_say_what_is_uneven_and_what_a_price_lea
     words = ["plan", str(file), "--model", "1m", "--local-steps", "120", "--out"]
     assert main([*words, str(tmp_path / "uneven.toml")]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("take DiLoCo with 83 to 120 local steps on both workers") and "changes after 60 s" in out
+    assert out.startswith("take DiLoCo with 83 to 120 local steps on both workers") and "the network changes" not in out
     (there,) = examine_run(parse(tomllib.loads((tmp_path / "uneven.toml").read_text()))).networks
     assert there.note == "of the first 8 rounds, and the network changes after 60 s"
     assert main([*words, str(tmp_path / "every_step.toml"), "--method", "data_parallel"]) == 0
@@ -556,6 +558,80 @@ def test_numbers_that_cannot_be_are_refused_in_one_sentence(words, part, tmp_pat
     assert main(["plan", str(tmp_path / "net.toml"), "--workers", "4", *given, *words]) == 2
     told = capsys.readouterr().err
     assert told.count("\n") == 1 and part in told, told
+
+
+def test_a_network_that_changes_is_priced_between_its_changes_each_for_its_time() -> None:
+    slower = tuple(each * 25e6 for each in (0.125, *[1.0] * 7))
+    half = replace(EVEN, uplink_bps=slower, downlink_bps=slower)
+    changing = replace(EVEN, changes=(Change(at_s=1800.0, factor=0.125, worker=0),))
+    for method in ("DiLoCo", "GASLoC 2-Peer", "data parallel"):
+        steps = 1 if method == "data parallel" else 30
+        before, after, both = (
+            of(planned(network, workers=8, local_steps=[30], hours=1.0), method, steps)
+            for network in (EVEN, half, changing)
+        )
+        if method != "GASLoC 2-Peer":  # whose steps are those for the beginning
+            assert 2 / both.round_s == pytest.approx(1 / before.round_s + 1 / after.round_s)
+        assert both.local_steps == (steps,) * 8 and before.round_s < both.round_s and both.spread_s < 1e-6
+    made = planned(changing, workers=8, local_steps=[30], tokens=58e6)
+    for method in ("DiLoCo", "GASLoC 2-Peer"):
+        found = of(made, method, 30)
+        text = run_toml(made, found)
+        rounds = tomllib.loads(text)["run"]["steps"] // 30
+        everyone = [[j for j in range(8) if j != i] for i in range(8)]
+        partners = [[i ^ 1, i ^ 2] for i in range(8)]
+        targets, kind = (everyone, "mean") if method == "DiLoCo" else (partners, "exchange")
+        sent = round(found.round_bytes / len(targets[0]))
+        trace = from_targets(np.array([targets] * rounds), sent, np.array(found.local_steps), kind=kind)
+        assert found.round_s == pytest.approx(price(trace, changing).total_s / rounds, rel=0.01), method
+
+
+def test_what_a_slow_method_reads_before_a_change_does_not_depend_on_what_comes_after_the_choice_has_ended() -> None:
+    slow = replace(EVEN, uplink_bps=2.5e6)
+    late = replace(slow, changes=(Change(at_s=7200.0, factor=0.01, worker=0),))
+    read = list[float]()
+    for network in (slow, late):
+        made = planned(network, workers=8, local_steps=[30], tokens=58e6, keep_all=True)
+        assert made.choice.hours < 2
+        read.append(made.choice.tokens_of(of(made, "data parallel", 1)))
+    assert read[1] == pytest.approx(read[0], rel=1e-6)
+
+
+def test_streaming_on_a_network_that_changes_is_priced_between_its_changes_too() -> None:
+    changing = replace(EVEN, changes=(Change(at_s=1800.0, factor=0.02, worker=0),))
+    slower = tuple(each * 25e6 for each in (0.02, *[1.0] * 3))
+    rates = list[float]()
+    for network in (EVEN, replace(EVEN, uplink_bps=slower, downlink_bps=slower), changing):
+        made = planned(network, workers=4, local_steps=[30], hours=1.0)
+        rates.append(1 / next(one for one in price_recipes(made, USUAL).candidates if not one.left_out).round_s)
+    assert rates[1] < rates[0] and rates[2] == pytest.approx((rates[0] + rates[1]) / 2)
+
+
+def test_of_a_network_that_changes_often_the_first_rounds_are_priced_and_the_plan_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = "".join(f"[[changes]]\nat_s = {60 * k}\nfactor = 0.{k % 9 + 1}\nworker = 0\n" for k in range(1, 18))
+    (tmp_path / "net.toml").write_text(f"uplink_bps = [1e6, 1e6]\ndownlink_bps = 1e6\nstep_s = 0.5\n{changes}")
+    assert main(["plan", str(tmp_path / "net.toml"), "--model", "0.2m", "--local-steps", "30"]) == 0
+    out = capsys.readouterr().out
+    assert "the network changes at 17 times" in out and " ± " not in out.split("above the choice")[1].split("chosen")[0]
+
+
+def test_workers_that_a_network_file_does_not_have_are_refused_with_its_name(tmp_path, capsys) -> None:
+    """Also where its lists contradict each other, and in a run file with several networks."""
+    file = tmp_path / "net.toml"
+    for text, words, part in (
+        ("uplink_bps = [1e9, 1e9, 1e9]\nstep_s = 1", ["--workers", "7"], f"--workers got 7 and '{file}' has 3 workers"),
+        ("uplink_bps = [1e9, 1e9]\nstep_s = [1, 1, 1]", [], f"'{file}': uplink_bps lists 2 workers but step_s has 3"),
+        ("uplink_bps = [1e9, 1e9]\nsites.a.workers = [0]", [], f"'{file}': uplink_bps lists 2 workers but sites has 1"),
+    ):
+        file.write_text(f"downlink_bps = 1e9\n{text}\n")
+        assert main(["plan", str(file), *words]) == 2
+        told = capsys.readouterr().err
+        assert told.count("\n") == 1 and part in told, told
+    networks = {name: {"uplink_bps": [1e9] * n, "downlink_bps": 1e9} for name, n in (("near", 8), ("far", 2))}
+    (fault,) = faults_of(parse({"workers": 8, "run": {"steps": 30, "local_steps": 30}, "network": networks}))
+    assert str(fault).startswith("network.far: uplink_bps lists 2 workers but the run has 8")
 
 
 def test_data_parallelism_takes_the_quickest_way_and_backward_hides_two_thirds_of_a_step_of_it() -> None:

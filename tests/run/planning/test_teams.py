@@ -179,6 +179,17 @@ def test_workers_may_be_dropped_down_to_one_and_so_may_sites() -> None:
     assert (3,) in slow_teams(slow_in_a_site, 8, 192_960)
 
 
+def test_sites_of_other_sizes_are_left_out_in_both_orders_and_each_of_few_alone() -> None:
+    """A large site has less for each worker, and a small one less in all; sites of one kind are not tried twice."""
+    large, thin, small = tuple(range(8)), (8, 9), (10, 11)
+    links = {"large": (large, 8e7), "thin": (thin, 3e7), "small": (small, 4e7)}
+    sites = {name: Site(workers=workers, uplink_bps=bps, downlink_bps=bps) for name, (workers, bps) in links.items()}
+    network = Network(uplink_bps=1e10, downlink_bps=1e10, step_s=0.5, sites=sites)
+    assert {large, thin, small, (*thin, *small), (*large, *thin)} <= {*slow_teams(network, 12, 192_960)}
+    alike = {name: replace(sites["small"], workers=(2 * k, 2 * k + 1)) for k, name in enumerate("abc")}
+    assert slow_teams(replace(network, sites=alike), 6, 192_960) == [(2, 3, 4, 5), (4, 5)]
+
+
 def test_methods_are_tried_within_each_site_of_a_kind() -> None:
     inside = {"uplink_bps": 25e9, "downlink_bps": 25e9, "step_s": 0.3}
     thin = (Route(between=("large", "small"), latency_s=0.02, bandwidth_bps=30e6),)

@@ -193,7 +193,8 @@ def _choices(config: RunConfig) -> list[Choice]:
 def _misfits(config: RunConfig, real: bool) -> list[ConfigError]:
     """Why the declared networks and absences do not fit the workers of a run."""
     if config.kind == "rounds":
-        checks = [partial(links_of, one, config.workers) for one in (() if real else config.network.values())]
+        networks = {} if real else config.network
+        checks = [partial(links_of, one, config.workers, f"network.{name}") for name, one in networks.items()]
     else:
         checks = [partial(_absences, config)]
     errors = [*map(ConfigError, _unsharded(config))] if real else []

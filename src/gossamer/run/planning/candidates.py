@@ -31,6 +31,7 @@ from gossamer.run.planning.plan import (
     choosable,
     headline,
     optima_of,
+    over_time,
     with_tables,
     without_text,
 )
@@ -53,6 +54,10 @@ _DRAWS, _T_OF_THREE = 4, 3.18
 """Draws of jitter that are priced, and Student's t of their 95 % interval."""
 _FEW = 16
 """Workers among whom a price takes less than a second; it takes several among 64."""
+
+
+_Tried = tuple[int, tuple[int, ...], str | None]
+"""Local steps, workers that are left out, and a codec in place of the method's."""
 
 
 class Priced(NamedTuple):
@@ -87,12 +92,19 @@ def price_recipes(made: RunPlan, only: str | None = None, *, thorough: bool = Fa
         several = name in SEVERAL and "codec.name" not in one.settings
         codecs: Iterable[str | None] = made.options.codecs if several else [None]
         try:
-            candidates += [
-                _candidate(name, steps, made, layout, left_out, codec)
+            tried = [
+                (steps, left_out, codec)
                 for steps in _tried_steps(name, one, made, thorough=thorough)
                 for codec in codecs
                 for left_out in (teams if name == USUAL else [()])
             ]
+
+            def priced(now: Network, name: str = name, tried: Sequence[_Tried] = tried) -> list[Candidate]:
+                there = made._replace(network=now)
+                return [_candidate(name, steps, there, layout, left_out, codec) for steps, left_out, codec in tried]
+
+            in_time = replace(made.options, tokens=None, hours=made.choice.hours)
+            candidates += over_time(made.network, made.workers, priced, made.parameters, in_time)
         except ConfigError as error:
             unpriced[name] = str(error)
     return Priced(tuple(candidates), unpriced)

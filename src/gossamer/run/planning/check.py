@@ -22,6 +22,7 @@ from gossamer.network.pricing import price
 from gossamer.network.timeline import spread_s
 from gossamer.optimizers.inner import InnerConfig, without_momentum
 from gossamer.record.logs.trace import Entry, from_entries
+from gossamer.report.table import digits_text
 from gossamer.rounds import stability
 from gossamer.rounds.compatibility.combination import Kind, rules_over_time
 from gossamer.rounds.compatibility.combine import Method
@@ -613,9 +614,8 @@ def _priced(run: RunSettings, name: str, entries: Sequence[Entry], m: Method, la
     note = f"at the local steps that {adapts} begins with" if adapts else ""
     first_s = min((change.at_s for change in network.changes), default=math.inf)
     if first_s < timeline.total_s / rounds * run.rounds and rounds < run.rounds:
-        note = (
-            f"{note}{'; ' if note else ''}of the first {rounds:g} rounds, and the network changes after {first_s:g} s"
-        )
+        changes = f"the network changes after {digits_text(first_s)} s"
+        note = f"{note}{'; ' if note else ''}of the first {rounds:g} rounds, and {changes}"
     return OnNetwork(
         name,
         timeline.total_s / rounds,

@@ -106,8 +106,8 @@ class Candidate(NamedTuple):
             return ""
         if len(slower) > 3:
             fewest, most = min(steps for _, steps in slower), max(steps for _, steps in slower)
-            return f"{len(slower)} workers take {fewest}{f' to {most}' if most > fewest else ''}"
-        return ", ".join(f"worker {i} takes {steps}" for i, steps in slower)
+            return f"{len(slower)} workers take {fewest:,}{f' to {most:,}' if most > fewest else ''}"
+        return ", ".join(f"worker {i} takes {steps:,}" for i, steps in slower)
 
     @property
     def dropped(self) -> str:
@@ -121,10 +121,16 @@ class Candidate(NamedTuple):
             return None  # in each round one has no partner and trains alone, which costs more than anything else in a few rounds
         # The workers of a mean drift as far as their own steps take them: races confirm that, but not for gossip (ADR 44).
         steps = round(fmean(self.local_steps)) if self.method == "DiLoCo" else self.full_steps
-        scale = scale._replace(workers=len(self.local_steps))
-        if scale.seconds is not None:
-            scale = scale._replace(steps=scale.seconds * self.full_steps / self.round_s)
+        rounds = self._rounds(scale)
+        length = scale.steps if rounds is None else rounds * steps
+        scale = scale._replace(workers=len(self.local_steps), steps=length)
         return penalty(scale, self.trained_as, steps, self.codec, self.missing)
+
+    def _rounds(self, scale: LossScale) -> float | None:
+        """The rounds in which those who take part use up the seconds or the tokens; None where the scale has neither."""
+        if scale.seconds is not None:
+            return scale.seconds / self.round_s
+        return None if scale.steps is None else scale.steps * scale.workers / self.taken
 
 
 class Pick(NamedTuple):
@@ -348,7 +354,7 @@ def plan_rows(choice: Pick, candidates: Iterable[Candidate]) -> list[tuple[str, 
             (
                 one.name,
                 format_codecs(one),
-                str(most) if fewest == most else f"{fewest}-{most}",
+                f"{most:,}" if fewest == most else f"{fewest:,}-{most:,}",
                 f"{one.utilisation:.1%}",
                 hours_text(choice, one),
                 f"{choice.tokens_of(one):.3g}",

@@ -135,7 +135,8 @@ class LossScale(NamedTuple):
     own_per_e_fold: float | None = None
     """Nats that e times as many tokens bring on the user's text, where a law of it is given."""
     steps: float | None = None
-    """Inner steps of a worker, in which all read the tokens; None for as many as in the runs that `gap` is from."""
+    """Inner steps of a worker, in which all `workers` read the tokens; None for as many as in the runs that `gap` is from. A
+    candidate of fewer workers takes more of them."""
     seconds: float | None = None
     """Seconds of the run, where they are the goal: a candidate takes more or fewer steps in them."""
 

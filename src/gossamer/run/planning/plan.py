@@ -7,7 +7,7 @@ apart, the one that needs least time (`gossamer.run.planning.choice`).
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -21,7 +21,7 @@ from gossamer.models.sizes import ModelConfig, parameter_count
 from gossamer.network.estimates.goodput import ensure
 from gossamer.network.estimates.utilisation import step_seconds
 from gossamer.network.links import Links, MeanKind, Network, PerWorker, links_of, to_options
-from gossamer.network.pacing import Pace, cycle_s, fitting_steps, uplinks_bps, whole_steps
+from gossamer.network.pacing import Pace, cycle_s, fitting_steps, stretches_of, uplinks_bps, whole_steps
 from gossamer.network.pricing import price, price_everyone, price_together
 from gossamer.network.timeline import Timeline, format_utilisation, spread_s
 from gossamer.record.logs.trace import Integers, Trace, from_targets
@@ -32,6 +32,7 @@ from gossamer.run.planning.measured_losses import CODECS_MEASURED, nearest_measu
 from gossamer.run.planning.optima import Optima, optima
 from gossamer.run.planning.teams import (
     MOST_COUNTED,
+    kind_of,
     machines,
     network_without,
     places_of,
@@ -64,6 +65,8 @@ _BACK_BITS = 16.0
 """Bits for each parameter of the sum of a lossy mean, in bf16."""
 _MORE_DRAWS = 4
 """The factor of rounds to price where they vary and not all workers wait for each other, as these drift apart slowly."""
+MOST_STRETCHES = 16
+"""Stretches between changes of a network that are priced each; with more of them, only first rounds are."""
 _LARGEST = 10**12
 _LIMIT_WORKERS = 100_000
 _LIMIT_LISTED = MOST_COUNTED
@@ -124,7 +127,7 @@ class PlanSettings:
     mfu: float = 0.4
     """Share of the peak that is in use."""
     rounds: int = 64
-    """Rounds to price, fewer where all are alike. A network that changes later is priced as it is until then."""
+    """Rounds to price, fewer where all are alike; as many for each stretch between two changes of the network."""
     seed: int = 0
     source: str = "stdlib"
     """The text of the run file, as in data.source."""
@@ -232,6 +235,9 @@ def plan(
     network = stepped(network, parameters, options)
     candidates = _candidates(network, n, parameters, options, computing)
     tokens, seconds = options.tokens or TOKENS_PER_PARAMETER * parameters, None
+    if network.changes and options.hours is None:  # all are compared in the time in which the first has read the tokens
+        hours = tokens * min(one.seconds_per_token for one in candidates) / 3600
+        candidates = _candidates(network, n, parameters, replace(options, tokens=None, hours=hours), computing)
     if options.hours is not None:
         seconds = 3600 * options.hours
         tokens = seconds / min(one.seconds_per_token for one in candidates)
@@ -263,13 +269,9 @@ def _candidates(
 
 def _other_sites(network: Network, n: int, teams: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """The teams of one site each whose links and machines are not those of a team that is tried anyhow."""
-
-    def kind(without: tuple[int, ...]) -> tuple[int, Network]:
-        return len(without), network_without(network, n, without)
-
-    known, others = [*map(kind, teams)], list[tuple[int, ...]]()
+    known, others = [kind_of(network, n, without) for without in teams], list[tuple[int, ...]]()
     for left_out in site_teams(network, n):
-        if (site := kind(left_out)) not in known:
+        if (site := kind_of(network, n, left_out)) not in known:
             known.append(site)
             others.append(left_out)
     return others
@@ -396,14 +398,91 @@ def _sketches(n: int, options: PlanSettings) -> Iterator[_Sketch]:
                         yield _Sketch(n, method, steps, codec, bits, matched)
 
 
+def over_time(
+    network: Network,
+    n: int,
+    priced: Callable[[Network], list[Candidate]],
+    parameters: int,
+    options: PlanSettings,
+) -> list[Candidate]:
+    """Candidates at their mean price over a run, where each stretch between two changes of the network has a price.
+
+    Args: `priced` are the same candidates on a network that stays as it is.
+    """
+    if not network.changes:
+        return priced(network)
+    if len(stretches := stretches_of(network, n)) > MOST_STRETCHES:
+        return [one._replace(spread_s=0.0) for one in priced(network)]  # a change is no chance
+    known = list[tuple[Network, list[Candidate]]]()
+    for _, now in stretches:
+        if all(now != one for one, _ in known):
+            known.append((now, priced(now)))
+    each = [next(prices for one, prices in known if one == now) for _, now in stretches]
+    begin = [at_s for at_s, _ in stretches]
+    return [_mean_price(begin, ones, parameters, options) for ones in zip(*each, strict=True)]
+
+
+def _mean_price(begin: Sequence[float], ones: Sequence[Candidate], parameters: int, options: PlanSettings) -> Candidate:
+    """The price of a run that takes its rounds at the price of the stretch in which they lie, until its tokens or hours end."""
+    left_s, rounds = math.inf, math.inf
+    if options.hours is not None:
+        left_s = 3600 * options.hours
+    else:
+        tokens = options.tokens or TOKENS_PER_PARAMETER * parameters
+        rounds = max(1.0, tokens / (options.step_tokens * ones[0].taken))
+    spent = list[float]()
+    for since, until, one in zip(begin, [*begin[1:], math.inf], ones, strict=True):
+        spent.append(min(until - since, left_s, rounds * one.round_s))
+        left_s, rounds = left_s - spent[-1], rounds - spent[-1] / one.round_s
+    share = np.array(spent) / sum(spent)
+
+    def mean(name: str) -> float:
+        return float(share @ [getattr(one, name) for one in ones])
+
+    def mean_s(name: str) -> float:
+        return 1 / float(share @ [1 / getattr(one, name) for one in ones])
+
+    longest, round_s = ones[int(share.argmax())], mean_s("round_s")
+    spread = math.hypot(*(part * one.spread_s / one.round_s for part, one in zip(share, ones, strict=True)))
+    return longest._replace(
+        round_s=round_s,
+        spread_s=round_s * spread,
+        seconds_per_token=mean_s("seconds_per_token"),
+        utilisation=mean("utilisation"),
+        between_stages=mean("between_stages"),
+        unhidden_round_s=None if longest.unhidden_round_s is None else mean_s("unhidden_round_s"),
+    )
+
+
 def _all_priced(
     sketches: Iterable[_Sketch], network: Network, parameters: int, options: PlanSettings, computing: PerWorker
 ) -> list[Candidate]:
     """The prices of sketches of one team, without those whose workers should take fewer local steps, where none is slow."""
+    some = list(sketches)
+    if not some:
+        return []
+    return over_time(
+        network,
+        some[0].n,
+        lambda now: _priced_on(now, some, network, parameters, options, computing),
+        parameters,
+        options,
+    )
+
+
+def _priced_on(
+    network: Network,
+    sketches: Iterable[_Sketch],
+    matched_on: Network,
+    parameters: int,
+    options: PlanSettings,
+    computing: PerWorker,
+) -> list[Candidate]:
+    """The prices on a network, with local steps for the speeds of another, from whose start a run has them."""
     traces, candidates = dict[_Sketch, Trace](), dict[_Sketch, Candidate | None]()
     for sketch in sketches:
         payload_bytes = math.ceil(parameters * sketch.bits / 8)
-        if (local_steps := _own_steps(sketch, network, payload_bytes)) is None:
+        if (local_steps := _own_steps(sketch, matched_on, payload_bytes)) is None:
             continue
         if sketch.peers is None:
             candidates[sketch] = _priced_mean(
@@ -655,7 +734,7 @@ def method_tables(chosen: Candidate) -> dict[str, dict[str, Any]]:
 def headline(plan: RunPlan, chosen: Candidate) -> str:
     """The first comment of a run file: its method, its size and its seconds a round."""
     return (
-        f"# {chosen.method} with {chosen.full_steps} local step{'s' * (chosen.full_steps > 1)}, planned for "
+        f"# {chosen.method} with {chosen.full_steps:,} local step{'s' * (chosen.full_steps > 1)}, planned for "
         f"{plan.parameters:,} parameters: {digits_text(chosen.round_bytes / 1e6)} MB sent and {digits_text(chosen.round_s)} s "
         f"a round, {format_utilisation(chosen.utilisation, chosen.between_stages)}.\n"
     )
@@ -675,7 +754,7 @@ def _uneven_steps_comment(chosen: Candidate) -> str:
     """A comment of the run file that names the workers with fewer local steps; empty where there are none."""
     if not chosen.fewer:
         return ""
-    return f"# {chosen.fewer[0].upper()}{chosen.fewer[1:]} of {chosen.full_steps} local steps, which count less.\n"
+    return f"# {chosen.fewer[0].upper()}{chosen.fewer[1:]} of {chosen.full_steps:,} local steps, which count less.\n"
 
 
 def _sites_text(chosen: Candidate) -> str:

@@ -1,6 +1,6 @@
 """The workers that take part in a plan: all, those that are left without slow ones, the workers of a site, or one machine."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -14,6 +14,8 @@ MOST_COUNTED = 64
 """Workers of whom not only the best set to leave out is tried, but smaller ones, and those of whole sites."""
 _FEW_SHARING = 8
 """The same where links are shared, as every message of each candidate is then replayed."""
+_FEW_SITES = 4
+"""Sites each of which is left out alone; of more only the slowest ones, as a plan of many sites takes minutes."""
 _STEPS = (1, 30, 480)
 """Inner steps of the rounds by which slow workers are identified."""
 _INSTANT_S = 1e-12
@@ -53,21 +55,50 @@ def slow_teams(network: Network, n: int, parameters: int) -> list[tuple[int, ...
     return sorted(teams - {()})
 
 
-def _without_sites(network: Network, n: int, links: Links) -> Iterable[tuple[int, ...]]:
-    """Sets of whole sites, those with the slowest links first; of equally fast ones the later first."""
-    names = list(network.sites)
+def _without_sites(network: Network, n: int, links: Links) -> Iterator[tuple[int, ...]]:
+    """Sets of whole sites: those with the slowest links for each worker first, and those with the slowest links whatever their
+    size; of equally fast ones the later first. Of few sites also each one.
+
+    Those that leave the same sizes and links behind are tried once.
+    """
+    sites, known = [*network.sites.values()], list[_Kind]()
 
     def rate_bps(site: int) -> float:
-        others = [links.route_bps[site, other] for other in range(len(names)) if other != site]
-        shared = min(float(links.site_uplink_bps[site]), float(links.site_downlink_bps[site]), max(others))
-        return min(shared / len(network.sites[names[site]].workers), _fastest_bps(links, site))
+        others = [links.route_bps[site, other] for other in range(len(sites)) if other != site]
+        return min(float(links.site_uplink_bps[site]), float(links.site_downlink_bps[site]), max(others))
 
-    if len(names) > 1:
-        order = sorted(range(len(names)), key=lambda site: (rate_bps(site), -site))
-        for count in range(1, len(names)):
-            gone = tuple(sorted(i for site in order[:count] for i in network.sites[names[site]].workers))
-            if n - len(gone) > 1:
-                yield gone
+    def each_bps(site: int) -> float:
+        return min(rate_bps(site) / len(sites[site].workers), _fastest_bps(links, site))
+
+    def whole_bps(site: int) -> float:
+        return min(rate_bps(site), len(sites[site].workers) * _fastest_bps(links, site))
+
+    if len(sites) < 2:
+        return
+    orders = [sorted(range(len(sites)), key=lambda site, bps=bps: (bps(site), -site)) for bps in (each_bps, whole_bps)]
+    some = [order[:count] for order in orders for count in range(1, len(sites))]
+    some += [[site] for site in orders[0] if len(sites) <= _FEW_SITES]
+    for gone in some:
+        left_out = tuple(sorted(i for site in gone for i in sites[site].workers))
+        if n - len(left_out) > 1 and (kind := kind_of(network, n, left_out)) not in known:
+            known.append(kind)
+            yield left_out
+
+
+_Kind = tuple[Network, tuple[Site, ...], frozenset[Any], tuple[Any, ...], int]
+
+
+def kind_of(network: Network, n: int, left_out: Sequence[int]) -> _Kind:
+    """What the price of a team depends on: its network but for the names of its sites."""
+    team = network_without(network, n, left_out)
+    place = {name: k for k, name in enumerate(team.sites)}
+    routes = frozenset(
+        (frozenset(place[end] for end in one.between), one.latency_s, one.bandwidth_bps, one.loss)
+        for one in team.routes
+    )
+    changes = tuple((one.at_s, one.factor, one.worker, place.get(one.site or "")) for one in team.changes)
+    unnamed = replace(team, sites={}, routes=(), changes=())
+    return unnamed, tuple(team.sites.values()), routes, changes, n - len(left_out)
 
 
 def _fastest_bps(links: Links, site: int) -> float:
