@@ -1,6 +1,7 @@
 """`gossamer report`: several runs on one page."""
 
 import logging
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -73,14 +74,15 @@ def print_runs(
         return
     from rich.console import Console
 
-    from gossamer.report.table import over_seeds, render_table
+    from gossamer.report.table import number_text, over_seeds, render_table
 
     console = Console()
     Console(width=None if console.is_terminal else 120).print(render_table(rows))
     for method, losses, mean, deviation in over_seeds(rows):
         if len(losses) > 1:
-            each = ", ".join(f"{loss:.4f}" for loss in losses)
-            echo(f"{method}: {mean:.4f}, standard deviation {deviation:.4f} over {len(losses)} seeds ({each})")
+            each = ", ".join(number_text(loss, ".4f") for loss in losses)
+            sound = f"{mean:.4f}, standard deviation {deviation:.4f}" if math.isfinite(mean) else "not finite"
+            echo(f"{method}: {sound} over {len(losses)} seeds ({each})")
     for name, file in files.items():
         if file is not None:
             echo(f"{name}: {file}")

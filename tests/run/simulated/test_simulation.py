@@ -611,7 +611,7 @@ def test_a_sweep_has_all_combinations_and_seeds_in_one_table(tmp_path: Path, cap
         gossamer.sweep({"rule.lr": [0.5, 1.0]}, rule=gossamer.diloco(), rounds=1, **given)
 
 
-def test_a_run_of_a_sweep_that_diverges_is_a_result():
+def test_a_run_of_a_sweep_that_diverges_is_a_result(tmp_path: Path):
     def exploding(model: nn.Module, given: tuple[Tensor, Tensor]) -> Tensor:
         return model(given[0]).exp().square().mean()
 
@@ -621,6 +621,8 @@ def test_a_run_of_a_sweep_that_diverges_is_a_result():
     found = gossamer.sweep(grid, workers=2, local_steps=4, rounds=3, settings={"inner.warmup_steps": 0}, **task)
     assert [math.isfinite(one.loss) for one in found.runs] == [True, False] and found.runs[1].error
     assert found.best().at == {"inner.lr": 1e-4}
+    page = found.report(tmp_path / "page.html").read_text()
+    assert "lr=1000.0 seed=0" in page and "1 more ended without a finite loss" in page
 
 
 def test_what_was_given_as_objects_is_named_in_the_record_and_the_folder_is_not_run_without_them(tmp_path: Path):
