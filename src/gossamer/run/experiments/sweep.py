@@ -184,7 +184,8 @@ def label_of(words: Mapping[str, Any], seed: int) -> str:
 
 
 def words_of(combinations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The values of each combination as a table has them: of a rule, a topology or a codec its name, with what differs.
+    """The values of each combination as a table has them: of a rule, a topology or a codec its name, with what differs, and with
+    a number where nothing that is recorded does.
 
     >>> from gossamer.rules import diloco, gasloc
     >>> [words["rule"] for words in words_of([{"rule": one} for one in (gasloc(), diloco(), diloco(momentum=0.5))])]
@@ -204,6 +205,9 @@ def _word(value: Any, among: Sequence[Any]) -> Any:
         word = name_of(value).rpartition(":")[2].rpartition("<locals>.")[2] if callable(value) else str(value)
         others = [*{id(other): other for other in among if callable(other)}]
         return word if len(others) < 2 or word.isidentifier() else f"{word} {others.index(id(value)) + 1}"
-    alike = [other.options for other in among if getattr(other, "name", None) == name]
-    differing = {key: one for key, one in options.items() if any(other.get(key) != one for other in alike)}
-    return f"{name}({', '.join(f'{key}={one}' for key, one in differing.items())})" if differing else name
+    alike = [other for other in among if getattr(other, "name", None) == name]
+    differing = {key: one for key, one in options.items() if any(other.options.get(key) != one for other in alike)}
+    word = name or type(value).__name__.lower()  # one that no factory made has no name
+    word = f"{word}({', '.join(f'{key}={one}' for key, one in differing.items())})" if differing else word
+    twins = [*{id(other): other for other in alike if other.options == options}]
+    return word if len(twins) < 2 else f"{word} {twins.index(id(value)) + 1}"
