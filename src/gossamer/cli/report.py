@@ -52,9 +52,15 @@ def command(
 
 
 def _labels(folders: Sequence[Path], documents: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names of the runs, or those of their folders, whichever tell them apart."""
+    """The names of the runs, or those of their folders, whichever differ; names that make runs of other settings seeds of one
+    method are not taken.
+    """
+    from gossamer.report.table import seeds_are_alike
+
     names = [str(document.get("name", folder.name)) for folder, document in zip(folders, documents, strict=True)]
-    choices = names, [folder.name for folder in folders], [str(folder) for folder in folders]
+    besides = [{key: one for key, one in run.items() if key not in ("name", "seed", "network")} for run in documents]
+    choices = [names] if seeds_are_alike(names, besides) else []
+    choices += [folder.name for folder in folders], [str(folder) for folder in folders]
     return next((labels for labels in choices if len({*labels}) == len(folders)), choices[-1])
 
 

@@ -105,6 +105,18 @@ def method_and_seed(label: str) -> tuple[str, str]:
     return (method, seed) if method and seed.lstrip("-").isdecimal() else (label, "")
 
 
+def seeds_are_alike(names: Sequence[str], settings: Sequence[Any]) -> bool:
+    """Whether runs with names that differ in the seed alone have equal settings, so that they count as one method's.
+
+    >>> seeds_are_alike(["a seed=0", "a seed=1", "b seed=0"], [1, 1, 2]), seeds_are_alike(["a seed=0", "a seed=1"], [1, 2])
+    (True, False)
+    """
+    first = dict[str, Any]()
+    return all(
+        first.setdefault(method_and_seed(name)[0], one) == one for name, one in zip(names, settings, strict=True)
+    )
+
+
 def over_seeds(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[float], float, float]]:
     """Per method the final losses of its seeds, their mean and their sample standard deviation; both are NaN if a seed diverged.
 
