@@ -3,6 +3,7 @@
 import logging
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,7 +146,8 @@ def folders_of(runs: "Sequence[Point]", out: Path, *, resume: bool) -> dict[str,
             f"'{out}' is the folder of a run, and a comparison has one of its own; name another with --out"
         )
     folders = {run.label: out / folder_name(run.label) for run in runs}
-    if alike := [run.label for run in runs if [*folders.values()].count(folders[run.label]) > 1]:
+    many = Counter(folders.values())
+    if alike := [run.label for run in runs if many[folders[run.label]] > 1][:4]:
         raise ConfigError(
             f"the labels {alike} would share the folder '{folders[alike[0]]}'; set labels that differ in a letter or digit"
         )
