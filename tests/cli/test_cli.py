@@ -19,6 +19,7 @@ from gossamer import cli
 from gossamer.cli import main
 from gossamer.cli.list import from_code
 from gossamer.errors import installs
+from gossamer.report.page.live import LiveRuns
 from gossamer.report.results import read_results, result_lines
 from gossamer.run.config.run_file import dump
 from gossamer.run.simulated.simulate import simulate
@@ -334,6 +335,21 @@ def test_price_and_report_read_what_was_recorded(tmp_path, capsys):
     refused(["report", tmp_path / "nothing"], capsys, "nothing")
     refused(["report", tmp_path / "run", "--out", tmp_path / "run" / "run.toml"], capsys, "ends in .html")
     refused(["demo", "--foo"], capsys, "--jobs")
+
+
+def test_runs_of_other_settings_do_not_count_as_seeds_of_one_method(tmp_path, capsys):
+    for seed, lr in ((0, 1e-3), (1, 1e-3), (2, 2e-3)):
+        text = single(name=f"a seed={seed}", seed=seed, inner__lr=lr, run__steps=2)
+        simulate(text, tmp_path / f"run{seed}")
+    folders = [tmp_path / f"run{seed}" for seed in range(3)]
+    _, out, _ = run(["report", *folders[:2], "--out", tmp_path / "page.html"], capsys)
+    assert "a seed=1" in out and "over 2 seeds" in out
+    _, out, _ = run(["report", *folders, "--out", tmp_path / "page.html"], capsys)
+    assert "run2" in out and "seeds" not in out
+    assert "one seed each" in (tmp_path / "page.html").read_text()
+    for shown, label in ((folders[:2], "a seed=1"), (folders, "run1")):
+        contents = json.loads(LiveRuns(shown).data(""))
+        assert label in [view["label"] for view in contents["runs"]]
 
 
 def test_topology_shows_gap_condition_stability_and_the_graph(capsys):

@@ -39,6 +39,41 @@ def test_a_run_that_diverged_leaves_its_cell_empty_and_the_figure_whole():
     )
 
 
+def test_a_seed_that_diverged_is_counted_and_its_method_does_not_look_as_if_it_had_not_run():
+    runs = [outcome("a", loss, s, h=1) for s, loss in enumerate([1.0, 3.0, math.nan])]
+    assert figure_table(runs, Figure(x="h")).splitlines()[2] == "| a | 2.0000 ± 1.4142 (2 of 3 seeds) |"
+    assert figure_table([one._replace(at={"h": 1, "k": 1}) for one in runs], Figure(x="h", y="k")).count("2 of 3 seeds")
+    against = [*runs, *(outcome("b", 2.0 + 0.1 * s, s, h=1) for s in range(3))]
+    wanted = Figure(x="h", against="b", margin=0.1)
+    assert "(2 of 3 seeds) |" in figure_table(against, wanted).splitlines()[-1]
+    assert b"<svg" in draw_figure(against, wanted)
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_a_target_is_compared_with_runs_that_diverged_and_where_it_diverged_itself(last: bool) -> None:
+    def run(method: str, seed: int, *curve: tuple[float, float]) -> PointResult:
+        curves = {"loss_at_bytes": curve, "loss_at_round": curve, "loss_at_s": {"wan": curve}}
+        return PointResult(method, {}, seed, {"loss": curve[-1][1], **curves})
+
+    early = () if last else ((1.0, 3.0),)
+    ends = {"a": [2.0, 2.1, math.nan, 2.2], "b": [1.9, math.nan, 1.9, 2.0]}
+    runs = [run(name, s, *early, (2.0, loss)) for name, some in ends.items() for s, loss in enumerate(some)]
+    paired = figure_table(runs, Figure(target="a", paired=True, margin=0.5))
+    assert "| b | -0.1000, –, -0.2000 | -0.1500 ± 0.6353 |" in paired and "(2 of 3 seeds)" in paired
+    reached = figure_table(runs, Figure(target="a"))
+    assert "| b | 2 of 3 runs | 1.000, –, 1.000 | -0.1500 ± 0.0707 (2 of 3 seeds) |" in reached
+    for figure in (Figure(target="a"), Figure(target="a", paired=True)):
+        assert b"<svg" in draw_figure(runs, figure)
+        none = [run("a", 0, (2.0, math.nan)), run("b", 0, (2.0, 1.9))]
+        assert figure_table(none, figure).startswith("Nothing is compared") and b"<svg" in draw_figure(none, figure)
+
+
+def test_points_of_a_list_that_differ_in_a_key_that_one_lacks_do_not_count_as_seeds():
+    runs = [outcome("a", 1.0, x=1, lr=2), outcome("a", 2.0, x=1)]
+    with pytest.raises(ConfigError, match="'a' sweeps lr too"):
+        figure_table(runs, Figure(x="x"))
+
+
 def test_variants_that_sweep_different_keys_share_an_axis():
     runs = [outcome("a", 1.0, **{"topology.name": "ring"}), outcome("b", 2.0, **{"topology.graph": "ring"})]
     wanted = Figure(x=("topology.name", "topology.graph"))

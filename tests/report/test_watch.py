@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import importlib
 import json
+import math
 import os
 import random
 import socket
@@ -351,6 +352,12 @@ def test_the_benchmark_of_the_page_writes_records_that_it_reads_without_a_word(
         ({"a": [2.0, 2.1], "b": [None, None]}, "1 more has no validation of the mean model."),
         ({"a": [None], "b": [float("nan")]}, "No run ended with a finite validation loss"),
         ({"a": [None]}, "No run has a validation of its mean model; gossamer evaluate"),
+        ({"a": [2.0, math.nan, 2.1], "b": [2.3, 2.4, 2.36]}, "with some of their seeds, and cannot lead"),
+        ({"a": [2.0, math.nan], "b": [math.nan, 2.4]}, "No method ended with a finite validation loss with all"),
+        (
+            {"a": [3.0, 3.01, 1.0], "b": [2.9, 2.91]},
+            "b ended with a lower validation loss than a: 2.9050 against 3.0050",
+        ),
     ],
 )
 def test_the_first_sentence_claims_what_the_seeds_show_and_no_more(

@@ -3,6 +3,7 @@
 import logging
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,6 @@ from gossamer.record.progress import echo
 from gossamer.stop_signals import leaving
 
 if TYPE_CHECKING:
-    from gossamer.record.origin import Origin
     from gossamer.report.figures import Figure
     from gossamer.report.results import PointResult
     from gossamer.run.config.experiment_file import Point
@@ -73,6 +73,7 @@ def command(
         from gossamer.report.figures import check_figure
         from gossamer.report.page.page import write_pages
         from gossamer.report.results import PointResult
+        from gossamer.report.table import has_diverged
         from gossamer.run.config.experiment_file import figure, points
 
         jobs = runs_at_a_time(jobs)
@@ -82,14 +83,16 @@ def command(
         if asked is not None:
             check_figure(runs, asked)
         doubts = check_experiment(run.config for run in runs)
-        origins = trained(runs, folders, out, jobs=jobs, earlier=earlier, output=output)
+        ended = trained(runs, folders, out, jobs=jobs, earlier=earlier, output=output)
         page, options = out / "report.html", {"--out": out, "--seeds": seeds, "--scale": scale}
         words = ["gossamer", "compare", file, *(word for one in options.items() if one[1] for word in one)]
         words += [word for one in overrides for word in ("--set", one)]
-        rows = write_pages(folders, page, None, command=shlex.join(map(str, words)), notes=doubts)
+        lines = [ended[run.label] for run in runs]
+        lost = [run.label for run, line in zip(runs, lines, strict=True) if line is not None and has_diverged(line.row)]
+        rows = write_pages(folders, page, None, command=shlex.join(map(str, words)), notes=doubts, lost=lost)
         outcomes = [
-            PointResult(run.method, run.at, run.seed, row, origins[run.label])
-            for run, row in zip(runs, rows, strict=True)
+            PointResult(run.method, run.at, run.seed, row, line and line.origin)
+            for run, row, line in zip(runs, rows, lines, strict=True)
         ]
         drawn, numbers = _write_figure(outcomes, asked, out)
         print_runs(folders, rows, page, json=output.json, figure=drawn, numbers=numbers)
@@ -104,7 +107,7 @@ def trained(
     earlier: Earlier,
     output: Watchable,
     enough: Callable[[], bool] = lambda: False,
-) -> "dict[str, Origin | None]":
+) -> "dict[str, PointResult | None]":
     """Trains the runs of an experiment, and shows their progress; see `gossamer.run.experiments.compare.train_all`."""
     from gossamer.record.locks import holding
     from gossamer.run.experiments.compare import train_all
@@ -143,7 +146,8 @@ def folders_of(runs: "Sequence[Point]", out: Path, *, resume: bool) -> dict[str,
             f"'{out}' is the folder of a run, and a comparison has one of its own; name another with --out"
         )
     folders = {run.label: out / folder_name(run.label) for run in runs}
-    if alike := [run.label for run in runs if [*folders.values()].count(folders[run.label]) > 1]:
+    many = Counter(folders.values())
+    if alike := [run.label for run in runs if many[folders[run.label]] > 1][:4]:
         raise ConfigError(
             f"the labels {alike} would share the folder '{folders[alike[0]]}'; set labels that differ in a letter or digit"
         )

@@ -189,7 +189,7 @@ def race(prepared: Prepared, made: "RunPlan", choice: "Pick", asked: RaceOptions
 
 
 def _written_page(
-    runs: "Iterable[Point]", folders: Mapping[str, Path], ended: "Iterable[PointResult]", folder: Path
+    runs: "Sequence[Point]", folders: Mapping[str, Path], ended: "Sequence[PointResult]", folder: Path
 ) -> Path:
     """Writes the page of the runs that have ended."""
     from gossamer.report.page.page import write_pages
@@ -197,7 +197,9 @@ def _written_page(
 
     report, done = folder / "report.html", {(one.method, one.seed) for one in ended}
     shown = {run.label: folders[run.label] for run in runs if (run.method, run.seed) in done}
-    write_pages(shown, report, None, command=shlex.join(["gossamer", "compare", str(folder / FILE)]))
+    lost = {(one.method, one.seed) for one in ended if one.row["loss"] is None}
+    labels = [run.label for run in runs if (run.method, run.seed) in lost]
+    write_pages(shown, report, None, command=shlex.join(["gossamer", "compare", str(folder / FILE)]), lost=labels)
     return report
 
 

@@ -1,6 +1,7 @@
 """`gossamer report`: several runs on one page."""
 
 import logging
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -51,9 +52,15 @@ def command(
 
 
 def _labels(folders: Sequence[Path], documents: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names of the runs, or those of their folders, whichever tell them apart."""
+    """The names of the runs, or those of their folders, whichever differ; names that make runs of other settings seeds of one
+    method are not taken.
+    """
+    from gossamer.report.table import seeds_are_alike
+
     names = [str(document.get("name", folder.name)) for folder, document in zip(folders, documents, strict=True)]
-    choices = names, [folder.name for folder in folders], [str(folder) for folder in folders]
+    besides = [{key: one for key, one in run.items() if key not in ("name", "seed", "network")} for run in documents]
+    choices = [names] if seeds_are_alike(names, besides) else []
+    choices += [folder.name for folder in folders], [str(folder) for folder in folders]
     return next((labels for labels in choices if len({*labels}) == len(folders)), choices[-1])
 
 
@@ -73,14 +80,15 @@ def print_runs(
         return
     from rich.console import Console
 
-    from gossamer.report.table import over_seeds, render_table
+    from gossamer.report.table import number_text, over_seeds, render_table
 
     console = Console()
     Console(width=None if console.is_terminal else 120).print(render_table(rows))
     for method, losses, mean, deviation in over_seeds(rows):
         if len(losses) > 1:
-            each = ", ".join(f"{loss:.4f}" for loss in losses)
-            echo(f"{method}: {mean:.4f}, standard deviation {deviation:.4f} over {len(losses)} seeds ({each})")
+            each = ", ".join(number_text(loss, ".4f") for loss in losses)
+            sound = f"{mean:.4f}, standard deviation {deviation:.4f}" if math.isfinite(mean) else "not finite"
+            echo(f"{method}: {sound} over {len(losses)} seeds ({each})")
     for name, file in files.items():
         if file is not None:
             echo(f"{name}: {file}")

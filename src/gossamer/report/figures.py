@@ -128,6 +128,8 @@ def figure_table(results: Sequence[PointResult], figure: Figure) -> str:
     if figure.paired:
         once = has_only_final_losses(results)
         reaches = ends(results, figure.target) if once else reach(results, figure.target, paired=True)
+        if not reaches:
+            return _nothing_to_reach(figure.target)
         return paired_table(reaches, figure.target, margin=figure.margin, side=figure.side)
     if figure.target:
         return _reach_table(results, figure.target)
@@ -135,7 +137,7 @@ def figure_table(results: Sequence[PointResult], figure: Figure) -> str:
     if not figure.y:
         x_values = list(dict.fromkeys(x for _, x, _ in losses))
         names = list(dict.fromkeys(method for method, _, _ in losses))
-        rows = [[name, *(mean_and_deviation(losses.get((name, x, None), [])) for x in x_values)] for name in names]
+        rows = [[name, *(_over_known(losses.get((name, x, None), [])) for x in x_values)] for name in names]
         parts = [_markdown([_axis(figure.keys[0]), *map(str, x_values)], rows)]
         by_seed = _by_seed(results, figure)
         parts += _against_tables(by_seed, figure) if figure.against else ()
@@ -144,7 +146,7 @@ def figure_table(results: Sequence[PointResult], figure: Figure) -> str:
     parts = []
     for name in dict.fromkeys(method for method, _, _ in losses):
         x_values, y_values = _axes_of(losses, name)
-        rows = [[str(y), *(mean_and_deviation(losses.get((name, x, y), [])) for x in x_values)] for y in y_values]
+        rows = [[str(y), *(_over_known(losses.get((name, x, y), [])) for x in x_values)] for y in y_values]
         parts.append(
             f"{name}\n\n" + _markdown([f"{_axis(figure.y)} \\ {_axis(figure.keys[0])}", *map(str, x_values)], rows)
         )
@@ -183,11 +185,11 @@ def check_figure(runs: Sequence[_Placed], figure: Figure) -> None:
     first: dict[tuple[Any, ...], _Placed] = {}
     for run in runs:
         other = first.setdefault((run.method, *((None, None) if figure.target else _cell(run, figure)), run.seed), run)
-        if key := next((key for key in run.at if run.at[key] != other.at.get(key)), ""):
+        if key := next((key for key in {**other.at, **run.at} if run.at.get(key) != other.at.get(key)), ""):
             asked = f"figure.target is '{figure.target}'" if figure.target else f"figure.x is {figure.x!r}"
             raise ConfigError(
                 f"{asked}, but '{run.method}' sweeps {key} too, and its runs at {swept(other.at.get(key))} and "
-                f"{swept(run.at[key])} would count as seeds; "
+                f"{swept(run.at.get(key))} would count as seeds; "
                 + ("leave [figure] out" if figure.target or figure.y else "name it as figure.y, or leave [figure] out")
             )
 
@@ -211,10 +213,10 @@ def _by_seed(results: Sequence[PointResult], figure: Figure) -> _BySeed:
     """Final losses by method, x and seed; only finite ones."""
     by_point: _BySeed = {}
     for run in results:
-        for (method, x, _), losses in _losses([run], figure).items():
+        for (method, x, _), (loss,) in _losses([run], figure).items():
             here = by_point.setdefault((method, x), {})
-            if losses:
-                here[run.seed] = losses[0]
+            if math.isfinite(loss):
+                here[run.seed] = loss
     return by_point
 
 
@@ -257,13 +259,24 @@ _Losses = dict[tuple[str, Any, Any], list[float]]
 
 
 def _losses(results: Sequence[PointResult], figure: Figure) -> _Losses:
-    """Final losses of all seeds by method, x and y; a run that ended without a finite loss adds none."""
+    """Final losses of all seeds by method, x and y; NaN of a run that ended without a finite one."""
     losses: _Losses = {}
     for run in results:
         x, y = _cell(run, figure)
         loss = run.row["loss"]
-        losses.setdefault((run.method, x, y), []).extend([loss] if loss is not None and math.isfinite(loss) else [])
+        losses.setdefault((run.method, x, y), []).append(loss if loss is not None and math.isfinite(loss) else math.nan)
     return losses
+
+
+def _finite(values: Sequence[float]) -> list[float]:
+    return [value for value in values if math.isfinite(value)]
+
+
+def _over_known(of_seeds: Sequence[float | None], form: str = ".4f") -> str:
+    """Mean and sample standard deviation over the seeds that have a finite number, with their count where others have none."""
+    known = _finite([value for value in of_seeds if value is not None])
+    few = f" ({len(known)} of {len(of_seeds)} seeds)" if 0 < len(known) < len(of_seeds) else ""
+    return mean_and_deviation(known, form) + few
 
 
 def swept(value: Any) -> Any:
@@ -305,22 +318,29 @@ def _markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return markdown_lines([headings, ["---", *["---:"] * (len(headings) - 1)], *rows])
 
 
+def _nothing_to_reach(target: str) -> str:
+    return f"Nothing is compared: no other run shares a seed with one of '{target}' that has a finite last loss and a cost.\n"
+
+
 def _reach_table(results: Sequence[PointResult], target: str) -> str:
     reaches = reach(results, target)
+    if not reaches:
+        return _nothing_to_reach(target)
     parts = []
     for network in dict.fromkeys(one.network for one in reaches):
         rows = []
         for method in dict.fromkeys(one.method for one in reaches):
             of_method = [one for one in reaches if one.network == network and one.method == method]
             ratios = [one.ratio for one in of_method if one.ratio is not None]
-            behind = [one.behind for one in of_method if one.behind is not None]
             each = ", ".join(DASH if one.ratio is None else f"{one.ratio:.3f}" for one in of_method)
             share = (
                 mean_and_deviation(ratios, ".3f")
                 if len(ratios) == len(of_method)
                 else f"{len(ratios)} of {len(of_method)} runs"
             )
-            rows.append([method, share, each, mean_and_deviation(behind, "+.4f").replace("± +", "± ")])
+            rows.append(
+                [method, share, each, _over_known([one.behind for one in of_method], "+.4f").replace("± +", "± ")]
+            )
         headings = [f"on {network}", f"time to {target}'s last loss, over {target}'s time", "each seed"]
         parts.append(_markdown([*headings, f"loss above {target}'s in its time"], rows))
     return "\n".join(parts)
@@ -343,7 +363,9 @@ def _draw_curves(results: Sequence[PointResult], figure: Figure) -> Any:
     for place, method in enumerate(methods):
         aside = 0.0 if numeric else 0.08 * (place - (len(methods) - 1) / 2)  # otherwise one mark would hide another
         points = {
-            place_of(x) + aside: of_seeds for (name, x, _), of_seeds in losses.items() if name == method and of_seeds
+            place_of(x) + aside: known
+            for (name, x, _), of_seeds in losses.items()
+            if name == method and (known := _finite(of_seeds))
         }
         _draw_points(axes, points, method, place, joined=numeric)
     if figure.log_x:
@@ -374,7 +396,10 @@ def _draw_points(axes: Any, points: Mapping[float, Sequence[float]], label: str,
 
 
 def _draw_maps(results: Sequence[PointResult], figure: Figure) -> Any:
-    losses = {key: statistics.fmean(of_seeds) for key, of_seeds in _losses(results, figure).items() if of_seeds}
+    # The mean of the seeds that did not diverge would make a cell at the edge of instability look good.
+    losses = {
+        key: mean for key, some in _losses(results, figure).items() if math.isfinite(mean := statistics.fmean(some))
+    }
     methods = list(dict.fromkeys(name for name, _, _ in losses))
     low = min(losses.values(), default=0.0)
     # A run that diverged would leave one colour for all others.
@@ -413,9 +438,13 @@ def _draw_reach(results: Sequence[PointResult], figure: Figure) -> Any:
     methods = dict.fromkeys(one.method for one in reaches)
     styles = {name: line_style(place) for place, name in enumerate(methods)}
     canvas = _canvas(1.0 + 5.0 * len(networks), 4.0)
-    panels = canvas.subplots(1, len(networks), squeeze=False)[0]
-    for axes, network in zip(panels, networks, strict=True):
-        ends = {r.seed: own[network][-1] for r, own in zip(results, curves, strict=True) if r.method == figure.target}
+    panels = canvas.subplots(1, max(1, len(networks)), squeeze=False)[0]
+    for axes, network in zip(panels, networks, strict=False):  # without a network one panel, which stays empty
+        ends = {
+            r.seed: own[network][-1]
+            for r, own in zip(results, curves, strict=True)
+            if r.method == figure.target and own.get(network)
+        }
         for run, own_curves in zip(results, curves, strict=True):
             if run.seed not in ends or not own_curves.get(network):
                 continue

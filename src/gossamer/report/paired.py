@@ -215,7 +215,11 @@ def effect_cells(
             cells += [f"{one.mean:+.4f}" + ("" if one.half is None else f" ± {one.half:.4f}")]
             cells += [DASH if one.percent is None else f"{one.percent:+.2f}"]
         cells += [] if side is None else [p_text(p)]
-        cells += [] if margin is None else [p_text(None if one is None else one.equivalent), _verdict(one, p_apart)]
+        known = sum(pair is not None for pair in arm)
+        # Those that are missing may have diverged.
+        few = f" ({known} of {len(arm)} seeds)" if 0 < known < len(arm) else ""
+        verdict = _verdict(one, p_apart) + few
+        cells += [] if margin is None else [p_text(None if one is None else one.equivalent), verdict]
         lines.append(cells)
     return lines
 

@@ -1,5 +1,6 @@
 """The runs of an experiment against one of its variants, seed by seed, at equal sent bytes, rounds and time."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ class Reach(NamedTuple):
     ratio: float | None
     """Seconds (bytes, rounds) until then over those of the whole target run; None if it never did."""
     behind: float | None
-    """Loss at the last evaluation within those of the target run, minus the target's last; None without such an evaluation."""
+    """Loss at the last evaluation within those of the target run, minus the target's last; None without one that is finite."""
     target_loss: float
     """The target's last loss."""
 
@@ -44,10 +45,10 @@ def reach(results: Sequence[PointResult], target: str, *, paired: bool = False) 
         for run in results
         if run.method == target
         for name, curve in curves_of(run, paired=paired).items()
-        if curve and curve[-1][0] > 0  # no bytes to compare without sends
+        if curve and curve[-1][0] > 0 and math.isfinite(curve[-1][1])  # no bytes to compare without sends
     }
-    if not lasts:
-        raise ConfigError(choose("target of the figure", target, {run.method for run in results}) + "; correct it")
+    if target not in (methods := {run.method for run in results}):
+        raise ConfigError(choose("target of the figure", target, methods) + "; correct it")
     reaches = []
     for run in results:
         for name, curve in curves_of(run, paired=paired).items():
@@ -55,8 +56,9 @@ def reach(results: Sequence[PointResult], target: str, *, paired: bool = False) 
                 end, loss = lasts[name, run.seed]
                 first = next((x for x, reached in curve if reached <= loss), None)
                 within = [reached for x, reached in curve if x <= end]
+                behind = within[-1] - loss if within and math.isfinite(within[-1]) else None
                 ratio = None if first is None else first / end
-                reaches.append(Reach(run.method, name, run.seed, ratio, within[-1] - loss if within else None, loss))
+                reaches.append(Reach(run.method, name, run.seed, ratio, behind, loss))
     return reaches
 
 
@@ -66,14 +68,19 @@ def ends(results: Sequence[PointResult], target: str) -> list[Reach]:
     >>> ends([PointResult("a", {}, 0, {"loss": 2.5}), PointResult("b", {}, 0, {"loss": 2.75})], "a")
     [Reach(method='b', network='end', seed=0, ratio=None, behind=0.25, target_loss=2.5)]
     """
-    lasts = {run.seed: loss for run in results if run.method == target and (loss := run.row["loss"]) is not None}
+
+    def last(run: PointResult) -> float | None:
+        loss = run.row["loss"]
+        return loss if loss is not None and math.isfinite(loss) else None
+
+    lasts = {run.seed: loss for run in results if run.method == target and (loss := last(run)) is not None}
     return [
         Reach(
             run.method,
             ENDS,
             run.seed,
             None,
-            None if (loss := run.row["loss"]) is None else loss - lasts[run.seed],
+            None if (loss := last(run)) is None else loss - lasts[run.seed],
             lasts[run.seed],
         )
         for run in results

@@ -46,6 +46,11 @@ def ranked(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return list(rows) if len(rows) < MANY else sorted(rows, key=lambda row: loss_rank(row["loss"]))
 
 
+def has_diverged(row: Mapping[str, Any]) -> bool:
+    """Whether a run ended with a loss that is not finite."""
+    return row["loss"] is not None and not math.isfinite(row["loss"])
+
+
 def loss_rank(loss: float | None) -> float:
     """A key that sorts losses from best to worst; those missing or not finite come last."""
     return loss if loss is not None and math.isfinite(loss) else math.inf
@@ -90,10 +95,32 @@ def markdown_text(text: str) -> str:
     return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text)
 
 
-def over_seeds(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[float], float, float]]:
-    """Per method the final losses of its seeds, their mean and their sample standard deviation.
+def method_and_seed(label: str) -> tuple[str, str]:
+    """The method of a run, and its seed, with which its label ends; an empty seed where it does not.
 
-    The label of a seed ends in " seed=3"; a row without a loss does not count.
+    >>> method_and_seed("a lr=1 seed=3"), method_and_seed("a seed=3 lr=1"), method_and_seed("a")
+    (('a lr=1', '3'), ('a seed=3 lr=1', ''), ('a', ''))
+    """
+    method, _, seed = label.rpartition(" seed=")
+    return (method, seed) if method and seed.lstrip("-").isdecimal() else (label, "")
+
+
+def seeds_are_alike(names: Sequence[str], settings: Sequence[Any]) -> bool:
+    """Whether runs with names that differ in the seed alone have equal settings, so that they count as one method's.
+
+    >>> seeds_are_alike(["a seed=0", "a seed=1", "b seed=0"], [1, 1, 2]), seeds_are_alike(["a seed=0", "a seed=1"], [1, 2])
+    (True, False)
+    """
+    first = dict[str, Any]()
+    return all(
+        first.setdefault(method_and_seed(name)[0], one) == one for name, one in zip(names, settings, strict=True)
+    )
+
+
+def over_seeds(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[float], float, float]]:
+    """Per method the final losses of its seeds, their mean and their sample standard deviation; both are NaN if a seed diverged.
+
+    A row without a loss does not count.
 
     >>> over_seeds([{"method": "a seed=0", "loss": 1.0}, {"method": "a seed=1", "loss": 3.0}])
     [('a', [1.0, 3.0], 2.0, 1.4142135623730951)]
@@ -101,11 +128,19 @@ def over_seeds(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[float]
     losses: dict[str, list[float]] = {}
     for row in rows:
         if row["loss"] is not None:
-            losses.setdefault(row["method"].partition(" seed=")[0], []).append(row["loss"])
+            losses.setdefault(method_and_seed(row["method"])[0], []).append(row["loss"])
     return [
-        (method, of_seeds, statistics.fmean(of_seeds), statistics.stdev(of_seeds) if len(of_seeds) > 1 else 0.0)
+        (
+            method,
+            of_seeds,
+            *(_mean_and_deviation(of_seeds) if all(map(math.isfinite, of_seeds)) else (math.nan, math.nan)),
+        )
         for method, of_seeds in losses.items()
     ]
+
+
+def _mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def html_table(rows: Sequence[Mapping[str, Any]]) -> str:

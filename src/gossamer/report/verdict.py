@@ -2,10 +2,11 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from gossamer.report.paired import effect
+from gossamer.report.table import method_and_seed
 
 _UNSEARCHED = "At these settings, for which this comparison did not search."
 """Said of each comparison: other settings of the same two methods may rank them the other way round."""
@@ -26,17 +27,25 @@ def verdict(rows: Sequence[Mapping[str, Any]], *, running: bool = False) -> str:
     'a ended at 2.0000 and b at 2.1000: one seed each, so this says nothing about which is better.'
     """
     losses: dict[str, dict[str, float]] = {}
+    lost = set[str]()  # methods of which a seed diverged
     for row in rows:
+        method, seed = method_and_seed(row["method"])
         if row["loss"] is not None and math.isfinite(row["loss"]):
-            method, _, seed = row["method"].partition(" seed=")
             losses.setdefault(method, {})[seed] = row["loss"]
+        elif row["loss"] is not None:
+            lost.add(method)
     if not losses:
         return "No run has a validation loss yet." if running else _none(rows)
     ordered = sorted(losses, key=lambda method: statistics.fmean(losses[method].values()))
     if running:
         lowest = f"{ordered[0]} at {statistics.fmean(losses[ordered[0]].values()):.4f}"
         return f"Not all of these runs have ended; lowest validation loss so far: {lowest}. Nothing is claimed before the end."
-    besides = _about_excluded(rows, losses)
+    besides = _about_excluded(rows, losses, lost)
+    # The mean of the seeds that did not diverge would be too low.
+    ordered = [method for method in ordered if method not in lost]
+    if not ordered:
+        besides = _about_excluded(rows, losses, lost - losses.keys())
+        return f"No method ended with a finite validation loss with all of its seeds.{besides}"
     if len(ordered) == 1:
         return f"{_ended(ordered[0], losses, single=True)}.{besides}"
     first, second = ordered[:2]
@@ -57,19 +66,30 @@ def _none(rows: Sequence[Mapping[str, Any]]) -> str:
     return "No run has a validation of its mean model; gossamer evaluate makes that of a real one."
 
 
-def _about_excluded(rows: Sequence[Mapping[str, Any]], losses: Mapping[str, Any]) -> str:
-    """Sentences about diverged methods, and about methods without a score."""
-    others = [row for row in rows if row["method"].partition(" seed=")[0] not in losses]
-    diverged = {row["method"].partition(" seed=")[0] for row in others if row["loss"] is not None}
-    unscored = {row["method"].partition(" seed=")[0] for row in others} - diverged
-    return (f" {len(diverged)} more ended without a finite loss." if diverged else "") + (
-        f" {len(unscored)} more {'have' if len(unscored) > 1 else 'has'} no validation of the mean model."
-        if unscored
-        else ""
+def _about_excluded(rows: Sequence[Mapping[str, Any]], losses: Mapping[str, Any], lost: Set[str]) -> str:
+    """Sentences about methods that diverged, with all seeds or with some, and about methods without a score."""
+    diverged, partly = lost - losses.keys(), lost & losses.keys()
+    unscored = {method_and_seed(row["method"])[0] for row in rows} - losses.keys() - lost
+    return (
+        (f" {len(diverged)} more ended without a finite loss." if diverged else "")
+        + (
+            f" {len(partly)} more ended without a finite loss with some of their seeds, and cannot lead."
+            if partly
+            else ""
+        )
+        + (
+            f" {len(unscored)} more {'have' if len(unscored) > 1 else 'has'} no validation of the mean model."
+            if unscored
+            else ""
+        )
     )
 
 
 def _compared(first: str, second: str, losses: Mapping[str, Mapping[str, float]], shared: Sequence[str]) -> str:
+    # The means that ranked them may be of more seeds than those that both have.
+    first, second = sorted(
+        (first, second), key=lambda method: statistics.fmean(losses[method][seed] for seed in shared)
+    )
     difference = effect([(losses[second][seed] - losses[first][seed], losses[first][seed]) for seed in shared])
     mean, half = difference.mean, difference.half or 0.0
     interval = f"(95 % interval {mean - half:.4f} to {mean + half:.4f}, {len(shared)} seeds)"

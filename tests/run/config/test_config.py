@@ -193,6 +193,11 @@ def test_a_name_that_leads_out_of_the_folder_of_runs_is_refused(name):
     assert folder_name(name) not in (".", "..")
 
 
+def test_a_label_longer_than_the_name_of_a_folder_may_be_is_shortened_to_a_name_of_its_own():
+    alike = [folder_name(f"{'ü' * 300} {end}") for end in "ab"]
+    assert len({*alike}) == 2 and all(len(name.encode()) < 220 for name in alike)
+
+
 def test_a_swept_path_makes_a_name_and_no_path():
     (draft,) = drafts({**document(), "sweep": {"data.source": ["../text/a.txt"]}})
     assert not parse_faults(draft.document) and "source=../text/a.txt" in draft.label
@@ -336,8 +341,12 @@ def test_an_experiment_is_its_variants_times_its_grid():
     experiment["variant"] = [{"label": "a"}, {"label": "b", "rule": {"name": "gossip"}}]
     experiment["sweep"] = {"seed": [0, 1], "inner.lr": [0.1]}
     runs = {run.label: run.config for run in points(experiment)}
-    assert list(runs) == ["a seed=0 lr=0.1", "a seed=1 lr=0.1", "b seed=0 lr=0.1", "b seed=1 lr=0.1"]
-    assert runs["b seed=1 lr=0.1"].rule.name == "gossip" and runs["b seed=1 lr=0.1"].seed == 1
+    assert list(runs) == ["a lr=0.1 seed=0", "a lr=0.1 seed=1", "b lr=0.1 seed=0", "b lr=0.1 seed=1"], (
+        "a report groups runs by what is before the seed at the end"
+    )
+    assert runs["b lr=0.1 seed=1"].rule.name == "gossip" and runs["b lr=0.1 seed=1"].seed == 1
+    with pytest.raises(ConfigError, match=r"--seeds got \[3\], and the file sweeps seed too; leave one of them out"):
+        points(experiment, seeds=[3])
     with pytest.raises(ConfigError, match="needs its own"):
         points({**document(), "variant": [{"label": "a"}, {"label": "a"}]})
 

@@ -31,6 +31,7 @@ from tiny import PARAMETERS, document
 
 RATES = {"fast": 1e6, "slow": 1e5}
 """Of an uplink, in bits a second."""
+NETWORK = {"uplink_bps": 1e6, "downlink_bps": 1e6, "step_s": 1.0}
 CHECKOUT = Path(gossamer.__file__).parents[2]
 
 
@@ -77,13 +78,36 @@ def test_a_comparison_that_is_stopped_keeps_the_line_of_each_run_that_ended_and_
     train_all([other], folder, file, began=lambda run: None, on_end=lambda run, end: None)
     assert file.read_text().splitlines()[:4] == after, "those of other seeds stay"
     for run in runs:
-        here = found[run.label]
-        assert here is not None and here["digest"] == digest(run.config) and (here["seconds"] or 0) > 0
+        line = found[run.label]
+        assert line is not None and (here := line.origin) is not None
+        assert here["digest"] == digest(run.config) and (here["seconds"] or 0) > 0
         assert here["versions"]["gossamer"] == gossamer.__version__ and here["versions"].keys() == {
             "python",
             "gossamer",
             "torch",
         }
+
+
+def test_the_loss_of_a_run_that_diverged_is_not_that_of_a_validation_before_it(tmp_path: Path, capsys: Any) -> None:
+    wild = {"label": "wild", "rule.lr": {"0": 0.7, "4": 1e30}}  # a finite validation after step 3, and none after
+    sizes = {"workers": 2, "run__steps": 12, "run__local_steps": 1, "run__eval_every": 3, "model__layers": 1}
+    sizes |= {"rule__name": "diloco", "rule__momentum": 0.5, "topology__name": "complete"}
+    text = document(**sizes, variant=[{"label": "sound"}, wild], network={"wan": NETWORK})
+    (tmp_path / "two.toml").write_text(tomli_w.dumps(text | {"figure": {"target": "sound"}}))
+    for more in ([], ["--resume"]):
+        out = tmp_path / "out"
+        assert main(["compare", str(tmp_path / "two.toml"), "--seeds", "0,1", "--out", str(out), *more]) == 0
+        printed = capsys.readouterr().out
+        assert "wild: not finite over 2 seeds (not finite, not finite)" in printed and "sound: " in printed
+        sound, wild_ones = (read_results(out / "outcomes.jsonl")[k : k + 2] for k in (0, 2))
+        for one in wild_ones:
+            assert one.row["loss"] is None and one.row["loss_of_workers"] is None and one.row["worst_loss"] is None
+            for curve in (one.row["loss_at_round"], one.row["loss_at_bytes"], one.row["loss_at_s"]["wan"]):
+                assert math.isnan(curve[-1][1]), "it ends where the run ended"
+        assert all(one.row["loss"] is not None for one in sound)
+        assert "| wild | 0 of 2 runs | –, – | – |" in (out / "figure.md").read_text()
+        page = (out / "report.html").read_text()
+        assert "sound ended with a validation loss of" in page and "1 more ended without a finite loss" in page
 
 
 @pytest.mark.usefixtures("forks")

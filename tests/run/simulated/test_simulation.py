@@ -611,7 +611,15 @@ def test_a_sweep_has_all_combinations_and_seeds_in_one_table(tmp_path: Path, cap
         gossamer.sweep({"rule.lr": [0.5, 1.0]}, rule=gossamer.diloco(), rounds=1, **given)
 
 
-def test_a_run_of_a_sweep_that_diverges_is_a_result():
+def test_rules_of_ones_own_without_a_name_are_numbered_on_the_page_of_a_sweep(tmp_path: Path):
+    made = [gossamer.diloco(lr=eta)._replace(name="", options={}) for eta in (0.5, 1.0)]
+    found = gossamer.sweep({"rule": made}, seeds=[0, 1], workers=2, local_steps=2, rounds=1, **TASK)
+    assert found.table["rule"] == ["rule 1", "rule 1", "rule 2", "rule 2"]
+    page = found.report(tmp_path / "page.html").read_text()
+    assert "<th>rule 1 seed=1</th>" in page and "<th>rule 2 seed=1</th>" in page, "one replaced the other"
+
+
+def test_a_run_of_a_sweep_that_diverges_is_a_result(tmp_path: Path):
     def exploding(model: nn.Module, given: tuple[Tensor, Tensor]) -> Tensor:
         return model(given[0]).exp().square().mean()
 
@@ -621,6 +629,8 @@ def test_a_run_of_a_sweep_that_diverges_is_a_result():
     found = gossamer.sweep(grid, workers=2, local_steps=4, rounds=3, settings={"inner.warmup_steps": 0}, **task)
     assert [math.isfinite(one.loss) for one in found.runs] == [True, False] and found.runs[1].error
     assert found.best().at == {"inner.lr": 1e-4}
+    page = found.report(tmp_path / "page.html").read_text()
+    assert "lr=1000.0 seed=0" in page and "1 more ended without a finite loss" in page
 
 
 def test_what_was_given_as_objects_is_named_in_the_record_and_the_folder_is_not_run_without_them(tmp_path: Path):

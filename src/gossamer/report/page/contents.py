@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gossamer.report.metrics import METRICS, Metric
-from gossamer.report.table import ranked, table_cells
+from gossamer.report.table import has_diverged, method_and_seed, ranked, table_cells
 from gossamer.report.verdict import verdict
 from gossamer.version import __version__
 
@@ -40,15 +40,15 @@ def page_contents(
         notes: what to know before these runs are compared.
     """
     axes = _axes(views)
+    lost = {row["method"] for row in rows if has_diverged(row)}  # such a run has stopped
+    runs_on = any(view.get("state") in ("training", "starting") and view["label"] not in lost for view in views)
     rows, stored = ranked(rows), bool(views) and all(view.get("store") for view in views)
     headings, cells = table_cells(rows)
     return {
         "title": title,
         "live": live,
         # Each run in a store says that losses lie elsewhere.
-        "verdict": ""
-        if stored
-        else verdict(rows, running=any(view.get("state") in ("training", "starting") for view in views)),
+        "verdict": "" if stored else verdict(rows, running=runs_on),
         "command": command,
         "date": date,
         "version": __version__,
@@ -57,7 +57,7 @@ def page_contents(
         "figures": _figures(views),
         "runs": views,
         "groups": groups_of(views),
-        "places": places_of([view["label"].partition(" seed=")[0] for view in views]),
+        "places": places_of([method_and_seed(view["label"])[0] for view in views]),
         "notes": [*notes],
         "table": {"headings": headings, "rows": cells, "best": _best(rows)},
     }
@@ -93,7 +93,7 @@ def groups_of(views: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
     members: dict[str, list[int]] = {}
     for place, view in enumerate(views):
-        members.setdefault(view["label"].partition(" seed=")[0], []).append(place)
+        members.setdefault(method_and_seed(view["label"])[0], []).append(place)
     return [
         {"label": label, "runs": places, **_spread([views[k] for k in places])} for label, places in members.items()
     ]

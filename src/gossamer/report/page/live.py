@@ -21,6 +21,7 @@ from gossamer.report.reading.follow import FollowedRun
 from gossamer.report.reading.moment import moment_of
 from gossamer.report.reading.runs import ends_of, prices_of
 from gossamer.report.reading.stored import FollowedStore
+from gossamer.report.table import seeds_are_alike
 
 _LOOK_S, _LONG_LOOK_S = 0.5, 2.0
 """Time limits of the first read before data are shown, and of each further one."""
@@ -114,8 +115,9 @@ class LiveRuns:
     def _contents(self, runs: Sequence[FollowedRun], now_s: float, revision: str, notes: Sequence[str]) -> bytes:
         views = [run_view(run, now_s, self._priced(run)) for run in runs]
         names = [run.label if run.file is None else run.file.name for run in runs]
+        alike = seeds_are_alike(names, ["" if run.file is None else _without_seed(run.file.text) for run in runs])
         for view, name in zip(views, names, strict=True):
-            if names.count(name) == 1:  # else its folder's name distinguishes it
+            if alike and names.count(name) == 1:  # else its folder's name distinguishes it
                 view["label"] = name
         title = views[0]["name"] if len(views) == 1 else f"{len(views)} runs" if views else "no run yet"
         contents = page_contents(
@@ -168,3 +170,9 @@ def _prices(run: FollowedRun) -> dict[str, NDArray[np.float64]]:
         # A worker may not have written its first line, or the file is being replaced.
         return {}
     return ends_of(timelines, run.parts)
+
+
+def _without_seed(text: str) -> str:
+    """A run file without its own name and its seed, which stand before its tables."""
+    head, tables, rest = text.partition("\n[")
+    return "\n".join(line for line in head.split("\n") if not line.startswith(("name =", "seed ="))) + tables + rest

@@ -1,7 +1,7 @@
 """Runs side by side as one HTML page that needs no other file: the parts of the live page, frozen, with settings and samples."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
@@ -15,7 +15,7 @@ from gossamer.report.page.contents import page_contents
 from gossamer.report.page.view import run_view
 from gossamer.report.reading.follow import FollowedRun
 from gossamer.report.reading.moment import moment_of
-from gossamer.report.reading.runs import RunData, read_runs, summary_row
+from gossamer.report.reading.runs import RunData, diverged_row, read_runs, summary_row
 from gossamer.report.table import MANY, html_table, loss_rank, markdown_table
 
 _FIRST, _LAST = 24, 4
@@ -35,6 +35,7 @@ def write_report(
     *,
     command: str = "",
     notes: Sequence[str] = (),
+    lost: Collection[str] = (),
 ) -> list[dict[str, Any]]:
     """Writes a self-contained page with conclusions, table, curves, pairs and seconds, settings and samples.
 
@@ -46,10 +47,12 @@ def write_report(
         networks: those that price all runs; None prices each on those of its own run file.
         command: the command to show.
         notes: what to know before these runs are compared.
+        lost: the labels of runs that ended without a finite loss, which their folders may not show.
     Raises: DataError and ConfigError as `summary_rows` does.
     """
     loaded = read_runs(runs, networks)
     row_of = {run.followed.label: summary_row(run) for run in loaded}
+    row_of |= {label: diverged_row(row_of[label]) for label in lost}
     if len(loaded) >= MANY:
         loaded.sort(key=lambda run: loss_rank(row_of[run.followed.label]["loss"]))
     rows = [row_of[run.followed.label] for run in loaded]
@@ -82,10 +85,11 @@ def write_pages(
     *,
     command: str = "",
     notes: Sequence[str] = (),
+    lost: Collection[str] = (),
 ) -> list[dict[str, Any]]:
     """Writes the page, and next to it its table, named after it; returns the rows of the table. Raises: as `write_report`."""
     make_folder(page.parent)
-    rows = write_report(runs, page, networks, command=command, notes=notes)
+    rows = write_report(runs, page, networks, command=command, notes=notes, lost=lost)
     atomic_write(table_of(page), markdown_table(rows).encode())
     return rows
 

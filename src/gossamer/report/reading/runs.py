@@ -237,6 +237,21 @@ def summary_row(run: RunData) -> dict[str, Any]:
     }
 
 
+def diverged_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row of a run that ended without a finite loss, as if it had been validated where it ended: an earlier loss is not its
+    result.
+    """
+    ends_at = {"loss_at_round": row["rounds"], "loss_at_bytes": row["sent_bytes"]}
+    curves = {key: _until_lost(row[key], at) for key, at in ends_at.items()}
+    on = {name: _until_lost(curve, row["wall_s"].get(name)) for name, curve in row["loss_at_s"].items()}
+    lost = dict.fromkeys(("loss", "loss_of_workers", "worst_loss"), math.nan)
+    return {**row, **lost, "round": row["rounds"], **curves, "loss_at_s": on}
+
+
+def _until_lost(curve: Sequence[tuple[float, float]], at: float | None) -> list[tuple[float, float]]:
+    return [*curve, *([(at, math.nan)] if at is not None and (not curve or at > curve[-1][0]) else [])]
+
+
 def _losses_after(run: RunData, spent: Sequence[float]) -> list[tuple[float, float]]:
     """Validation loss against the cost up to the end of each round."""
     until = [0.0, *spent]

@@ -1,8 +1,10 @@
 """Experiment files: variants times a grid, over one base, and their `[tune]` table."""
 
+import hashlib
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -106,6 +108,8 @@ def place_in_experiment(run: Point | PointResult) -> tuple[str, str, int]:
     return run.method, json.dumps(run.at, sort_keys=True), run.seed
 
 
+_LONGEST = 200
+"""Bytes in the name of a folder: file systems take 255, and a copy in progress has a suffix."""
 _NO_SETTINGS = ("label", "sweep", "scale", "tune")
 """The keys of a variant that are no settings of its run."""
 
@@ -155,9 +159,10 @@ def drafts(document: Mapping[str, Any], *, seeds: Sequence[int] = (), scale: str
             label = row.label + "".join(f" {key.rpartition('.')[2]}={swept(value)}" for key, value in here.items())
             settings = {**row.settings, **flat(here), "name": re.sub(r"[/\\]", "-", label)}
             runs.append(Draft(row.label, here, label, with_settings(base, settings)))
-    labels = [run.label for run in runs]
-    if len(set(labels)) < len(labels):
-        raise ConfigError(f"the labels of the runs are {labels}; each variant needs its own: set label")
+    if twice := next((label for label, many in Counter(run.label for run in runs).items() if many > 1), ""):
+        raise ConfigError(
+            f"several of the {len(runs)} runs have the label {twice!r:.200}; each variant needs its own: set label"
+        )
     return runs
 
 
@@ -202,12 +207,15 @@ def table_faults(document: Mapping[str, Any]) -> list[str]:
 
 
 def folder_name(label: str) -> str:
-    """A label as the name of a folder.
+    """A label as the name of a folder; of one that is too long for a file system its begin and a hash of it.
 
-    >>> folder_name("GASLoC (0.7, 0.5)")
-    'gasloc--0.7--0.5-'
+    >>> folder_name("GASLoC (0.7, 0.5)"), folder_name("edges=" + 90 * "[0, 1], ")[-28:]
+    ('gasloc--0.7--0.5-', '---0--1----0--1-c4cd513934b1')
     """
     name = "".join(c if c.isalnum() or c in "-_.=" else "-" for c in label.lower())
+    if len(name.encode()) > _LONGEST:
+        mark = hashlib.sha256(name.encode()).hexdigest()[:12]
+        name = f"{name.encode()[: _LONGEST - 13].decode(errors='ignore')}-{mark}"
     return name if name.strip(".") else name.replace(".", "-")  # ".." is another folder
 
 
@@ -240,7 +248,10 @@ def _places(sweep: Any, seeds: Sequence[int]) -> list[dict[str, Any]]:
         points = [dict(zip(sweep, values, strict=True)) for values in itertools.product(*sweep.values())]
     else:
         raise ConfigError(
-            f"sweep is {sweep!r}; write it as a [sweep] table of dotted keys with lists of values, or as [[sweep]] tables of "
-            "settings, one for each point"
+            f"sweep is {sweep!r:.99}; write it as a [sweep] table of dotted keys with lists of values, or as [[sweep]] tables "
+            "of settings, one for each point"
         )
+    if seeds and any("seed" in point for point in points):
+        raise ConfigError(f"--seeds got {[*seeds]}, and the file sweeps seed too; leave one of them out")
+    points = [{key: point[key] for key in sorted(point, key=lambda key: key == "seed")} for point in points]
     return [point | own for point in points for own in ([{"seed": seed} for seed in seeds] or [{}])]

@@ -14,6 +14,7 @@ from gossamer.record.jsonl import records
 from gossamer.record.origin import Origin, origin
 from gossamer.record.progress import say
 from gossamer.record.whole_files import LineWriter, atomic_write, make_folder
+from gossamer.report.reading.runs import diverged_row
 from gossamer.report.results import PointResult, read_results, result_lines
 from gossamer.report.table import summary_rows
 from gossamer.rounds.compatibility.combine import Method
@@ -61,7 +62,7 @@ def train_all(
     on_end: Callable[[Point, RunEnd], None],
     enough: Callable[[], bool] = lambda: False,
     asked: Callable[[], bool] = lambda: False,
-) -> dict[str, Origin | None]:
+) -> dict[str, PointResult | None]:
     """Trains the runs of an experiment into their folders, by label; a diverged run is a result, and the others
     continue.
 
@@ -77,7 +78,7 @@ def train_all(
         began, on_end: called for each run that begins here, and for each that ends.
         enough: called after each end; once true, no further run begins.
         asked: whether to stop, once the runs in progress have saved after their round.
-    Returns: each run's provenance; None for a finished run without a line.
+    Returns: the line of each run, by label; None for a finished run without one.
     Raises: ConfigError when a finished run had other settings, or there is none to reuse; DataError for an invalid
         line, and for a finished run whose files lack data of its line.
     """
@@ -103,12 +104,13 @@ def train_all(
         while apart.busy:
             for label, ended in apart.ended():
                 run = waiting[label]
-                over[label] = line = _result(run, folders, origin(digest(run.config), ended.seconds, ended.text))
+                computed = origin(digest(run.config), ended.seconds, ended.text)
+                over[label] = line = _result(run, folders, computed, diverged=ended.loss is None)
                 written.write(line)
                 on_end(run, ended)
             if enough():
                 apart.drop()
-    return {label: line and line.origin for label, line in over.items()}
+    return over
 
 
 def _finished(
@@ -129,10 +131,12 @@ def _finished(
     return over
 
 
-def _result(run: Point, folders: Mapping[str, Path], run_origin: Origin | None) -> PointResult:
+def _result(
+    run: Point, folders: Mapping[str, Path], run_origin: Origin | None, *, diverged: bool = False
+) -> PointResult:
     """The line of a run that has ended in its folder, priced on its own networks."""
     (row,) = summary_rows({run.label: folders[run.label]}, None)
-    return PointResult(run.method, run.at, run.seed, row, run_origin)
+    return PointResult(run.method, run.at, run.seed, diverged_row(row) if diverged else row, run_origin)
 
 
 def _line_of(run: Point, line: PointResult | None) -> PointResult | None:

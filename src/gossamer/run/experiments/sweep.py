@@ -40,12 +40,19 @@ class Sweep:
     """The runs of a sweep, in the order of its settings, the seed changing fastest.
 
     Args:
+        folders: those of the runs, in which also a run that diverged has left its record.
         temporary: a folder that is removed with this object.
         notes: what to know before the runs are compared, for their page.
     """
 
-    def __init__(self, runs: Sequence[SweptRun], temporary: Path | None = None, notes: Sequence[str] = ()) -> None:
-        self.runs, self._notes = list(runs), [*notes]
+    def __init__(
+        self,
+        runs: Sequence[SweptRun],
+        folders: Sequence[Path],
+        temporary: Path | None = None,
+        notes: Sequence[str] = (),
+    ) -> None:
+        self.runs, self._folders, self._notes = list(runs), [*folders], [*notes]
         self._words = words_of([one.at for one in self.runs])
         if temporary is not None:
             weakref.finalize(self, shutil.rmtree, temporary, ignore_errors=True)
@@ -70,13 +77,11 @@ class Sweep:
 
     def report(self, path: str | Path) -> Path:
         """Writes a page with the table and the curves of all runs; returns its path."""
-        recorded = {
-            label_of(words, one.seed): one.run
-            for words, one in zip(self._words, self.runs, strict=True)
-            if one.run is not None
-        }
-        networks = next(iter(recorded.values())).config.network if recorded else {}
-        write_pages({label: run.folder for label, run in recorded.items()}, Path(path), networks, notes=self._notes)
+        labels = [label_of(words, one.seed) for words, one in zip(self._words, self.runs, strict=True)]
+        networks = next((one.run.config.network for one in self.runs if one.run is not None), {})
+        lost = {label for label, one in zip(labels, self.runs, strict=True) if one.run is None}
+        folders = dict(zip(labels, self._folders, strict=True))
+        write_pages(folders, Path(path), networks, notes=self._notes, lost=lost)
         return Path(path)
 
     def __repr__(self) -> str:
@@ -129,7 +134,8 @@ def sweep(
                 log.warning("%s", sentence)
     if len(seeds) > 1 and callable(given.get("data")):
         doubts.append(_ONE_ORDER)
-    return Sweep(runs, folder if out is None else None, doubts)
+    folders = [folder / f"{k:03d}" for k in range(len(runs))]
+    return Sweep(runs, folders, folder if out is None else None, doubts)
 
 
 def _check_sweep(grid: Mapping[str, Sequence[Any]], seeds: Sequence[int], given: Keywords) -> None:
@@ -178,7 +184,8 @@ def label_of(words: Mapping[str, Any], seed: int) -> str:
 
 
 def words_of(combinations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The values of each combination as a table has them: of a rule, a topology or a codec its name, with what differs.
+    """The values of each combination as a table has them: of a rule, a topology or a codec its name, with what differs, and with
+    a number where nothing that is recorded does.
 
     >>> from gossamer.rules import diloco, gasloc
     >>> [words["rule"] for words in words_of([{"rule": one} for one in (gasloc(), diloco(), diloco(momentum=0.5))])]
@@ -198,6 +205,9 @@ def _word(value: Any, among: Sequence[Any]) -> Any:
         word = name_of(value).rpartition(":")[2].rpartition("<locals>.")[2] if callable(value) else str(value)
         others = [*{id(other): other for other in among if callable(other)}]
         return word if len(others) < 2 or word.isidentifier() else f"{word} {others.index(id(value)) + 1}"
-    alike = [other.options for other in among if getattr(other, "name", None) == name]
-    differing = {key: one for key, one in options.items() if any(other.get(key) != one for other in alike)}
-    return f"{name}({', '.join(f'{key}={one}' for key, one in differing.items())})" if differing else name
+    alike = [other for other in among if getattr(other, "name", None) == name]
+    differing = {key: one for key, one in options.items() if any(other.options.get(key) != one for other in alike)}
+    word = name or type(value).__name__.lower()  # one that no factory made has no name
+    word = f"{word}({', '.join(f'{key}={one}' for key, one in differing.items())})" if differing else word
+    twins = [*{id(other): other for other in alike if other.options == options}]
+    return word if len(twins) < 2 else f"{word} {twins.index(id(value)) + 1}"
