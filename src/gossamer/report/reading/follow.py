@@ -155,10 +155,14 @@ class FollowedRun:
         enough = np.array(known.any(axis=1))
         if training is not None:
             passed = np.array(self.rounds_of) >= rounds[:, None] + 2
-            enough &= np.array((known | passed | (~np.array(training) & (self.done >= rounds[:, None] + 2))).all(axis=1))
+            enough &= np.array(
+                (known | passed | (~np.array(training) & (self.done >= rounds[:, None] + 2))).all(axis=1)
+            )
         means = [math.fsum(x for x in untrained if math.isfinite(x)) / max(1, known[0].sum())]
         means += map(self.validations.mean_at, rounds[1:].tolist())
-        return [(int(round), float(mean)) for round, mean, one in zip(rounds, means, enough.tolist(), strict=True) if one]
+        return [
+            (int(round), float(mean)) for round, mean, one in zip(rounds, means, enough.tolist(), strict=True) if one
+        ]
 
     # A source other than files knows these itself.
 
