@@ -209,6 +209,9 @@ def test_keys_that_may_not_change_are_refused_with_those_that_may(
         assert said.startswith("gossamer: ") and "but a resumed run keeps it; may change: " in said, said
         for key in ("inner.clip", "inner.lr", "run.steps", "run.eval_every", "network", "rule.lr"):
             assert key in said.partition("may change: ")[2]
+    # The file of another run differs in the method first.
+    assert main(["train", "--resume", str(tmp_path / "run"), "--set", "data.batch_size=3", "--set", "rule=diloco"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("gossamer: rule.name is 'gasloc'")
     assert not (tmp_path / "run" / "branches.json").exists()
 
 
