@@ -62,9 +62,8 @@ class History(NamedTuple):
         was, now = (one.inner.lr * lr_scale(one.inner, step, one.loop.steps) for one in (self.before, self.run))
         if math.isclose(was, now):
             return ""
-        why = (
-            f", as inner.schedule '{self.run.inner.schedule}' ends with the run" if "run.steps" in self.changes else ""
-        )
+        stretched = "run.steps" in self.changes and not any(key.startswith("inner.") for key in self.changes)
+        why = f", as inner.schedule '{self.run.inner.schedule}' ends with the run" if stretched else ""
         return f"; the learning rate goes on at {now:.3g}, where it would have been {was:.3g}{why}"
 
 
