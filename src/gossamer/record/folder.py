@@ -394,6 +394,11 @@ def store_file(folder: Path) -> Path:
 def run_file(folder: Path) -> Path:
     """The file with the configuration of a run. Raises ConfigError, naming the runs inside the folder, when it holds none."""
     path = Path(folder) / "run.toml"
+    if Path(folder).is_file():
+        instead = (
+            f"name its folder, '{Path(folder).parent}'" if Path(folder).name == "run.toml" else "name a run's folder"
+        )
+        raise ConfigError(f"'{folder}' is a file and no run folder; {instead}")
     if not path.is_file():
         inside = sorted(one.parent.name for one in Path(folder).glob("*/run.toml"))
         names = ", ".join(inside[:8]) + (f" and {len(inside) - 8} more" if len(inside) > 8 else "")
