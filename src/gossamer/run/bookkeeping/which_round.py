@@ -535,8 +535,10 @@ def _none_counts(store: Store, choice: ChosenRound) -> CheckpointError:
     if {fault.kind for faults in choice.skipped.values() for fault in faults} == {FaultKind.FOREIGN}:
         digests = {match[1] for match in re.finditer(r"has digest '(\w+)' but needs", whys)}
         now = settings_in(store.folder) if os.path.lexists(store.folder / "run.toml") else store.run
+        newest = max(choice.skipped)
+        first = f"round {newest}: {_in_words(choice.skipped[newest][:1])}"  # that of each worker would be a page
         return CheckpointError(
-            f"no checkpoint in {where} is of this run ({whys}); {why_settings_differ(store.folder, now, digests)}",
+            f"no checkpoint in {where} is of this run ({first}); {why_settings_differ(store.folder, now, digests)}",
             FaultKind.FOREIGN,
         )
     sound = [f"that of worker {owner} after round {max(one.whole)}" for owner, one in kept.items() if one.whole]
