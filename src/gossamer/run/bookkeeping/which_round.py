@@ -575,7 +575,9 @@ def _how_to_mend(store: Store, kept: Mapping[int, KeptRounds]) -> str:
     if not _is_simulation(store.folder):
         instead += ", and the checkpoint folders of all machines together"
         if any(one.whole for one in kept.values()) and _may_be_elastic(run):
-            instead += f", go on from what is sound with gossamer train --resume {store.folder} --set run.elastic=true"
+            instead += (
+                ", resume from what is sound by adding --set run.elastic=true to the command that resumes the run"
+            )
     elif _may_start(run, kept):
         file = quote(str(store.folder / "run.toml"))
         instead = f"start it again there with gossamer simulate {file} --out {folder} --resume auto"
