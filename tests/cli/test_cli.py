@@ -169,6 +169,10 @@ def test_a_folder_of_runs_is_not_taken_for_a_run(tmp_path, capsys):
             [*words, tmp_path / "runs", *more], capsys, "is no run folder (no run.toml); it holds runs: a, b; name one"
         )
         refused([*words, tmp_path / "empty", *more], capsys, "is no run folder (no run.toml); name one")
+        folder = tmp_path / "runs" / "a"
+        refused(
+            [*words, folder / "run.toml", *more], capsys, f"is a file and no run folder; name its folder, '{folder}'"
+        )
 
 
 def test_a_run_that_has_ended_is_not_resumed_but_scored(tmp_path, capsys):

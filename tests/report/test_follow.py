@@ -83,6 +83,23 @@ def test_what_the_workers_validated_stays_when_the_mean_model_is_scored_afterwar
     assert {"loss", "own"} <= titles.keys()
 
 
+@pytest.mark.parametrize(
+    ("rounds_of_one", "tokens"), [(1, [64, 96, 128, 160]), (0, [64, 128, 192, 256])], ids=["dead", "elsewhere"]
+)
+def test_a_dead_worker_trains_no_tokens_and_one_that_records_elsewhere_counts_as_the_others_do(
+    rounds_of_one: int, tokens: list[int], tmp_path: Path
+) -> None:
+    for worker, rounds in ((0, 4), (1, rounds_of_one)):
+        if rounds:
+            with RunFolder(tmp_path, RUN_TOML, worker=worker) as run:
+                for r in range(rounds):
+                    run.log("train", round=r, worker=worker, step=9 * (r + 1), tokens=32 * (r + 1), loss=3.0, lr=1e-3)
+                    run.log_trace(Entry(r, worker, 9, 0.1, (Operation("exchange", 0, ((1 - worker, 1000),), ()),)))
+    shown = view(followed(tmp_path))
+    assert shown["training"]["x"]["tokens"] == tokens
+    assert shown["sent_bytes"] == (2500 if rounds_of_one else 4000)  # by a worker
+
+
 def test_only_what_was_appended_is_read(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "a", RUN_TOML) as run:
         write_round(run, 0)

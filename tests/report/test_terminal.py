@@ -1,5 +1,6 @@
 """How runs go, in a terminal and without one."""
 
+import contextlib
 import logging
 import os
 import pty
@@ -19,6 +20,7 @@ from test_follow import RUN_TOML, write_round
 from gossamer.cli import main
 from gossamer.record.folder import RunFolder, note_evaluation
 from gossamer.record.logs.seconds import RoundSeconds
+from gossamer.record.logs.trace import Entry, Operation
 from gossamer.record.progress import counting_children, note_trained, quieted, say, training_counts
 from gossamer.report import terminal as terminal_of_runs
 from gossamer.report.terminal import Terminal
@@ -241,8 +243,52 @@ def test_a_validation_that_is_whole_two_rounds_late_keeps_the_lines_in_order_and
         one.log("validation", round=0, worker=1, step=1, tokens=64, loss=3.0)
         terminal.look()
     first, second = out.getvalue().splitlines()
-    assert first.startswith("a: round 3 of 4  loss 1  val of workers 2 (round 1)  "), first
+    assert first.startswith("a: round 3 of 4  loss 1  workers 2/2"), first  # worker 1 may still validate round 1
     assert second.startswith("a: round 3 of 4  loss 1  val of workers 2.5 (round 1)  "), second
+
+
+@pytest.mark.parametrize("dead", [True, False], ids=["a dead worker", "a worker that records elsewhere"])
+def test_a_worker_without_lines_holds_back_no_validation(dead: bool, tmp_path: Path) -> None:
+    out, clock = StringIO(), Clock()
+    with contextlib.ExitStack() as open_:
+        zero = open_.enter_context(RunFolder(tmp_path, RUN_TOML, worker=0))
+        if dead:
+            one = open_.enter_context(RunFolder(tmp_path, RUN_TOML, worker=1))
+            one.log("train", round=0, worker=1, step=1, tokens=32, loss=3.0, lr=1e-3)
+            one.log("validation", round=0, worker=1, step=1, tokens=32, loss=4.0)
+            (tmp_path / "outcomes-001.jsonl").write_text('{"event":"end","round":1,"why":"left","time_s":1.0}\n')
+        terminal = open_.enter_context(plain(out, clock))
+        terminal.follow("a", tmp_path)
+        for r in range(4):
+            zero.log("train", round=r, worker=0, step=r + 1, tokens=32 * (r + 1), loss=3.0 - r, lr=1e-3)
+            zero.log_trace(Entry(r, 0, 1, 0.1, (Operation("exchange", 0, ((1, 1000),), ()),)))
+            zero.log("validation", round=r, worker=0, step=r + 1, tokens=32 * (r + 1), loss=2.0 - r / 4)
+            terminal.look()
+    lines = out.getvalue().splitlines()
+    assert [re.sub(r"  (loss|sent) \S+( B)?|  workers.*", "", line) for line in lines] == [
+        f"a: round {r + 1} of 4  val of workers {loss}" for r, loss in enumerate([2, 1.75, 1.5, 1.25])
+    ][dead:], lines
+    assert ("sent 4000 B" in lines[-1]) is not dead, lines  # by a worker, of those with lines here
+
+
+def test_validations_that_become_whole_late_are_one_line(tmp_path: Path) -> None:
+    out, clock = StringIO(), Clock()
+    with (
+        RunFolder(tmp_path, RUN_TOML, worker=0) as zero,
+        RunFolder(tmp_path, RUN_TOML, worker=1) as one,
+        plain(out, clock) as terminal,
+    ):
+        terminal.follow("a", tmp_path)
+        for run in (zero, one):
+            for r in range(3):
+                run.log("train", round=r, worker=int(run is one), step=r + 1, tokens=64, loss=3.0, lr=1e-3)
+                run.log("validation", round=r, worker=int(run is one), step=r + 1, tokens=64, loss=2.0 + r)
+            clock.now_s += 30
+            terminal.look()
+    assert [line.split("  ")[:3] for line in out.getvalue().splitlines()] == [
+        ["a: round 3 of 4", "loss 3", "workers 2/2"],
+        ["a: round 3 of 4", "loss 3", "val of workers 4"],
+    ]
 
 
 def test_priced_seconds_of_a_simulation_are_not_called_seconds_in_exchanges(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ initial values has round -1 and step 0. A number that is not finite is written a
 * `{"kind":"validation","round":r,"worker":i,"step":s,"tokens":t,"loss":x}`: the same of a real worker's own model.
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -50,6 +51,8 @@ from gossamer.record.machines import Threads, machine_line, this_machine
 from gossamer.record.whole_files import Appender, atomic_write, make_folder, worker_suffix
 from gossamer.settings.options import Count
 from gossamer.settings.schema import RECORD, Records, settings
+
+log = logging.getLogger("gossamer")
 
 
 @settings("record")
@@ -215,6 +218,18 @@ class RunFolder:
             self._prometheus.seconds(seconds)
         self._dashboards.seconds(seconds)
 
+    def remain(self) -> None:
+        """Makes the folder again, with the run file, if it was moved or removed, so that what is saved next can be used."""
+        if (self.path / "run.toml").exists():
+            return
+        make_folder(self.path)
+        self.write_text("run.toml", self._run_toml)
+        log.warning(
+            "the run folder '%s' was moved or removed while the run trains: checkpoints come into a new one of that name, and "
+            "metrics stay with the old one; bring the files of both into one folder when the run has ended",
+            self.path,
+        )
+
     def write_seconds(self, seconds: Iterable[RoundSeconds]) -> None:
         """Replaces the record of seconds, for a simulation that computes all of them at its end."""
         rows = list(seconds)
@@ -287,6 +302,9 @@ class Unrecorded:
 
     def log_seconds(self, seconds: RoundSeconds) -> None:
         """Writes nothing."""
+
+    def remain(self) -> None:
+        """Does nothing: the other process does it."""
 
 
 def metrics_line(kind: str, **fields: Any) -> str:
@@ -394,6 +412,11 @@ def store_file(folder: Path) -> Path:
 def run_file(folder: Path) -> Path:
     """The file with the configuration of a run. Raises ConfigError, naming the runs inside the folder, when it holds none."""
     path = Path(folder) / "run.toml"
+    if Path(folder).is_file():
+        instead = (
+            f"name its folder, '{Path(folder).parent}'" if Path(folder).name == "run.toml" else "name a run's folder"
+        )
+        raise ConfigError(f"'{folder}' is a file and no run folder; {instead}")
     if not path.is_file():
         inside = sorted(one.parent.name for one in Path(folder).glob("*/run.toml"))
         names = ", ".join(inside[:8]) + (f" and {len(inside) - 8} more" if len(inside) > 8 else "")

@@ -187,6 +187,8 @@ class _Shown:
         """Time, rounds and tokens at the first observed training, the baseline of rates."""
         self._start = self._run.done, _tokens(self._run)
         self._followed_s, self._here = now_s, _LocalProgress(self._run.done, training_counts())
+        self._training: list[bool] = []
+        """Which workers are training; a validation is awaited from them alone."""
         self._moves = False
         """Whether this process has trained some of it."""
         self.cells: dict[str, str] = {}
@@ -218,7 +220,9 @@ class _Shown:
             self._here = _LocalProgress(run.done, training_counts())
         self._here = self._here.at(now_s, here)
         self._moves = here is not None and here.inner_steps > self._here.first.inner_steps
-        self.cells = {"round": _UNKNOWN} if run.file is None else self._figures(now_s)
+        words = [] if run.file is None else standings(run, time.time())
+        self._training = [word == "training" for word in words]
+        self.cells = {"round": _UNKNOWN} if run.file is None else self._figures(now_s, words)
 
     def lines(self, now_s: float, *, over: bool) -> list[str]:
         """The lines to print without a table."""
@@ -250,11 +254,11 @@ class _Shown:
         self._told_s, self._has_line = (now_s, True) if lines else (self._told_s, self._has_line)
         return lines
 
-    def _figures(self, now_s: float) -> dict[str, str]:
+    def _figures(self, now_s: float, words: Sequence[str]) -> dict[str, str]:
         run = self._run
         assert run is not None and run.file is not None
-        done, rounds, workers = run.done, run.file.rounds, run.file.workers
-        validated, validation = next(reversed(_scored(run, whole=False)), (-1, {}))
+        done, rounds = run.done, run.file.rounds
+        validated, validation = next(reversed(_scored(run, self._training)), (-1, {}))
         per_s = left_s = math.nan
         if self._before is not None and now_s > self._before[0]:
             past_s = now_s - self._before[0]
@@ -269,15 +273,14 @@ class _Shown:
         # Measured seconds of a real run; those of a simulation are priced, without actual waiting.
         clock = None if None in run.spent_s else next(iter(run.spent_s), None)
         spent, where = run.spent_s.get(clock), "in exchange" if clock is None else f"priced exchange on {clock}"
-        waited = 0.0 if spent is None else float(spent[:, 1:3].sum()) / workers
-        words = standings(run, time.time())
+        waited = 0.0 if spent is None else float(spent[:, 1:3].sum()) / run.here
         return {
             "round": f"{done}/{rounds}",
             "loss": _number(run.losses.mean_at(done - 1)),
             **(validation if validated + 1 == done else _as_of(validated, validation)),
             "step": step,
             "tokens/s": _number(per_s or math.nan),
-            "sent": _size(float(np.nansum(run.sent.values())) / workers) if run.sent.rows else _UNKNOWN,
+            "sent": _size(float(np.nansum(run.sent.values())) / run.here) if run.sent.rows else _UNKNOWN,
             where: _time(waited or math.nan),  # none at all in a simulation without a network
             "workers": _counted(words) if done else _UNKNOWN,
             "left": _time(left_s) if done < rounds else _UNKNOWN,
@@ -286,12 +289,17 @@ class _Shown:
     def _newest_evaluation(self) -> int:
         """The last round with a validation; -2 before any."""
         assert self._run is not None
-        return max((round for round, _ in _scored(self._run, whole=False)), default=-2)
+        return max((round for round, _ in _scored(self._run)), default=-2)
 
     def _evaluations(self, *, over: bool) -> list[tuple[int, dict[str, str]]]:
-        """Rounds with an unprinted validation and its figures; at the end also incomplete ones."""
+        """Rounds with an unprinted validation and its figures; at the end also incomplete ones.
+
+        Those that come behind a line of a later round are left out where there is a newer one.
+        """
         assert self._run is not None
-        return [one for one in _scored(self._run, whole=not over) if one[0] > self._evaluated]
+        new = [one for one in _scored(self._run, None if over else self._training) if one[0] > self._evaluated]
+        late = sum(round + 1 < self._reported for round, _ in new)
+        return new[late:] or new[-1:]
 
 
 class _Pace(NamedTuple):
@@ -329,15 +337,15 @@ class _LocalProgress(NamedTuple):
         return mean, _Pace((now.tokens - began.tokens) / past_s, (all_steps - steps) * past_s / trained_steps)
 
 
-def _scored(run: FollowedRun, *, whole: bool) -> list[tuple[int, dict[str, str]]]:
+def _scored(run: FollowedRun, training: Sequence[bool] | None = None) -> list[tuple[int, dict[str, str]]]:
     """The figures of each validation by round, those of the mean model and the mean of the workers' own under their names.
 
-    Args: `whole` leaves out those that not all workers have.
+    Args: `training` as of `FollowedRun.own_losses`.
     """
     by_round: dict[int, dict[str, str]] = {}
     for line in run.evaluations.lines():
         by_round[line["round"]] = {one.live: _number(figure_of(line.get(one.name))) for one in _LIVE}
-    for round, loss in run.own_losses(whole=whole):
+    for round, loss in run.own_losses(training):
         by_round.setdefault(round, {})["val of workers"] = _number(loss)
     return sorted(
         ((round, {one.live: by_round[round].get(one.live, _UNKNOWN) for one in _LIVE}) for round in by_round),

@@ -8,13 +8,16 @@ import pytest
 from huggingface_hub import HfApi, ModelCard, constants
 
 from gossamer.cli import main
+from gossamer.errors import DataError
 from gossamer.record.folder import note_evaluation, read_metrics
 from gossamer.record.lineage import read_branches
 from gossamer.report.reading.follow import FollowedRun
 from gossamer.report.table import summary_rows, table_cells
 from gossamer.run.bookkeeping.evaluate import evaluate
+from gossamer.run.bookkeeping.journal import Journal
 from gossamer.run.config.run_file import RunConfig
 from gossamer.run.simulated.simulate import simulate
+from gossamer.run.worker.worker import RoundReport, Worker
 from tiny import single
 
 
@@ -158,3 +161,23 @@ def test_a_model_that_cannot_be_pushed_is_refused_in_a_sentence(
     simulate(silent(), tmp_path, until=1)
     assert main(["evaluate", str(tmp_path), *words]) == 2
     assert re.search(sentence, capsys.readouterr().err)
+
+
+def test_a_folder_that_is_moved_while_the_run_trains_is_made_again_and_can_be_evaluated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = Journal.log
+
+    def log_and_move(self: Journal, worker: Worker, round: int, report: RoundReport) -> None:
+        log(self, worker, round, report)
+        if round == 2 and worker.index == 0:
+            (tmp_path / "run").rename(tmp_path / "moved")
+
+    monkeypatch.setattr(Journal, "log", log_and_move)
+    with pytest.raises(
+        DataError, match="holds no trace"
+    ):  # a simulation is priced at its end, by the trace that was moved
+        simulate(single(run__steps=8), tmp_path / "run")
+    assert caplog.text.count("was moved or removed while the run trains") == 1
+    assert evaluate(tmp_path / "run")[0] == 4
+    assert evaluate(tmp_path / "moved")[0] == 2

@@ -351,6 +351,7 @@ def test_a_digest_that_differs_is_explained_by_what_differs() -> None:
     edit("lr = 0.001", "lr = 0.01")
     said = refused(*resume)
     assert "inner.lr was 0.001 and is 0.01 in run.toml; put it back, and resume with --set inner.lr=0.01" in said
+    assert said.count("has digest") == 1  # not for each worker and round
     path = folder() / "inputs.json"
     older = {**json.loads(path.read_text()), "gossamer": "0.9.0", "digest": "0" * 16}
     path.write_text(json.dumps(older))

@@ -197,6 +197,9 @@ def test_a_finished_run_that_gets_more_steps_says_where_its_learning_rate_goes(
     simulate(single(run__steps=8, **settings), tmp_path, resume=True)
     assert "run.steps from 4 to 8" in caplog.text
     assert ("goes on at 0.00055, where it would have been 0.0001, as inner.schedule 'cosine'" in caplog.text) == told
+    caplog.clear()
+    simulate(single(run__steps=12, inner__lr=5e-4, **settings), tmp_path, resume=True)
+    assert "the learning rate goes on at" in caplog.text and "as inner.schedule" not in caplog.text
 
 
 def test_keys_that_may_not_change_are_refused_with_those_that_may(
@@ -209,6 +212,9 @@ def test_keys_that_may_not_change_are_refused_with_those_that_may(
         assert said.startswith("gossamer: ") and "but a resumed run keeps it; may change: " in said, said
         for key in ("inner.clip", "inner.lr", "run.steps", "run.eval_every", "network", "rule.lr"):
             assert key in said.partition("may change: ")[2]
+    # The file of another run differs in the method first.
+    assert main(["train", "--resume", str(tmp_path / "run"), "--set", "data.batch_size=3", "--set", "rule=diloco"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("gossamer: rule.name is 'gasloc'")
     assert not (tmp_path / "run" / "branches.json").exists()
 
 

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import shutil
 import signal
 import time
 from dataclasses import replace
@@ -22,6 +23,7 @@ from gossamer.data import streams
 from gossamer.errors import DataError, PairingError
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
+from gossamer.record.logs.seconds import read_seconds
 from gossamer.record.logs.trace import read_trace
 from gossamer.run.bookkeeping.evaluate import evaluate
 from gossamer.run.config.resolve import resolve, settings_of
@@ -106,6 +108,19 @@ def test_a_real_run_leaves_what_its_simulation_leaves(finished):
     assert output.count("tiny: round 4 of 4  loss") == 1
     # A first round of some seconds has separate lines; a busy machine shows that validation beside the first round.
     assert "tiny: round 0 of 4  val" in output or "(round 0)" in output
+
+
+def test_a_real_run_that_is_simulated_further_has_the_seconds_of_each_round_once(finished, tmp_path):
+    root, config, _ = finished
+    shutil.copytree(root / "real", tmp_path / "on")
+    measured = read_seconds(tmp_path / "on")
+    simulate(single(run__steps=12, run__timeout_s=60), tmp_path / "on", resume=True)
+    seconds = read_seconds(tmp_path / "on")
+    assert [(one.round, one.worker) for one in seconds] == [(r, w) for r in range(6) for w in range(config.workers)]
+    assert seconds[: len(measured)] == measured
+    for worker in range(config.workers):
+        ends_s = [one.end_s for one in seconds if one.worker == worker]
+        assert ends_s == sorted(ends_s)
 
 
 def test_evaluate_forms_the_mean_model_that_the_simulator_scored(finished):

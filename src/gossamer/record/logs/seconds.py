@@ -16,7 +16,7 @@ of the run file when it ends; without a network it has compute seconds only. A s
 seconds.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -91,6 +91,18 @@ def read_seconds(run_folder: Path) -> list[RoundSeconds]:
     """
     rows = [RoundSeconds(**line) for _, _, line in folder_lines(run_folder, "seconds", SECONDS_LINES)]
     return sorted(rows, key=lambda one: (one.network or "", one.round, one.worker))
+
+
+def unmeasured(folder: Path, rows: Iterable[RoundSeconds]) -> Iterator[RoundSeconds]:
+    """Of rows in order of rounds, those that no real worker of this folder has measured, on a clock that continues theirs."""
+    lines = folder_lines(folder, "seconds", SECONDS_LINES)
+    known = {(line["round"], line["worker"]): line["end_s"] for path, _, line in lines if path.stem != "seconds"}
+    later_s = dict[int, float]()
+    for one in rows:
+        if (end_s := known.get((one.round, one.worker))) is None:
+            yield one._replace(end_s=one.end_s + later_s.get(one.worker, 0.0))
+        else:
+            later_s[one.worker] = end_s - one.end_s
 
 
 def recorded_s(folder: Path, worker: int, newest: int | None) -> float:

@@ -81,12 +81,11 @@ class _Axes:
 
     def __init__(self, run: FollowedRun, priced: Mapping[str, NDArray[np.float64]]) -> None:
         assert run.file is not None
-        self._parts, workers = run.parts, run.file.workers
+        self._parts = run.parts
         sums = np.nansum(run.sent.values(), axis=1) if run.sent.rows else np.zeros(0)
-        self._entries, self._sent = run.sent.rounds(), sums.cumsum() / workers
+        self._entries, self._sent = run.sent.rounds(), sums.cumsum() / run.here
         self.sent_bytes = float(self._sent[-1]) if len(self._sent) else None
-        self._steps, self._tokens = (_most(grid.rounds(), grid.values()) for grid in (run.steps, run.tokens))
-        self._workers = workers
+        self._steps, self._tokens = _most(run.steps.rounds(), run.steps.values()), _tokens(run)
         self.clocks = {name or MEASURED: _most(grid.rounds(), grid.values()) for name, grid in run.clock.items()}
         for name, end_s in priced.items():
             if name not in self.clocks:
@@ -95,11 +94,11 @@ class _Axes:
     def at(self, rounds: Sequence[int], lines: Sequence[Mapping[str, Any]] = ()) -> dict[str, list[Any]]:
         """The positions of these rounds on each axis; lines of an evaluation contain steps, tokens and seconds."""
         known: dict[str, list[Any]] = {"round": [r + 1 for r in rounds]}
-        for key, curve, many in (("step", self._steps, 1), ("tokens", self._tokens, self._workers)):
+        for key, curve in (("step", self._steps), ("tokens", self._tokens)):
             if lines and all(isinstance(line.get(key), int | float) for line in lines):
                 known[key] = [line[key] for line in lines]
             elif len(curve[0]):
-                known[key] = [_rounded(value * many) for value in _cumulative_at(rounds, *curve)]
+                known[key] = [_rounded(value) for value in _cumulative_at(rounds, *curve)]
         if len(self._entries):
             known["bytes"] = [
                 _rounded(x)
@@ -115,7 +114,7 @@ class _Axes:
         rates = {}
         for name, (_, end_s) in self.clocks.items():
             if len(end_s) and end_s[-1] > 0 and len(rounds):
-                rates[name] = float(_cumulative_at([int(rounds[-1])], rounds, tokens)[0] * self._workers / end_s[-1])
+                rates[name] = float(_cumulative_at([int(rounds[-1])], rounds, tokens)[0] / end_s[-1])
         return rates
 
 
@@ -124,6 +123,13 @@ def _most(rounds: NDArray[np.int64], values: NDArray[np.float64]) -> tuple[NDArr
     known = np.isfinite(values).any(axis=1)
     most = np.where(np.isfinite(values), values, -np.inf)[known].max(axis=1) if known.any() else np.zeros(0)
     return rounds[known], most
+
+
+def _tokens(run: FollowedRun) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The tokens of all workers by round: those without lines here count as the others do, and a dead one as far as it came."""
+    rounds, values = run.tokens.rounds(), run.tokens.values()
+    so_far = np.maximum.accumulate(np.nan_to_num(values), axis=0)
+    return rounds, so_far.sum(axis=1) * (values.shape[1] / run.here)
 
 
 def _cumulative_at(rounds: Sequence[int], at: NDArray[np.int64], values: NDArray[np.float64]) -> list[float]:

@@ -12,7 +12,7 @@ import math
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,18 +138,30 @@ class FollowedRun:
         """Entries of the trace in a round: several where fragments, or updates and parameters, are sent apart."""
         return max(1, round(self.traced_lines / max(1, self.trained_lines)))
 
-    def own_losses(self, *, whole: bool = False) -> list[tuple[int, float]]:
+    @property
+    def here(self) -> int:
+        """The number of workers with rounds in this folder, at least 1: others may record on other machines."""
+        return max(1, sum(rounds > 0 for rounds in self.rounds_of))
+
+    def own_losses(self, training: Sequence[bool] | None = None) -> list[tuple[int, float]]:
         """The mean of the workers' validations of their own models, by round; the initial values have round -1.
 
-        Args: `whole` leaves out the rounds that not all workers have.
+        Args: `training` tells which workers are; then a round is left out while one of them may still add to it, and while
+            any worker may until one has trained the next round.
         """
-        known = np.isfinite(self.validations.values())
-        enough = known.all(axis=1) if whole else known.any(axis=1)
-        untrained = [loss for loss in self.untrained.values() if math.isfinite(loss)]
-        before = untrained and len(untrained) >= (self.validations.columns if whole else 1)
+        untrained = [self.untrained.get(worker, math.nan) for worker in range(len(self.rounds_of))]
+        rounds = np.concatenate([[-1], self.validations.rounds()])
+        known = np.isfinite(np.vstack([untrained, self.validations.values()]))
+        enough = np.array(known.any(axis=1))
+        if training is not None:
+            passed = np.array(self.rounds_of) >= rounds[:, None] + 2
+            enough &= np.array(
+                (known | passed | (~np.array(training) & (self.done >= rounds[:, None] + 2))).all(axis=1)
+            )
+        means = [math.fsum(x for x in untrained if math.isfinite(x)) / max(1, known[0].sum())]
+        means += map(self.validations.mean_at, rounds[1:].tolist())
         return [
-            *([(-1, math.fsum(untrained) / len(untrained))] if before else []),
-            *((round, self.validations.mean_at(round)) for round in self.validations.rounds()[enough].tolist()),
+            (int(round), float(mean)) for round, mean, one in zip(rounds, means, enough.tolist(), strict=True) if one
         ]
 
     # A source other than files knows these itself.

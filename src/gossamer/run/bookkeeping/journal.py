@@ -160,6 +160,7 @@ class Journal:
     def save(self, finished: int) -> None:
         """Saves after `finished` rounds, due or not, for a run that stops there; unless saved already. Raises: as `end_round`."""
         if self._saved != finished:
+            self.record.remain()
             self._save(finished)
             self._saved = finished
 

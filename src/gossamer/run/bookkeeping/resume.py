@@ -22,6 +22,9 @@ log = logging.getLogger("gossamer")
 Resume = bool | Literal["auto"]
 """Whether a run resumes from its checkpoints; "auto" starts it if there are none."""
 
+_FIRST = ("rule", "server", "pair", "workers", "topology", "model")
+"""What another run is named by: its differences are reported before those of the settings that follow from it."""
+
 
 class History(NamedTuple):
     """The earlier settings of the run in a folder, and their changes on resume."""
@@ -59,9 +62,8 @@ class History(NamedTuple):
         was, now = (one.inner.lr * lr_scale(one.inner, step, one.loop.steps) for one in (self.before, self.run))
         if math.isclose(was, now):
             return ""
-        why = (
-            f", as inner.schedule '{self.run.inner.schedule}' ends with the run" if "run.steps" in self.changes else ""
-        )
+        stretched = "run.steps" in self.changes and not any(key.startswith("inner.") for key in self.changes)
+        why = f", as inner.schedule '{self.run.inner.schedule}' ends with the run" if stretched else ""
         return f"; the learning rate goes on at {now:.3g}, where it would have been {was:.3g}{why}"
 
 
@@ -78,13 +80,14 @@ def history(run: RunSettings, folder: Path) -> History:
     # A dangling link is an unreadable run file rather than a missing one.
     before = settings_in(folder) if os.path.lexists(folder / "run.toml") else run
     changes = differences(before, run)
-    for key, (old, new) in changes.items():
-        if not may_change(key):
-            was, now = ("not set" if value is None else f"{value!r:.60}" for value in (old, new))
-            raise ConfigError(
-                f"{key} is {was} in '{folder}' and {now} now, but a resumed run keeps it; may change: "
-                f"{', '.join(CHANGEABLE)}; start again with another --out for anything else"
-            )
+    kept = [key for key in changes if not may_change(key)]
+    if kept:
+        key = min(kept, key=lambda key: key.partition(".")[0] not in _FIRST)
+        was, now = ("not set" if value is None else f"{value!r:.60}" for value in changes[key])
+        raise ConfigError(
+            f"{key} is {was} in '{folder}' and {now} now, but a resumed run keeps it; may change: "
+            f"{', '.join(CHANGEABLE)}; start again with another --out for anything else"
+        )
     return History(run, before, read_branches(folder), changes)
 
 

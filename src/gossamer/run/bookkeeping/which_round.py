@@ -535,8 +535,10 @@ def _none_counts(store: Store, choice: ChosenRound) -> CheckpointError:
     if {fault.kind for faults in choice.skipped.values() for fault in faults} == {FaultKind.FOREIGN}:
         digests = {match[1] for match in re.finditer(r"has digest '(\w+)' but needs", whys)}
         now = settings_in(store.folder) if os.path.lexists(store.folder / "run.toml") else store.run
+        newest = max(choice.skipped)
+        first = f"round {newest}: {_in_words(choice.skipped[newest][:1])}"  # that of each worker would be a page
         return CheckpointError(
-            f"no checkpoint in {where} is of this run ({whys}); {why_settings_differ(store.folder, now, digests)}",
+            f"no checkpoint in {where} is of this run ({first}); {why_settings_differ(store.folder, now, digests)}",
             FaultKind.FOREIGN,
         )
     sound = [f"that of worker {owner} after round {max(one.whole)}" for owner, one in kept.items() if one.whole]
@@ -573,7 +575,9 @@ def _how_to_mend(store: Store, kept: Mapping[int, KeptRounds]) -> str:
     if not _is_simulation(store.folder):
         instead += ", and the checkpoint folders of all machines together"
         if any(one.whole for one in kept.values()) and _may_be_elastic(run):
-            instead += f", go on from what is sound with gossamer train --resume {store.folder} --set run.elastic=true"
+            instead += (
+                ", resume from what is sound by adding --set run.elastic=true to the command that resumes the run"
+            )
     elif _may_start(run, kept):
         file = quote(str(store.folder / "run.toml"))
         instead = f"start it again there with gossamer simulate {file} --out {folder} --resume auto"

@@ -24,6 +24,7 @@ from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder, read_metrics
 from gossamer.record.lineage import Lineage
 from gossamer.record.logs.pipeline_work import write_pipeline
+from gossamer.record.logs.seconds import unmeasured
 from gossamer.record.logs.stage_seconds import STAGES_FILE, stage_lines
 from gossamer.record.logs.trace import read_trace
 from gossamer.rounds.compatibility.combine import Method
@@ -269,7 +270,8 @@ def _finish(key: tuple[int, int], workers: Sequence[Worker], each: Each) -> None
 def _record_seconds(record: RunFolder, steps: Mapping[str, InnerSteps], parts: int) -> dict[str, float]:
     """Prices the run on each of these networks and records the breakdown; returns the total seconds on each."""
     if not steps:
-        record.write_seconds(priced(read_trace(record.path, messages=False), None, None, parts))
+        seconds = priced(read_trace(record.path, messages=False), None, None, parts)
+        record.write_seconds(unmeasured(record.path, sorted(seconds, key=lambda one: one.round)))
         return {}
     trace = read_trace(record.path)
     by_network = {name: priced(trace, one.network, name, parts, one.computing) for name, one in steps.items()}
