@@ -167,7 +167,7 @@ def _was_terminal(fd: int) -> bool:
     return stat.S_ISCHR(seen.st_mode) and os.major(seen.st_rdev) != os.major(os.stat(os.devnull).st_rdev)
 
 
-_HELD = {*STOP_SIGNALS} - {signal.SIGINT}  # a fork server ignores Ctrl-C by itself
+_HELD = {*STOP_SIGNALS}  # also Ctrl-C: a fork server ignores it only once it has imported its modules
 
 
 def start_forkserver(modules: Sequence[str]) -> None:

@@ -297,6 +297,22 @@ def compare_but_stop(argv: Sequence[str]) -> int:
     return main(argv)
 
 
+@pytest.mark.parametrize("after_s", [1.0, 2.5])
+def test_ctrl_c_for_all_processes_while_they_start_ends_them_without_a_traceback(
+    tmp_path: Path, after_s: float
+) -> None:
+    """As a terminal sends it; the fork server imports in these seconds."""
+    (tmp_path / "run.toml").write_text(dump(tiny(workers=2, run__steps=100_000)))
+    words = [sys.executable, "-m", "gossamer", "train", "run.toml", "--local", "2", "--out", "out"]
+    started = subprocess.Popen(
+        words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    time.sleep(after_s)
+    os.killpg(started.pid, signal.SIGINT)
+    said, _ = started.communicate(timeout=100)
+    assert started.returncode == 130 and "Traceback" not in said, said
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("jobs", [1, 2])
