@@ -28,6 +28,7 @@ def page(
     Args: `note` says on what machine, if it matters; the seconds and steps are those of the trials.
     """
     sound = sum(not line["problems"] for line in lines)
+    note += "\n" if note else ""
     deaths, silences = _pauses(lines, "kill", "leave"), _pauses(lines, "stop", "partition")
     joins, limit = _all(lines, "join_s"), f"{timeout_s:g} s"
     at = sorted({line["commit"] for line in lines if line.get("commit")})  # older lines have none

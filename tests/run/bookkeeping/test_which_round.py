@@ -205,7 +205,7 @@ def test_auto_begins_again_where_a_worker_was_killed_while_it_saved_for_the_firs
     assert simulate(config, tmp_path, resume="auto").rounds == 2
 
 
-def test_workers_of_a_run_without_a_common_round_go_on_from_what_is_sound_with_the_command_that_is_said(
+def test_workers_of_a_run_without_a_common_round_continue_from_what_is_sound_by_what_is_to_be_added(
     tmp_path: Path, forks: None
 ) -> None:
     config = single(workers=2, run__steps=8, run__timeout_s=30.0)
@@ -214,11 +214,11 @@ def test_workers_of_a_run_without_a_common_round_go_on_from_what_is_sound_with_t
     assert run("train", tmp_path / "run.toml", "--local", 2, "--out", folder)[0] == 0
     for path in folder.glob("checkpoints/*/worker-001.json"):
         path.write_bytes(b"\0" * 100)
-    code, output = run("train", "--resume", folder, "--local", 2, "--set", "run.steps=12")
-    command = f"gossamer train --resume {folder} --set run.elastic=true"
-    assert code == 2 and "only that of worker 0 after round 4 is" in output and command in output, output
-    words = command.split()[1:]
-    code, output = run(*words, "--local", 2, "--set", "run.steps=12")
+    words = ["train", "--resume", folder, "--local", 2, "--set", "run.steps=12"]
+    code, output = run(*words)
+    how = "by adding --set run.elastic=true to the command that resumes the run"
+    assert code == 2 and "only that of worker 0 after round 4 is" in output and how in output, output
+    code, output = run(*words, "--set", "run.elastic=true")
     assert code == 0 and "worker 1 takes the state of worker 0 after round 4" in output, output
 
 
