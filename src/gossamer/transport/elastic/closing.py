@@ -2,12 +2,13 @@
 
 Workers whose replicas are identical must all make the same update, or none. The lowest slot that is alive leads:
 
-    every worker -> leader      REPORT    it is ready in this round; which attempt's mean it holds, or never will; or it
-    is away leader -> all   PROPOSAL  the attempt and the set over which the mean is taken: those that are
-    ready leader -> all   CLOSED    all of the set hold this attempt's mean: make the update
+    every worker -> leader   REPORT    it is ready in this round; which attempt's mean it holds, or never will; or it is away
+    leader -> all            PROPOSAL  the attempt and the set over which the mean is taken: those that are ready
+    leader -> all            CLOSED    all of the set hold this attempt's mean: make the update
 
 If a worker of the set fails on the way, the leader proposes the rest in a new attempt, or all again if a message was lost; if the
-leader fails, the next slot leads. A set is more than half of all slots, so at most one side of a partition continues.
+leader fails, the next slot leads. A set is more than half of all slots, so at most one side of a partition continues, as long as
+newcomers take no slots meanwhile (ADR 97).
 `history_hash` is a hash of all closed rounds: reports with another one do not count, so that a worker whose last round closed
 differently takes another's state first.
 
