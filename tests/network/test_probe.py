@@ -24,10 +24,14 @@ def test_three_workers_on_loopback_write_a_network_that_can_be_read(tmp_path: Pa
         "probe", "--local", 3, "--out", out, *limits, "--set", "model.size=0.2m", "--set", "run.threads=1"
     )
     assert code == 0, output
-    told = re.search(r"links: ([\d.]+)( to [\d.]+)? Mbit/s up, [\d.]+( to [\d.]+)? Mbit/s down, latency [\d.]+", output)
+    told = re.search(
+        r"links: ([\d.,]+)( to [\d.,]+)? Mbit/s up, [\d.,]+( to [\d.,]+)? Mbit/s down, latency [\d.]+", output
+    )
     network = read_network(out)
     assert network.workers == 3 and isinstance(network.uplink_bps, tuple)
-    assert told is not None and float(told[1]) == pytest.approx(min(network.uplink_bps) / 1e6, rel=0.01)
+    assert told is not None and float(told[1].replace(",", "")) == pytest.approx(
+        min(network.uplink_bps) / 1e6, rel=0.01
+    )
     assert isinstance(network.step_s, tuple) and all(0 < step_s < 10 for step_s in network.step_s)
     assert network.step_of == StepOf(model=ModelConfig(size="0.2m"))
     code, output = run("plan", out, "--local-steps", 15, "--method", "gasloc")
