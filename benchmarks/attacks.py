@@ -103,9 +103,8 @@ def made(case: Case, options: Mapping[str, Any] | None = None) -> Line:
         own = network.transport(i)
         if i not in BAD or case.attack not in ATTACKS:
             return own
-        return cast(
-            Transport, Attacker(own, case.attack, FROM_ROUND, case.seed)
-        )  # it forwards what it does not falsify
+        attacker = Attacker(own, case.attack, FROM_ROUND, case.seed)
+        return cast(Transport, attacker)  # it forwards what it does not falsify
 
     probe = Probe(config, task, torch.device("cpu"))
     membership = Membership(lambda round, fragment: honest) if alone else EVERYONE
@@ -125,12 +124,12 @@ def made(case: Case, options: Mapping[str, Any] | None = None) -> Line:
     found = assess(mean, Probes([probe])) if sound else None
     counts = [worker.loop.fragments[0] for worker in workers if worker.index in honest]
     distrusts = config.in_rounds.rule.distrusts
-    told = torch.stack([distrusts(one.part.s) for one in counts]).sum(0).tolist() if distrusts is not None else None
+    counted = torch.stack([distrusts(one.part.s) for one in counts]).sum(0).tolist() if distrusts is not None else None
     return {
         **case._asdict(),
         "loss": None if found is None else found.loss,
         "ended": ended,
-        "counted": told,
+        "counted": counted,
         "disagreement": None if found is None else found.disagreement,
         "cpu_s": round(time.process_time() - began, 1),
     }

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
 
@@ -36,6 +37,17 @@ class Clock:
 
 def plain(out: StringIO, clock: Clock) -> Terminal:
     return Terminal(Console(file=out, force_terminal=False, width=40), now_s=clock, looks=False)
+
+
+@contextlib.contextmanager
+def two_recording(folder: Path, out: StringIO, clock: Clock) -> Iterator[tuple[RunFolder, RunFolder, Terminal]]:
+    """Two real workers that record in one folder, and a terminal."""
+    with (
+        RunFolder(folder, RUN_TOML, worker=0) as zero,
+        RunFolder(folder, RUN_TOML, worker=1) as one,
+        plain(out, clock) as terminal,
+    ):
+        yield zero, one, terminal
 
 
 def test_without_a_terminal_each_evaluation_has_a_line_and_silence_lasts_30_s_at_most(tmp_path: Path) -> None:
@@ -171,11 +183,7 @@ def test_a_run_that_goes_on_says_what_is_new_only_and_one_that_goes_back_says_it
 
 def test_the_validations_of_real_workers_are_one_line_when_all_have_theirs(tmp_path: Path) -> None:
     out, clock = StringIO(), Clock()
-    with (
-        RunFolder(tmp_path, RUN_TOML, worker=0) as zero,
-        RunFolder(tmp_path, RUN_TOML, worker=1) as one,
-        plain(out, clock) as terminal,
-    ):
+    with two_recording(tmp_path, out, clock) as (zero, one, terminal):
         terminal.follow("a", tmp_path)
         for i, run in enumerate((zero, one)):
             run.log("validation", round=-1, worker=i, step=0, tokens=0, loss=5.0 + i)
@@ -196,11 +204,7 @@ def test_the_validations_of_real_workers_are_one_line_when_all_have_theirs(tmp_p
 
 def test_the_validation_of_an_evaluated_round_is_not_shown_beside_a_later_round(tmp_path: Path) -> None:
     out, clock = StringIO(), Clock()
-    with (
-        RunFolder(tmp_path, RUN_TOML, worker=0) as zero,
-        RunFolder(tmp_path, RUN_TOML, worker=1) as one,
-        plain(out, clock) as terminal,
-    ):
+    with two_recording(tmp_path, out, clock) as (zero, one, terminal):
         runs = zero, one
 
         def write(kind: str, round: int, loss: float) -> None:
@@ -227,11 +231,7 @@ def test_a_validation_that_is_whole_two_rounds_late_keeps_the_lines_in_order_and
     tmp_path: Path,
 ) -> None:
     out, clock = StringIO(), Clock()
-    with (
-        RunFolder(tmp_path, RUN_TOML, worker=0) as zero,
-        RunFolder(tmp_path, RUN_TOML, worker=1) as one,
-        plain(out, clock) as terminal,
-    ):
+    with two_recording(tmp_path, out, clock) as (zero, one, terminal):
         terminal.follow("a", tmp_path)
         for r in range(3):
             zero.log("train", round=r, worker=0, step=r + 1, tokens=64, loss=3.0 - r, lr=1e-3)
@@ -273,11 +273,7 @@ def test_a_worker_without_lines_holds_back_no_validation(dead: bool, tmp_path: P
 
 def test_validations_that_become_whole_late_are_one_line(tmp_path: Path) -> None:
     out, clock = StringIO(), Clock()
-    with (
-        RunFolder(tmp_path, RUN_TOML, worker=0) as zero,
-        RunFolder(tmp_path, RUN_TOML, worker=1) as one,
-        plain(out, clock) as terminal,
-    ):
+    with two_recording(tmp_path, out, clock) as (zero, one, terminal):
         terminal.follow("a", tmp_path)
         for run in (zero, one):
             for r in range(3):

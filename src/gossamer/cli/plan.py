@@ -504,8 +504,8 @@ def _print(made: "RunPlan", cut: "StagePlan | None", priced: "Priced", choice: "
         print_sentence(
             "seconds of an inner step are those of the network file, which names no model: they are the same with any --model"
         )
-    takeable = [one for one in [*made.candidates, *priced.candidates] if one.method == choice.best.method]
-    rivals = choosable(takeable if options.method is not None else [*made.candidates, *usual], made.options)
+    asked = [one for one in shown if one.method == choice.best.method]
+    rivals = choosable([*made.candidates, *usual] if options.method is None else asked, made.options)
     if not options.all:
         shown = leading(choice, shown)
     print_table(PLAN_HEADINGS, plan_rows(choice, shown), text=2, bold=shown.index(choice.best), spare=_SPARE)

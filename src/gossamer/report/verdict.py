@@ -70,19 +70,13 @@ def _about_excluded(rows: Sequence[Mapping[str, Any]], losses: Mapping[str, Any]
     """Sentences about methods that diverged, with all seeds or with some, and about methods without a score."""
     diverged, partly = lost - losses.keys(), lost & losses.keys()
     unscored = {method_and_seed(row["method"])[0] for row in rows} - losses.keys() - lost
-    return (
-        (f" {len(diverged)} more ended without a finite loss." if diverged else "")
-        + (
-            f" {len(partly)} more ended without a finite loss with some of their seeds, and cannot lead."
-            if partly
-            else ""
-        )
-        + (
-            f" {len(unscored)} more {'have' if len(unscored) > 1 else 'has'} no validation of the mean model."
-            if unscored
-            else ""
-        )
-    )
+    have = "have" if len(unscored) > 1 else "has"
+    sentences = [
+        (diverged, "ended without a finite loss"),
+        (partly, "ended without a finite loss with some of their seeds, and cannot lead"),
+        (unscored, f"{have} no validation of the mean model"),
+    ]
+    return "".join(f" {len(some)} more {words}." for some, words in sentences if some)
 
 
 def _compared(first: str, second: str, losses: Mapping[str, Mapping[str, float]], shared: Sequence[str]) -> str:
