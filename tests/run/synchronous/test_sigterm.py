@@ -310,7 +310,8 @@ def test_ctrl_c_for_all_processes_while_they_start_ends_them_without_a_traceback
     time.sleep(after_s)
     os.killpg(started.pid, signal.SIGINT)
     said, _ = started.communicate(timeout=100)
-    assert started.returncode == 130 and "Traceback" not in said, said
+    # `python -m` ends itself with SIGINT where the interrupt came while text was executed, as dataclasses do on import.
+    assert started.returncode in (130, -signal.SIGINT) and "Traceback" not in said, said
 
 
 @pytest.mark.sampled(1)
