@@ -16,7 +16,7 @@ from rich.console import Console
 
 from gossamer.errors import ConfigError, DataError
 from gossamer.network.links import Network, to_toml
-from gossamer.record.folder import RecordConfig, RunFolder, note_evaluation
+from gossamer.record.folder import RecordConfig, RunFolder, metrics_line, note_evaluation
 from gossamer.record.logs.trace import Entry, Operation
 from gossamer.report.metrics import METRICS
 from gossamer.report.page.page import write_report
@@ -225,6 +225,23 @@ def test_losses_that_were_not_finite_are_named_so(tmp_path: Path) -> None:
 def test_one_diverged_worker_is_the_worst(tmp_path: Path) -> None:
     (row,) = summary_rows({"a": make_run(tmp_path / "a", worker_losses=[1.0, math.nan, 2.0])}, {})
     assert math.isnan(row["worst_loss"])
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_run_that_diverged_after_its_last_validation_has_no_loss_unless_others_continued(
+    tmp_path: Path, later: bool
+) -> None:
+    folder, rounds = make_run(tmp_path / "a"), 9 if later else 3
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(
+            metrics_line("diverged", round=5, worker=1) + metrics_line("train", round=rounds, worker=0, loss=1.0)
+        )
+    (row,) = summary_rows({"a": folder}, {})
+    assert math.isnan(row["loss"]) is not later
+    text = page_of({"a": folder}, tmp_path)
+    assert (
+        "a number was not finite, which ended worker 1" in text and ("not finite" in Outline(text).texts) is not later
+    )
 
 
 def test_an_evaluation_that_was_done_again_counts_once_and_last(tmp_path: Path) -> None:

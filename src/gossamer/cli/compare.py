@@ -166,9 +166,12 @@ def _write_figure(
     """Writes the outcomes, and the figure that the experiment asks for with its numbers; returns the files of these two."""
     from gossamer.record.whole_files import atomic_write
     from gossamer.report.figures import draw_figure, figure_table
-    from gossamer.report.results import result_lines
+    from gossamer.report.results import read_results, result_lines
+    from gossamer.run.config.experiment_file import place_in_experiment
 
-    atomic_write(out / "outcomes.jsonl", result_lines(outcomes).encode())
+    file, here = out / "outcomes.jsonl", {place_in_experiment(one) for one in outcomes}
+    of_others = [one for one in read_results(file) if place_in_experiment(one) not in here]  # such as of more seeds
+    atomic_write(file, result_lines([*of_others, *outcomes]).encode())
     if asked is None:
         return None, None
     drawn, numbers = out / "figure.svg", out / "figure.md"

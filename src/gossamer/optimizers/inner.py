@@ -140,7 +140,8 @@ class InnerConfig:
     nesterov: bool = True
     """Whether the momentum of muon, spectral_muon and sgd looks ahead."""
     clip: Annotated[Annotated[float, Field(gt=0), AllowInfNan(True)] | None, Changeable()] = None
-    """Largest global norm of a worker's gradient; longer ones are shortened to it. None never clips."""
+    """Largest global norm of a step's gradient; a longer one is shortened to it. Of gradients that are exchanged it is that of
+    their mean, or, for `demo`, of each worker's. None never clips."""
     schedule: Annotated[Literal["cosine", "wsd", "constant"], Changeable()] = "cosine"
     """After the warm-up: a cosine to the end, a plateau with a linear decay at its end (wsd), or a plateau."""
     warmup_steps: Annotated[Number | None, Changeable()] = None

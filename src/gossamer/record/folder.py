@@ -26,12 +26,14 @@ initial values has round -1 and step 0. A number that is not finite is written a
   That of an evaluation afterwards has `"branch":b`, the number of changes of settings before its round: it counts unless
   the run was rewound and changed again.
 * `{"kind":"validation","round":r,"worker":i,"step":s,"tokens":t,"loss":x}`: the same of a real worker's own model.
+* `{"kind":"diverged","round":r}`, with the worker in a real run: a number of round r is not finite, which ended the run. The
+  last validation may be before it, and is then not its result.
 """
 
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any, NotRequired
@@ -39,7 +41,7 @@ from typing import Annotated, Any, NotRequired
 from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
-from gossamer.errors import ConfigError
+from gossamer.errors import ConfigError, DiskError, TrainingError
 from gossamer.record.dashboards.loggers import Dashboards
 from gossamer.record.dashboards.prometheus import Exporter
 from gossamer.record.jsonl import JsonObjects, Seen, folder_lines, json_line, keep_before
@@ -151,6 +153,8 @@ class RunFolder:
         self.path = Path(path)
         self._traced_per_round, self._void = traced_per_round, void
         self.worker = worker
+        self._begun = resume_round or 0
+        """The first round without a line of training."""
         self._config = config or RecordConfig()
         self._run_toml = run_toml
         if resume_round is None:
@@ -174,6 +178,10 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if isinstance(error, TrainingError):
+            of = {} if self.worker is None else {"worker": self.worker}
+            with suppress(DiskError):  # the first error is the one to report
+                self._metrics.write(metrics_line("diverged", round=self._begun, **of))
         self.close()
 
     def log(self, kind: str, **fields: Any) -> None:
@@ -186,6 +194,8 @@ class RunFolder:
         [{'kind': 'eval', 'round': 0, 'step': 15, 'loss': 2.5}]
         """
         self._metrics.write(metrics_line(kind, **fields))
+        if kind == "train":
+            self._begun = max(self._begun, fields["round"] + 1)
         if self._prometheus is not None:
             self._prometheus.metrics(kind, fields)
         self._dashboards.metrics(kind, fields)
@@ -335,6 +345,18 @@ def _lines(run_folder: Path, seen: Seen | None = None) -> Iterator[tuple[str, di
 def is_of_its_branch(line: Mapping[str, Any], branches: Sequence[Branch]) -> bool:
     """Whether an evaluation belongs to its round's current branch; lines of 0.1.0 have no branch."""
     return line.get("branch") in (None, branch_of(branches, line["round"] + 1))
+
+
+def ended_diverged(lines: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether a run ended as a number was not finite, by its lines of metrics; in an elastic run others may continue.
+
+    >>> ended_diverged([{"kind": "diverged", "round": 6, "worker": 0}, {"kind": "train", "round": 7, "worker": 1}])
+    False
+    """
+    newest = dict[str, int]()
+    for line in lines:
+        newest[line["kind"]] = max(line["round"], newest.get(line["kind"], -1))
+    return newest.get("diverged", -1) >= newest.get("train", 0)
 
 
 def recoveries(lines: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, str]]:

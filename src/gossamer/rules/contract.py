@@ -119,6 +119,9 @@ class Rule(NamedTuple):
     options: Mapping[str, Any] = MappingProxyType({})
     site: ActsOn = "parameters"
     """Whether it acts on the parameters after the local phase, or on the gradients before an inner step."""
+    clips_own: bool = False
+    """Whether `inner.clip` shortens each worker's own gradient before it is exchanged: what a rule on gradients makes of them
+    has a length that says nothing of theirs, as a sign has. Otherwise the mean gradient is shortened."""
     elementwise: bool = True
     """Whether parts of `x` may be updated separately, so that shards and cache-sized chunks are safe."""
     sums_over_shards: bool = False

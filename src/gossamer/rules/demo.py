@@ -27,7 +27,7 @@ def demo(decay: Share = 0.999, signs: bool = False) -> Rule:
     Q = the mean of each coefficient over the workers that sent it;   g ← sign(IDCT(Q)),  then  θ ← Inner(θ, g)
 
     The DCT is of runs of 64 x 64 elements, so the codec of the paper is `topk` with 32 of 4096, and the inner optimizer SGD
-    without momentum. A coefficient of zero is one that was not sent.
+    without momentum. A coefficient of zero is one that was not sent. `inner.clip` shortens g, as in Psyche's code.
 
     Args:
         decay: β; one forgets nothing that was not sent.
@@ -73,6 +73,7 @@ def demo(decay: Share = 0.999, signs: bool = False) -> Rule:
         needs="everyone",
         single_worker_limit="outer optimizer",
         site="gradients",
+        clips_own=True,
         elementwise=False,
         compiles=False,
         identical=True,

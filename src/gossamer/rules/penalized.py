@@ -206,7 +206,7 @@ def capped(rule: Given[Rule], norm: Positive = 10.0) -> Rule:
 
     Δ ← min(1, φ / ||Δ||) Δ,   of the mean of a fragment, or of the whole model where there are no fragments
 
-    On gradients it clips the mean gradient, where `inner.clip` clips that of each worker before it is averaged.
+    On gradients it clips the mean gradient, as `inner.clip` does, and metrics have both norms.
 
     Args:
         norm: φ.

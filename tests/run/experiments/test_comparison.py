@@ -21,6 +21,7 @@ from gossamer.cli import main
 from gossamer.errors import DataError, TrainingError
 from gossamer.record import origin as origins
 from gossamer.report.results import PointResult, read_results, result_lines
+from gossamer.report.table import summary_rows
 from gossamer.run.config.experiment_file import Point, folder_name, points
 from gossamer.run.config.run_file import digest
 from gossamer.run.experiments.compare import train_all
@@ -108,6 +109,15 @@ def test_the_loss_of_a_run_that_diverged_is_not_that_of_a_validation_before_it(t
         assert "| wild | 0 of 2 runs | –, – | – |" in (out / "figure.md").read_text()
         page = (out / "report.html").read_text()
         assert "sound ended with a validation loss of" in page and "1 more ended without a finite loss" in page
+    (line,) = summary_rows({"wild": out / "wild-seed=0"}, None)
+    assert (
+        math.isnan(line["loss"]) and main(["report", str(out / "wild-seed=0"), "--out", str(tmp_path / "r.html")]) == 0
+    )
+    assert "not finite" in capsys.readouterr().out, "its folder alone shows it too"
+    before = read_results(out / "outcomes.jsonl")
+    assert main(["compare", str(tmp_path / "two.toml"), "--seeds", "1", "--out", str(out), "--resume"]) == 0
+    after = read_results(out / "outcomes.jsonl")
+    assert {(one.method, one.seed) for one in after} == {(one.method, one.seed) for one in before}, "of other seeds too"
 
 
 @pytest.mark.usefixtures("forks")

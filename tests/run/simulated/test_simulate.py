@@ -213,6 +213,21 @@ def test_a_run_whose_local_steps_grow_goes_on_within_a_stretch_to_the_same_bits(
         assert same_run(tmp_path / "whole", tmp_path / f"{stop}", config)
 
 
+@pytest.mark.parametrize(("rule", "moves"), [("data_parallel", 0.01), ("demo", None)])
+def test_clipping_shortens_the_mean_gradient_but_no_step_along_a_sign(rule, moves, tmp_path):
+    """Of a sign it would leave a step a hundredth as long, whatever the gradients are."""
+    asked = {"run__steps": 2, "run__local_steps": 1, "run__checkpoint_every": 1, "inner__clip": 0.01, "inner__lr": 1.0}
+    sgd = {"inner__optimizer": "sgd", "inner__momentum": 0.0, "inner__schedule": "constant", "inner__weight_decay": 0.0}
+    config = single(rule__name=rule, topology__name="complete", inner__warmup_steps=0, **asked, **sgd)
+    simulate(config, tmp_path / "run")
+    first, second = (vectors(tmp_path / "run", config, finished) for finished in (1, 2))
+    moved = second[0] - first[0]
+    if moves is None:
+        assert set(moved.abs().round(decimals=3).tolist()) <= {0.0, 1.0} and moved.count_nonzero() > 0.5 * len(moved)
+    else:
+        assert moved.norm().item() == pytest.approx(moves, rel=1e-3)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("rule", "topology", "batched"), [("gasloc", "random", 1), ("diloco", "complete", 3)])
 def test_a_synchronous_start_is_data_parallelism_and_ends_with_equal_workers_and_a_fresh_outer_state(

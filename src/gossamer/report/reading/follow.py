@@ -306,6 +306,10 @@ class FollowedRun:
             self._behind(worker, round + 1)
             for _, sentence in recoveries([line]) if "recovered" in line else ():
                 self._happen(round, sentence)
+        elif line["kind"] == "diverged":
+            self._happen(
+                round, "a number was not finite, which ended " + ("the run" if worker is None else f"worker {worker}")
+            )
         elif line["kind"] == "validation" and worker is not None and round < 0:
             self.untrained[worker] = figure_of(line.get("loss"))
         elif line["kind"] == "validation" and worker is not None:

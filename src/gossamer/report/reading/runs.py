@@ -15,7 +15,7 @@ from gossamer.network.inner_steps import inner_steps
 from gossamer.network.links import Network
 from gossamer.network.pricing import price
 from gossamer.network.timeline import Timeline
-from gossamer.record.folder import newest_evaluation, read_metrics, recoveries
+from gossamer.record.folder import ended_diverged, newest_evaluation, read_metrics, recoveries
 from gossamer.record.inputs import TEXT_FILE, read_text_record
 from gossamer.record.lineage import described, read_branches
 from gossamer.record.logs.events import EventTotals, read_events
@@ -83,6 +83,8 @@ class RunData(NamedTuple):
     """Passes over its text; None for a stream, and where the amount of text was not recorded."""
     own: Mapping[int, tuple[float, ...]] = {}
     """By round the validation losses of a real run's workers, each of its own model, since the last change of settings."""
+    diverged: bool = False
+    """Whether it ended as a number was not finite."""
 
 
 def read_runs(runs: Mapping[str, Path], networks: Mapping[str, Network] | None) -> list[RunData]:
@@ -119,6 +121,7 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network] | None) 
         averaged=tuple(line for line in metrics if line["kind"] in {metric.kind for metric in MEANS}),
         passes=None if config is None else _passes(folder, config, metrics),
         own=_own_losses(metrics, since=max((branch["round"] for branch in branches), default=0)),
+        diverged=ended_diverged(metrics),
     )
     return _with_costs(run, folder)
 
@@ -217,7 +220,7 @@ def summary_row(run: RunData) -> dict[str, Any]:
         )
     worst = [_as_number(loss, "worker_losses", last["round"]) for loss in losses]
     worker_losses = worst or run.own.get(last["round"], ())
-    return {
+    row = {
         "method": run.followed.label,
         "loss": _number(last, "loss"),
         "loss_of_workers": math.fsum(worker_losses) / len(worker_losses) if worker_losses else None,
@@ -235,6 +238,7 @@ def summary_row(run: RunData) -> dict[str, Any]:
         "loss_at_round": _without_gaps((e["round"] + 1, _number(e, "loss")) for e in run.evals),
         "loss_at_bytes": _losses_after(run, run.sent_until),
     }
+    return diverged_row(row) if run.diverged else row
 
 
 def diverged_row(row: Mapping[str, Any]) -> dict[str, Any]:

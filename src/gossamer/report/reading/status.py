@@ -262,7 +262,9 @@ def run_status(folder: Path, *, now_s: float | None = None) -> RunStatus:
     entries = answers.entries
     now_s = time.time() if now_s is None else now_s
     workers = [_of_worker(slot, entries.get(slot), records, answers, now_s) for slot in range(run.workers)]
-    newest = max([0, *(one.round for one in workers), *(line["round"] + 1 for line in metrics)])
+    newest = max(
+        [0, *(one.round for one in workers), *(line["round"] + (line["kind"] != "diverged") for line in metrics)]
+    )
     return RunStatus(
         folder,
         run.name,

@@ -172,6 +172,7 @@ class Replica:
             self.moments = share_moments(self.optimizer, self.model, self.layout)
         self.gradient: Tensor | None = None
         """The flat gradient `[P]` of a replica whose inner steps wait for the mean gradient; see `keep_gradient`."""
+        self._clips_own = False
         self.local_steps = run.local_steps_of(index)
         """Inner steps of its next local phases."""
         self.phase_left_s: float | None = None
@@ -190,8 +191,12 @@ class Replica:
         holding = self.task.holding
         return self.evaluated if holding is None else holding.alone(self.index, self.evaluated)
 
-    def keep_gradient(self) -> Tensor:
-        """Makes local phases leave their gradient `[P]` here, for `step_on_gradient`."""
+    def keep_gradient(self, *, clips_own: bool = False) -> Tensor:
+        """Makes local phases leave their gradient `[P]` here, for `step_on_gradient`.
+
+        Args: `clips_own` makes `inner.clip` shorten that gradient, not what it is exchanged for.
+        """
+        self._clips_own = clips_own
         self.gradient = flat_gradients(self.model, self.layout, torch.zeros_like(self.x))
         return self.gradient
 
@@ -226,6 +231,8 @@ class Replica:
                     self.places = {slot: step + 1 for slot, step in self.places.items()}
                 if self.gradient is None:
                     self._step(round, h)
+                elif self._clips_own:
+                    self._clip()
             note_trained(1, count)
             if pace_s := self.run.pace_s_of(self.index):
                 time.sleep(max(0.0, began + len(losses) * pace_s - time.perf_counter()))
@@ -390,15 +397,20 @@ class Replica:
 
     def _step(self, round: int, h: int) -> None:
         self.set_lr(self.optimizer, round, h)
-        if self.run.inner.clip is not None:
-            if self.shards is not None:
-                self.shards.clip(self.run.inner.clip)
-            elif self.staged is None:
-                clip_gradients(list(self.model.parameters()), self.run.inner.clip)
-            else:
-                self.staged.clip(self.run.inner.clip, again=self.gradient is not None)
+        if self.gradient is None or not self._clips_own:
+            self._clip()
         with self._turn_to_step:
             self.optimizer.step()
+
+    def _clip(self) -> None:
+        if (norm := self.run.inner.clip) is None:
+            return
+        if self.shards is not None:
+            self.shards.clip(norm)
+        elif self.staged is None:
+            clip_gradients(list(self.model.parameters()), norm)
+        else:
+            self.staged.clip(norm, again=self.gradient is not None and not self._clips_own)
 
     def state(self) -> dict[str, Any]:
         """The state to resume training from given parameters: inner optimizer and position in the data.

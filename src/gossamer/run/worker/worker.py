@@ -96,7 +96,7 @@ class Worker:
         replica = self.replica
         replica.gradient = None
         on_gradients = m.rule.site == "gradients"
-        x = replica.keep_gradient() if on_gradients else replica.x
+        x = replica.keep_gradient(clips_own=m.rule.clips_own) if on_gradients else replica.x
         averaged = replica.averaged if m.rule.site == "parameters" else None
         moments = replica.moments if m.schedule.inner_every else None
         parts = parts_of(x, replica.layout, replica.spans, averaged, moments or ())
