@@ -160,6 +160,7 @@ class Recording(Recorder):
         self._log("train", round, step, **known)
         self._write(self._files.log_seconds, seconds)
         self.drop_round()
+        self._since_s = time.perf_counter()  # not before: the seconds until here are counted
 
     def validated(self, round: int, step: int, loss: float) -> None:
         """See `Recorder`."""
