@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub import HfApi, ModelCard, constants
 
 from gossamer.cli import main
-from gossamer.errors import DataError
+from gossamer.errors import DataError, DiskError
 from gossamer.record.folder import note_evaluation, read_metrics
 from gossamer.record.lineage import read_branches
 from gossamer.report.reading.follow import FollowedRun
@@ -71,6 +71,14 @@ def test_a_run_that_goes_back_drops_what_was_found_of_the_rounds_that_it_trains_
     assert [line["round"] for line in evaluated(tmp_path)] == [1]
     loss = evaluate(tmp_path).result.loss
     assert [(line["round"], line["branch"], line["loss"]) for line in evaluated(tmp_path)][1:] == [(2, 1, loss)]
+
+
+def test_a_model_that_cannot_be_written_is_scored_nevertheless(tmp_path: Path) -> None:
+    simulate(silent(), tmp_path, until=1)
+    (tmp_path / "model").write_text("a file where the folder would be")
+    with pytest.raises(DiskError, match=r"^the mean model of round 1 has a loss of \d\.\d{4} nats, but '.*model"):
+        evaluate(tmp_path)
+    assert len(evaluated(tmp_path)) == 1
 
 
 def test_a_round_that_is_evaluated_again_has_one_figure(tmp_path: Path) -> None:

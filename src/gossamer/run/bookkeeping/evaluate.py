@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gossamer import rng
 from gossamer.data.token_files import FileCorpus
-from gossamer.errors import ConfigError
+from gossamer.errors import ConfigError, DiskError
 from gossamer.layout import Layout, attach, layout_of, views
 from gossamer.models.export import export, export_state, write_card
 from gossamer.models.llama import Llama
@@ -313,9 +313,14 @@ def evaluate(
     probe.threads = threads_of(run, folder).at(run.owners[0], finished)
     result = assess(vectors, Probes([probe]), buffers)
     if source is None and not is_changed:
-        _note(run, folder, finished, states, result)
         union = union_of(task, vectors)
-        publish(run, task, union, folder, mean_buffers(buffers), finished=finished, loss=result.loss)
+        try:
+            _note(run, folder, finished, states, result)
+            publish(run, task, union, folder, mean_buffers(buffers), finished=finished, loss=result.loss)
+        except DiskError as error:  # the seconds of scoring are not lost where a folder is read-only
+            raise DiskError(
+                f"the mean model of round {finished} has a loss of {result.loss:.4f} nats, but {error}"
+            ) from None
     return Evaluation(finished, result, tuple(owners))
 
 
