@@ -336,6 +336,8 @@ def test_price_and_report_read_what_was_recorded(tmp_path, capsys):
         "uplink_bps = 1e6\ndownlink_bps = 1e6\nstep_s = 1.0\nsites.a.workers = [0, 1, 2, 3]\n"
     )
     refused(["price", tmp_path / "run", tmp_path / "eight.toml"], capsys, "eight.toml' does not fit")
+    (tmp_path / "run" / "trace.jsonl").write_text("")
+    refused(["price", tmp_path / "run", tmp_path / "network.toml"], capsys, "has finished no round")
     refused(["report", tmp_path / "nothing"], capsys, "nothing")
     refused(["report", tmp_path / "run", "--out", tmp_path / "run" / "run.toml"], capsys, "ends in .html")
     refused(["demo", "--foo"], capsys, "--jobs")

@@ -17,6 +17,7 @@ from gossamer.network.inner_steps import inner_steps
 from gossamer.network.links import Network, from_toml, to_toml
 from gossamer.network.pipeline_time import Pass, StageLinks, microbatch_order, pipeline_step
 from gossamer.network.pricing import price
+from gossamer.record.folder import read_metrics
 from gossamer.record.logs.pipeline_work import PipelineWork, read_pipeline, write_pipeline
 from gossamer.record.logs.seconds import read_seconds
 from gossamer.record.logs.stage_seconds import read_stages
@@ -215,6 +216,24 @@ def test_a_boundary_that_remembers_is_priced_by_how_often_samples_come_again():
     twice, thrice = priced_s(20, 10 * of_a_step), priced_s(30, 10 * of_a_step)
     assert thrice - twice == pytest.approx(twice - once), "every epoch after the first takes as long"
     assert twice - once < 0.5 * once
+
+
+def test_before_a_local_phase_the_embeddings_that_a_projection_loses_pass_through_all_stages_one_after_the_other(
+    tmp_path,
+):
+    narrow = {"name": "projection", "width": 8}
+    config = tiny(
+        **{**FAR, "workers": 1, "pipeline__stages": 3, "pipeline__forward": narrow, "pipeline__backward": narrow}
+    )
+    simulate(config, tmp_path)
+    phase, *_ = (line["boundary_bytes"] for line in read_metrics(tmp_path) if line["kind"] == "train")
+    of_table = phase[0][0] - phase[0][1]  # all else of the forward direction is as much as that of the backward one
+    network = Network(uplink_bps=1e9, downlink_bps=1e9, step_s=0.0, stages=StageLinks(bandwidth_bps=1e4, latency_s=0.5))
+    work = read_pipeline(tmp_path)
+    assert work is not None and work.pop("table_bytes") == of_table == 4 * 256 * 64
+    assert step_s_of(network, config) - inner_steps(network, work, 1).network.step_s == pytest.approx(
+        2 * (8 * of_table / 1e4 + 0.5) / config.run.local_steps
+    )
 
 
 def test_waits_between_stages_are_recorded_of_each_stage_and_count_as_no_computing(tmp_path, capsys):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ from gossamer.transport import wire
 from gossamer.transport.contract import Ticket
 from gossamer.transport.memory import MemoryNetwork, Parcel
 from gossamer.transport.processes.backend import hang_up, poll
-from gossamer.transport.processes.board import Board, Failure, Note, blame
+from gossamer.transport.processes.board import Board, Cause, Failure, Note, blame, sentence
 from gossamer.transport.processes.group import GroupTransport
 from gossamer.transport.processes.launch import join, leave
 from gossamer.transport.processes.member import Member
@@ -242,6 +242,14 @@ def test_only_the_first_failure_is_pinned_up():
     assert boards[1].failure() is None
     assert boards[0].claim(first) == first
     assert boards[1].claim(second) == first == boards[1].failure()
+
+
+@pytest.mark.parametrize("cause", get_args(Cause))
+def test_every_cause_of_a_failure_is_read_by_others_as_it_was_pinned_up(cause: Cause):
+    store, failure = HashStore(), Failure(2, 7, 0, cause)
+    reporter, other = (Board(Entries(store, b"s"), me, 3, patience_s=5.0) for me in (0, 1))
+    reporter.claim(failure)
+    assert other.failure() == failure and "worker 2 " in sentence(failure, 1, 5.0)
 
 
 def test_nonsense_on_the_board_counts_as_nothing():

@@ -1,8 +1,10 @@
 """The boundary codec `projection`: the few coordinates of hidden states in a fixed random subspace."""
 
 from functools import lru_cache
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from gossamer.boundaries.contract import Boundary, in_pieces, join
@@ -10,7 +12,7 @@ from gossamer.settings.options import Count, factory
 
 
 @factory
-def projection(width: Count = 8, seed: int = 0) -> Boundary:
+def projection(width: Count = 8, seed: Annotated[int, Field(ge=0, lt=2**63)] = 0) -> Boundary:
     """Sends the coordinates of every token in a subspace that all stages know; the rest is lost.
 
     c = U^T h;   h' = U c,   with U `[D, width]` orthonormal, drawn from the seed once and for all

@@ -82,7 +82,8 @@ def tahquant(
     Source: arXiv 2506.01352; by token its first version and the authors' code, by tile its second.
     Differs: ranking by tile is described in one sentence, so the details are ours: all tiles of a micro-batch, ties by index.
         Codes are computed with z and s as they are sent, in fp16.
-    Fails when: magnitudes exceed 65504, beyond which z is infinite. There is no error feedback, so a bias stays.
+    Fails when: magnitudes exceed 65504, beyond which z is infinite, or are below 1e-6, as those of gradients may be,
+        where fp16 loses s: for them take `intk`. There is no error feedback, so a bias stays.
 
     >>> boundary = tahquant(tile=8, high_share=1.0); h = torch.tensor([[[0.0, 0.1, 9.0, 0.2, 0.0, 0.1, 0.3, 0.1]]])
     >>> (boundary.decode(boundary.encode(h), h) - h).abs().max() < 0.05

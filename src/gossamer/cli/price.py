@@ -56,6 +56,8 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *,
         raise ConfigError(f"'{network}' does not fit '{folder}': {error}") from None
     with working("reading the trace"):
         trace = read_trace(folder)
+    if not trace.rounds:
+        raise ConfigError(f"'{folder}' has finished no round, so that there is nothing to price; resume the run first")
     computing: PerWorker = 1.0
     if run.pipeline.stages > 1:
         steps = in_stages(links, run, layout_for(run.model, vocabulary(run.data.tokenizer) or 256))

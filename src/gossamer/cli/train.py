@@ -321,10 +321,7 @@ def _listen_at(address: str, run: "ResolvedRun", way: _WayIn) -> "Among | None":
         raise ConfigError(f"--listen got '{address}'; give HOST:PORT, such as 10.0.0.1:29400") from None
     may_be_joined = run.kind == "server" or _survives_a_worker(run)
     if not (may_be_joined or run.peers):
-        raise ConfigError(
-            f"--listen got '{address}', and the run has neither [peers] nor run.elastic = true, so nobody can join it; add one "
-            "of the two, or start the run on all machines with --rank I --of N --address HOST"
-        )
+        raise _joined_by_nobody("--listen", address)
     os.environ[LISTEN] = address
     if may_be_joined or way.join is not None or way.among is not None:
         return way.among
@@ -332,6 +329,13 @@ def _listen_at(address: str, run: "ResolvedRun", way: _WayIn) -> "Among | None":
     where = shown(announced_address(host), port)
     say(f"the run starts once all {run.workers} workers are there: the others take part with --join {where}")
     return Machines(rank=0, of=run.workers, address=where).entered()
+
+
+def _joined_by_nobody(option: str, address: str) -> ConfigError:
+    return ConfigError(
+        f"{option} got '{address}', and the run has neither [peers] nor run.elastic = true, so nobody can join it; add one "
+        "of the two, or start the run on all machines with --rank I --of N --address HOST"
+    )
 
 
 def _join_at(address: str, run: "ResolvedRun") -> None:
@@ -447,7 +451,11 @@ def _train_one(run: "ResolvedRun", folder: Path, way: _WayIn, *, resume: "Resume
 
         train_elastic(run, folder, join=join, resume=resume)
     elif join is not None and (run.kind == "server" or not run.peers):
-        raise ConfigError(f"--join got '{join}' and run.elastic is false, so nobody can join this run; set it to true")
+        if run.kind == "server":
+            raise ConfigError(
+                f"--join got '{join}', and the run has a [server]; give --server {join} --worker I in its place"
+            )
+        raise _joined_by_nobody("--join", join)
     elif run.kind == "server":
         _train_served(run, folder, served, resume=resume)
     elif served.server is not None or served.worker is not None:
@@ -563,8 +571,7 @@ def _start_in_rounds(
     torch admits no new process to a group after a death, so that all restart; a restart would only repeat a user's mistake.
     """
     from gossamer.cli import main
-    from gossamer.run.bookkeeping.which_round import lost_stages
-    from gossamer.settings.schema import toml_value
+    from gossamer.run.bookkeeping.which_round import lost_stages, set_lost
     from gossamer.transport.processes.local import STOPPED, run_local
 
     again = [*words, *([] if resume else ["--resume", AUTO])]
@@ -573,13 +580,12 @@ def _start_in_rounds(
         if code <= _SIGNAL or code == STOPPED:
             break
         lost = lost_stages(folder)
-        tables = ", ".join("{" + ", ".join(f"{k} = {v!r}" for k, v in toml_value(one).items()) + "}" for one in lost)
         log.warning(
             "a process was ended by signal %d; all %d start again, and go on from the newest round that they have",
             code - _SIGNAL,
             sum(run.processes),
         )
-        sets = ["--set", f"pipeline.lost=[{tables}]"] if lost else []
+        sets = ["--set", set_lost(lost)] if lost else []
         code = run_local(n, main, [*again, *sets], parts=run.processes)
     return code
 

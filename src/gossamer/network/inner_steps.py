@@ -32,8 +32,8 @@ def inner_steps(network: Network, work: PipelineWork | None, workers: int) -> In
     without `step_s`.
 
     `step_s` is that of a whole replica on one machine. A stage takes its share of it, over its speed; a third of it forward, two
-    thirds backward (`gossamer.network.pipeline_time`). Where a boundary remembers samples it is the mean step of the run. Workers
-    that are left whole keep theirs.
+    thirds backward (`gossamer.network.pipeline_time`). Where a boundary remembers samples it is the mean step of the run, and
+    each step has its share of what the stages pass on before a local phase. Workers that are left whole keep theirs.
 
     Args: `work` is None for a run of whole replicas.
     Raises: ConfigError when the network gives the speeds of another number of stages.
@@ -74,6 +74,9 @@ def _step(links: StageLinks, work: PipelineWork, step_s: float) -> PipelineStep:
         )
 
     whole, first = step_with(work["forward_bytes"]), work["first"]
+    if table_bytes := work.get("table_bytes"):
+        hop_s = 8 * table_bytes / links.bandwidth_bps + links.latency_s  # each stage has it whole before it sends it on
+        whole = whole._replace(seconds=whole.seconds + work.get("phases", 0.0) * (stages - 1) * hop_s)
     if first == 1:  # no samples that a boundary remembers
         return whole
     later = step_with(work["again_bytes"])  # with the same compute

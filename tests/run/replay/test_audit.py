@@ -198,6 +198,10 @@ def test_a_run_that_cannot_be_repeated_is_refused_with_the_reason(tmp_path):
         (tmp_path / "run" / "run.toml").write_text(dump(other))
         metrics.rename(metrics := tmp_path / "run" / "metrics-000.jsonl")
         assert reason in refusal()
+    metrics.write_text("")
+    for parts_of_a_worker in ({"pipeline__stages": 2}, {"run__shards": 2}):
+        (tmp_path / "run" / "run.toml").write_text(dump(tiny(**parts_of_a_worker, data__accumulate=2)))
+        assert "a part of a worker" in (why := refusal()) and "record.hash" not in why and "run.toml --out AGAIN" in why
 
 
 def logged(folder, config, lives):

@@ -23,6 +23,7 @@ from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import digest, dump
 from gossamer.run.replay.asynchronous import replay_asynchronous
 from gossamer.run.replay.audit import audit
+from gossamer.run.replay.replay import replay
 from gossamer.run.replay.served import replay_server
 from gossamer.run.replay.stretches import stretches
 from gossamer.run.served.served_worker import work
@@ -120,6 +121,21 @@ SIMULATED = {
     "gossip without waiting": (timed, {"run__wait": False, "run__checkpoint_every": 2}),
     "a server": (timed, {"server": {"name": "heloco"}, "run__checkpoint_every": 2}),
 }
+
+
+def test_a_replay_follows_a_change_after_a_round_at_which_no_checkpoint_was_due(tmp_path):
+    before = hashed(run__steps=16, run__checkpoint_every=8)
+    simulation = simulate(before, tmp_path / "k", until=1)
+    with pytest.raises(KeyboardInterrupt, match="stopped after round 2 of 8, and saved"):
+        simulation.go_on(asked=lambda: True)
+    after = hashed(run__steps=16, run__checkpoint_every=8, inner__lr=1e-4)
+    simulate(after, tmp_path / "k", resume=True)
+    replay(lambda real: resolve(after, real=real), tmp_path / "again", tmp_path / "k")
+    first, again = (
+        [line for line in read_metrics(folder) if line["kind"] == "train"]
+        for folder in (tmp_path / "k", tmp_path / "again")
+    )
+    assert first == again and len(first) == 3 * 8
 
 
 @pytest.mark.full

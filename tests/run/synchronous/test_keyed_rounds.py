@@ -187,5 +187,6 @@ def test_what_goes_over_a_process_group_is_refused_by_name_with_keys(tmp_path: P
     code, said = Command("train", tmp_path / "run.toml", **launched, TORCHELASTIC_USE_AGENT_STORE="True").finish()
     assert code == 2 and "(torchrun) has a store at MASTER_ADDR = '192.0.2.7' that cannot encrypt" in said, said
     (tmp_path / "run.toml").write_text(dump(tiny(workers=N)))
-    code, said = run("train", tmp_path / "run.toml", "--listen", "127.0.0.1:9")
-    assert code == 2 and "has neither [peers] nor run.elastic = true, so nobody can join it" in said
+    for option in ("--listen", "--join"):
+        code, said = run("train", tmp_path / "run.toml", option, "127.0.0.1:9")
+        assert code == 2 and "has neither [peers] nor run.elastic = true, so nobody can join it" in said

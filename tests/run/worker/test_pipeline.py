@@ -430,7 +430,11 @@ BAD = {
     ),
     "a tile of a bottleneck": (
         {**CUT, "model__bottleneck": {"name": "resbm", "width": 8, "cuts": [2]}, "pipeline__forward": "tahquant"},
-        "does not divide the 8 that cross",
+        "does not divide the 8 that cross; take a divisor of them, or another model.bottleneck.width",
+    ),
+    "a seed beyond": (
+        {**CUT, "pipeline__forward": {"name": "projection", "seed": 2**63}},
+        f"got seed = {2**63}, which must be a whole number from 0 to below {2**63}",
     ),
     "an unknown schedule": ({**CUT, "pipeline__schedule": "2f2b"}, "unknown pipeline.schedule '2f2b'"),
     **{

@@ -563,6 +563,12 @@ def test_a_run_starts_again_without_a_stage_that_is_killed_and_goes_on_from_its_
     simulate(other, tmp_path / "simulated")
     assert all(map(torch.equal, parameters(other, tmp_path / "run"), parameters(other, tmp_path / "simulated")))
     assert lost_stages(tmp_path / "run") == other.pipeline.lost
+    checkpoints = tmp_path / "run" / "checkpoints"
+    for path in [*checkpoints.glob("stage-1-*"), *checkpoints.glob("stage-[02]-*/round-000001")]:
+        shutil.rmtree(path)
+    code, output = run("train", "--resume", tmp_path / "run", "--local", 1, "--set", "run.steps=6")
+    again = "--set 'pipeline.lost=[{worker = 0, stage = 1, after = 1}, {worker = 0, stage = 1, after = 2}]'"
+    assert code == 2 and "round 2: stage 1 of worker 0 has no checkpoint of it" in output and again in output, output
     code, output = run(*words[:2], "--restarts", 1)
     assert code == 2 and "--restarts is 1, and only who has started all processes" in output
 

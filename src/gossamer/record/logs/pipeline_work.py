@@ -5,7 +5,7 @@ With it, the run can be priced on any network without the model and codec. A run
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NotRequired
 
 from pydantic import Field, with_config
 from typing_extensions import TypedDict
@@ -40,6 +40,10 @@ class PipelineWork(TypedDict):
     """The number of inner steps of the run whose samples no boundary remembers."""
     cut: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=2**20)] | None
     """The workers in stages; null for all."""
+    table_bytes: NotRequired[Annotated[int, Field(ge=0, lt=2**53)]]
+    """What goes through all stages, one after the other, at the start of each local phase; missing for nothing."""
+    phases: NotRequired[Portion]
+    """The local phases of an inner step, a fraction."""
 
 
 _WORK = Records[PipelineWork](PipelineWork)

@@ -36,7 +36,7 @@ from gossamer.run.config.resolve import resolve_document, settings_in
 from gossamer.run.config.resolved import RunSettings
 from gossamer.run.worker.stages.checkpoints import Store, partition_of
 from gossamer.run.worker.task import Task
-from gossamer.settings.schema import parse_toml
+from gossamer.settings.schema import parse_toml, toml_value
 
 log = logging.getLogger("gossamer")
 
@@ -190,17 +190,18 @@ def decode_faults(received: Sequence[object]) -> list[Fault | None]:
     return faults
 
 
-def together(processes: Sequence[KeptRounds]) -> KeptRounds:
-    """The checkpoints of a worker in several processes: a round is complete if all of them have it.
+def together(processes: Mapping[str, KeptRounds]) -> KeptRounds:
+    """The checkpoints of a worker in several processes, by their names: a round is complete if all of them have it.
 
-    >>> together([KeptRounds({10: None, 20: None}), KeptRounds({10: None})]).faults[20].why
-    'one of its stages has no checkpoint of it'
+    >>> has = {"stage 0 of worker 3": KeptRounds({10: None, 20: None}), "stage 1 of worker 3": KeptRounds({10: None})}
+    >>> together(has).faults[20].why
+    'stage 1 of worker 3 has no checkpoint of it'
     """
-    absent = Fault(FaultKind.ABSENT, "one of its stages has no checkpoint of it")
-    rounds = sorted({r for one in processes for r in one.faults})
-    by_round = {r: [one.faults.get(r, absent) for one in processes] for r in rounds}
+    absent = {name: Fault(FaultKind.ABSENT, f"{name} has no checkpoint of it") for name in processes}
+    rounds = sorted({r for one in processes.values() for r in one.faults})
+    by_round = {r: [one.faults.get(r, absent[name]) for name, one in processes.items()] for r in rounds}
     return KeptRounds(
-        {r: next(filter(None, each), None) for r, each in by_round.items()}, max(one.due for one in processes)
+        {r: next(filter(None, each), None) for r, each in by_round.items()}, max(one.due for one in processes.values())
     )
 
 
@@ -213,18 +214,32 @@ def lost_stages(folder: Path) -> tuple[LostStage, ...]:
         return ()
     run, has = settings_in(folder), dict[tuple[int, int], set[int]]()
     lineage, known = lineage_of(run, folder), run.pipeline.lost
+    as_if_none = replace(
+        run, pipeline=replace(run.pipeline, lost=())
+    )  # a stage may be lost twice: its files alone count
     for worker, parts in enumerate(run.processes if run.pipeline.stages > 2 else ()):
         for part in range(parts):
-            faults = Store(run, folder, partition_of(run, worker), part).faults(worker, lineage)
+            faults = Store(as_if_none, folder, partition_of(run, worker), part).faults(worker, lineage)
             has[worker, part] = {round for round, fault in faults.items() if fault is None}
     left = [rounds for rounds in has.values() if rounds]
     after = max(set.intersection(*left), default=0) if left else 0
-    newly_lost = [LostStage(worker=w, stage=k, after=after) for (w, k), rounds in has.items() if after and not rounds]
+    gone = [LostStage(worker=w, stage=k, after=after) for (w, k), rounds in has.items() if after and not rounds]
+    newly_lost = [one for one in gone if one not in known]
     if not newly_lost:
         return known
     pipeline = replace(run.pipeline, lost=(*known, *newly_lost))
     unfit = any(misfits(pipeline, run.model, run.data, run.workers, run.schedule))
     return known if unfit else pipeline.lost
+
+
+def set_lost(lost: Sequence[LostStage]) -> str:
+    """The value of --set that names lost stages.
+
+    >>> set_lost([LostStage(worker=1, stage=1, after=60)])
+    'pipeline.lost=[{worker = 1, stage = 1, after = 60}]'
+    """
+    tables = ("{" + ", ".join(f"{k} = {v!r}" for k, v in toml_value(one).items()) + "}" for one in lost)
+    return f"pipeline.lost=[{', '.join(tables)}]"
 
 
 # --- which round counts -----------------------------------------------------------------------------------------------
@@ -582,7 +597,12 @@ def _how_to_mend(store: Store, kept: Mapping[int, KeptRounds]) -> str:
         file = quote(str(store.folder / "run.toml"))
         instead = f"start it again there with gossamer simulate {file} --out {folder} --resume auto"
     if run.kind == "rounds" and run.pipeline.stages > 2:
-        instead += ", name a middle stage that is lost and the round in pipeline.lost, so that it goes on from what others have"
+        lost = lost_stages(store.folder)
+        instead += (
+            f", continue from what others have of the lost stages by adding --set {quote(set_lost(lost))}"
+            if len(lost) > len(run.pipeline.lost)
+            else ", name a middle stage that is lost and the round in pipeline.lost, so that it goes on from what others have"
+        )
     return instead
 
 

@@ -314,9 +314,10 @@ def _not_carried(pipeline: PipelineConfig, model: ModelConfig, data: DataConfig,
         if boundary.linear:
             _must_project(boundary, direction, cuts, model)
         if widths := [width for cut in cuts if (width := crossing(model, cut)) % boundary.unit]:
+            key = "model.hidden_size" if widths[0] == model.shape.hidden_size else "model.bottleneck.width"
             yield (
                 f"pipeline.{direction} = '{boundary.name}' cuts {boundary.unit} channels at a time, which does not divide the "
-                f"{widths[0]} that cross; take a divisor of them, or another model.hidden_size"
+                f"{widths[0]} that cross; take a divisor of them, or another {key}"
             )
         if boundary.remembers and data.windows is None:
             yield (

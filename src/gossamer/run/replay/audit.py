@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from gossamer.errors import ConfigError, DataError
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics, store_file
-from gossamer.record.lineage import Lineage
+from gossamer.record.lineage import Lineage, read_branches
 from gossamer.record.machines import read_machines, this_machine
 from gossamer.record.whole_files import worker_suffix
 from gossamer.run.bookkeeping.evaluate import Probe
@@ -85,7 +86,7 @@ def audit(
     changed_code(settings_in(folder), folder, "repeat", speaks=False)
     real = any(folder.glob("metrics-[0-9]*.jsonl"))
     run = _repeatable(recorded_run(folder, parts, real=real), folder, real=real)
-    recorded = _hashes(folder)
+    recorded = _hashes(folder, in_parts=real and max(run.processes) > 1)
     first, last = _asked_for(recorded, rounds, worker, run.workers)
     some = _stretches(run, folder, real=real)
     ends = max(one.run.rounds for one in some)
@@ -177,9 +178,10 @@ def _stretches(run: ResolvedRun, folder: Path, *, real: bool) -> list[Stretch]:
     return [Stretch(first, replace(one, record=run.record)) for first, one in stretches(run, folder, real=real)]
 
 
-def _hashes(folder: Path) -> Hashes:
+def _hashes(folder: Path, *, in_parts: bool) -> Hashes:
     """The recorded hashes of each worker. Invalid ones match none.
 
+    Args: `in_parts` is whether no process had a whole worker.
     Raises: ConfigError where there are none; DataError for a round with two.
     """
     by_round: Hashes = {}
@@ -194,6 +196,12 @@ def _hashes(folder: Path) -> Hashes:
                     )
             case _:
                 pass
+    if not by_round and in_parts:  # which refuses to record them
+        again = f"--replay {quote(str(folder))}" if read_branches(folder) else quote(str(folder / "run.toml"))
+        raise ConfigError(
+            f"'{folder}' has no hashes to compare, as each process has a part of a worker and a hash is of a whole one; compute "
+            f"the run again with gossamer simulate {again} --out AGAIN, and compare the losses of gossamer evaluate"
+        )
     if not by_round:
         raise ConfigError(
             f"'{folder}' has no hashes to compare; train it again with --set record.hash=true, which records them"

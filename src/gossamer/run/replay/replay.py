@@ -55,6 +55,8 @@ def _resumed_alike(run: ResolvedRun, folder: Path, recorded: Path) -> Result:
             with engine.opened():
                 while engine.finished < until:
                     engine.advance()
+                if until < run.rounds:  # a run that is asked to stop saves at once, whether a checkpoint is due or not
+                    engine.save()
                 result = engine.result()
     if result is None:
         raise ConfigError(f"'{recorded}' has no round to compute again; resume it, or simulate its run file")

@@ -417,9 +417,8 @@ def _agreement(store: Store, member: Member, found: Mapping[str, Any], past: His
     facts = agree(member, common, encode_kept(own), settings=settings, timeout_s=timeout_s)
     # By process, each of which has a stage of a worker.
     owners = [member.owner(rank) for rank in range(member.ranks)]
-    kept = {
-        i: together([decode_kept(i, fact) for j, fact in zip(owners, facts, strict=True) if i == j]) for i in {*owners}
-    }
+    named = [(i, member.name(rank), decode_kept(i, facts[rank])) for rank, i in enumerate(owners)]
+    kept = {i: together({name: one for j, name, one in named if i == j}) for i in {*owners}}
 
     def read(round: int) -> dict[int, Fault | None]:
         mine = None if past is None else store.fault(round, me, past.lineage)

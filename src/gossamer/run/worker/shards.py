@@ -224,7 +224,7 @@ class Shards:
         except RuntimeError as error:
             if not any(word in str(error).lower() for word in _LOST):
                 raise
-            raise self._pipe.gone((self.part + 1) % self.parts) from error
+            raise self._pipe.gone((self.part + 1) % self.parts, error) from error
 
 
 def _collectives(member: Member, timeout_s: float) -> dist.ProcessGroup:

@@ -9,8 +9,10 @@ Every store access has a deadline. While the store does not answer we lose diagn
 warns once. A call that hangs is left to a thread, and no other is made before it ends; then the board works again.
 """
 
+import errno
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -24,7 +26,7 @@ from gossamer.transport.processes.store import THREADS, Entries, NoAnswerError, 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
 """Pauses before the next call on a store after an error: the first, doubled after each, and the longest."""
 MOST_DIGITS = 10
-Cause = Literal["closed", "silent", "foreign", "changed"]
+Cause = Literal["closed", "unreachable", "silent", "foreign", "changed"]
 T = TypeVar("T")
 
 log = logging.getLogger("gossamer")
@@ -67,6 +69,10 @@ def sentence(
     """
     what, do = {
         "closed": ("closed its connection", "it was ended or ended early: look at its log"),
+        "unreachable": (
+            "cannot be reached any more",
+            "the network between them loses what is sent, or its machine is off: check both, then resume",
+        ),
         "silent": (
             f"did not answer for {timeout_s:g} s",
             "it hangs, is cut off or is slow: look at its log, or raise run.timeout_s",
@@ -84,6 +90,18 @@ def sentence(
     via = f" ({', '.join(waits)})" if len(waits) > 1 else ""
     by = "" if failure.reporter == worker else f", as {name(failure.reporter)} reported"
     return f"{name(failure.culprit)} {what} in round {failure.round}{via}{by}; {do}"
+
+
+def cause_of(error: Exception) -> Cause:
+    """Why a connection of the system, or of gloo, has failed.
+
+    >>> cause_of(RuntimeError("[pair.cc:537] Read error [127.0.0.1]:25264: Connection timed out. GLHF!"))
+    'unreachable'
+    >>> cause_of(RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:25264"))
+    'closed'
+    """
+    lost = (os.strerror(code) for code in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN))
+    return "unreachable" if any(words in str(error) for words in lost) else "closed"
 
 
 def blame(worker: int, missing: Collection[int], before: Mapping[int, Note], after: Mapping[int, Note]) -> list[int]:
@@ -223,9 +241,12 @@ class Board:
 
     def _failure(self, text: bytes) -> Failure | None:
         match json_from_peer(text):
-            case [culprit, int(round_), reporter, ("closed" | "silent" | "foreign" | "changed") as cause] if (
-                self._is_worker(culprit) and self._is_worker(reporter)
-            ):
+            case [
+                culprit,
+                int(round_),
+                reporter,
+                ("closed" | "unreachable" | "silent" | "foreign" | "changed") as cause,
+            ] if self._is_worker(culprit) and self._is_worker(reporter):
                 return Failure(culprit, round_, reporter, cause)
         return None
 

@@ -42,7 +42,7 @@ from gossamer.layout import Reused
 from gossamer.transport import wire
 from gossamer.transport.contract import Delivery, Reduce, Sound, Ticket
 from gossamer.transport.processes.backend import backend_of, block, follow, hold, poll, whole_of
-from gossamer.transport.processes.board import Cause
+from gossamer.transport.processes.board import Cause, cause_of
 from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.store import THREADS
 from gossamer.transport.processes.waiting import GRACE_S, PackedMessage, RoundTransport, TicketState, Way
@@ -260,7 +260,7 @@ class GroupTransport(RoundTransport[_TicketState]):
 
     def _cause(self, peer: int, error: Exception) -> Cause:
         if not isinstance(error, TransportError):
-            return "closed"
+            return cause_of(error)
         return "changed" if isinstance(error, _ChangedError) else "foreign"
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from gossamer.errors import PeerError, TransportError, first_line
 from gossamer.rng import key
 from gossamer.transport.processes.backend import block, connected, hang_up
+from gossamer.transport.processes.board import cause_of
 from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.store import THREADS
 from gossamer.transport.processes.waiting import PeerWait
@@ -138,7 +139,7 @@ class Pipe:
             try:
                 work = dist.isend(tensor, group=self.group, group_dst=part, tag=tag)
             except RuntimeError as error:
-                raise self.gone(part) from error
+                raise self.gone(part, error) from error
             assert work is not None
             self._sending.append((part, work, tensor))
 
@@ -161,7 +162,7 @@ class Pipe:
             self._patience.failed(self.round, self._rank(part), "foreign")
             raise message
         if isinstance(message, Exception):
-            raise self.gone(part) from message
+            raise self.gone(part, message) from message
         return message
 
     def flush(self) -> None:
@@ -171,7 +172,7 @@ class Pipe:
             try:
                 work.wait(timedelta(seconds=self._timeout_s))
             except RuntimeError as error:
-                raise self.gone(part) from error
+                raise self.gone(part, error) from error
         self._sending.clear()
         self.waited_s += time.perf_counter() - began_s
 
@@ -195,6 +196,6 @@ class Pipe:
     def _rank(self, part: int) -> int:
         return self._member.rank_of(self._member.worker, part)
 
-    def gone(self, part: int) -> PeerError:
-        """The error to raise when another part has closed its connections."""
-        return self._patience.failed(self.round, self._rank(part), "closed")
+    def gone(self, part: int, error: Exception) -> PeerError:
+        """The error to raise when a connection with another part has failed."""
+        return self._patience.failed(self.round, self._rank(part), cause_of(error))

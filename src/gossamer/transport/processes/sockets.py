@@ -26,7 +26,7 @@ from gossamer.transport import wire
 from gossamer.transport.contract import Delivery, Sound, Ticket
 from gossamer.transport.elastic.ask import View, show
 from gossamer.transport.elastic.members import MemberStatus, SlotEntry, is_process
-from gossamer.transport.processes.board import Cause
+from gossamer.transport.processes.board import Cause, cause_of
 from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.waiting import GRACE_S, RoundTransport, TicketState, Way
 from gossamer.transport.sockets.channel import Channel
@@ -259,7 +259,7 @@ class SocketTransport(RoundTransport[TicketState]):
 
     def _cause(self, peer: int, error: Exception) -> Cause:
         refused = {what.rpartition(": ")[2] for what in self._refusals.counts if what.startswith(f"worker {peer}: ")}
-        return "changed" if "checksum" in refused else "foreign" if refused else "closed"
+        return "changed" if "checksum" in refused else "foreign" if refused else cause_of(error)
 
     def _view(self) -> View:
         """This worker's view, for status queries."""

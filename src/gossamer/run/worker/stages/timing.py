@@ -1,5 +1,6 @@
 """The work of a worker's stages in an inner step, and its seconds on a network."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -32,7 +33,8 @@ def pipeline_work(run: RunSettings, layout: Layout) -> PipelineWork | None:
     """The work of an inner step in stages; None for whole replicas.
 
     A stage's share of the work is its matrices' share of all parameters. Payloads count with their maximum size. Where
-    a boundary remembers samples, the first steps visit each of `data.windows` for the first time.
+    a boundary remembers samples, the first steps visit each of `data.windows` for the first time. A step has as many
+    local phases as the mean step of the run.
 
     Args: `layout` is that of the whole model.
     """
@@ -50,7 +52,7 @@ def pipeline_work(run: RunSettings, layout: Layout) -> PipelineWork | None:
     (there, back), again, first = map(most_bytes, codecs), codecs[0].again_bytes, 1.0
     if again is not None and data.windows is not None:
         first = min(1.0, data.windows / (run.loop.steps * data.accumulate * data.batch_size))
-    return PipelineWork(
+    work = PipelineWork(
         stages=pipeline.stages,
         chunks=pipeline.chunks,
         schedule=cast(Order, pipeline.schedule),  # the settings allow only these
@@ -62,6 +64,10 @@ def pipeline_work(run: RunSettings, layout: Layout) -> PipelineWork | None:
         first=first,
         cut=None if pipeline.workers is None else [*pipeline.workers],
     )
+    if codecs[0].linear:  # what it loses of the embeddings goes to all stages, as `InStages.begin` has it
+        (table,) = (leaf for leaf in layout.leaves if leaf.name.startswith("model.embed_tokens."))
+        work["table_bytes"], work["phases"] = 4 * math.prod(table.shape), run.rounds / run.loop.steps
+    return work
 
 
 def stage_seconds(
