@@ -127,8 +127,21 @@ class Members:
 
     @property
     def newest_round(self) -> int:
-        """The newest known round of a worker that is alive."""
-        return max((e.round for e in self.entries.values() if e.status == MemberStatus.ALIVE), default=self.own.round)
+        """The newest round known here of workers that are alive: of this worker's key, or of two others.
+
+        A round that one other claims alone would end the run of all. Only of a single other is it believed.
+        """
+        alive = sorted((e for e in self.entries.values() if e.status == MemberStatus.ALIVE), key=lambda e: -e.round)
+        if not alive:
+            return self.own.round
+        others = [entry for entry in alive if not self._are_one(self.me, entry.slot)]
+        second = next((entry for entry in others if not self._are_one(others[0].slot, entry.slot)), None)
+        vouched = [second or others[0]] if others else []
+        return max(entry.round for entry in [*vouched, *(entry for entry in alive if entry not in others)])
+
+    def _are_one(self, slot: int, other: int) -> bool:
+        """Whether two slots belong to one key; without keys each is separate."""
+        return slot == other or (self._speaks_for is not None and self._speaks_for(slot, other))
 
     def alive(self, round: int) -> frozenset[int]:
         """The slots whose workers take part in a round."""
