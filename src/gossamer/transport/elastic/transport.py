@@ -127,6 +127,8 @@ class ElasticTransport:
         """Payloads of exchanges whose outcome is not collected yet."""
         self._messages: dict[PeerConnection, _Waiting] = {}
         """The last message on each connection, possibly unsent."""
+        self._views: dict[PeerConnection, _Waiting] = {}
+        """The view at the end of the queue of each connection, possibly sent."""
         self._outcomes: dict[Ticket, dict[int, Outcome]] = {}
         self._reasons: dict[int, str] = {}
         """Why the last connection with each disconnected worker was lost."""
@@ -516,6 +518,14 @@ class ElasticTransport:
 
     def _send(self, link: PeerConnection, letter: Letter) -> None:
         """Queues a letter; a large one so that it may still be replaced."""
+        if letter.kind == LetterKind.MEMBERSHIP:
+            # A newer view replaces an unsent one, but overtakes no other letter: a goodbye would end what precedes it.
+            last = self._views.get(link)
+            if last is None or not last.change(letter):
+                last = self._views[link] = _Waiting(letter)
+                link.send(last)
+            return
+        self._views.pop(link, None)
         if letter.kind == LetterKind.PAYLOAD:
             waiting = self._posted[letter.ticket, link.peer] = _Waiting(letter)
             link.send(waiting)
@@ -686,6 +696,7 @@ class ElasticTransport:
             self._accepted.release(link.channel)
         with self.changed:
             self._messages.pop(link, None)
+            self._views.pop(link, None)
             with contextlib.suppress(ValueError):
                 self._links.get(link.peer, []).remove(link)
             entry = self.members.entries.get(link.peer)

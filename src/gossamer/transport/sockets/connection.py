@@ -104,13 +104,8 @@ class PeerConnection:
             self._letters.put(letter)
         elif not self._closed:
             self._closed = True
-            error = RefusedError(
-                "flood",
-                f"it does not read what it asks for: {MOST_WAITING} letters to it wait, and the connection ends; look at "
-                "that machine, or give it a faster link",
-            )
-            self._owner.refusals.add(f"worker {self.peer}", error)
-            _start(self._end, str(error))  # in a thread: the caller may hold locks of the owner
+            # In a thread, as the caller may hold locks of the owner. Not a refusal: others may cause letters to a slow peer.
+            _start(self._end, f"it reads more slowly than letters to it come, and {MOST_WAITING} of them wait")
 
     def end(self) -> None:
         """Queues the END letter, after which the other end closes."""
