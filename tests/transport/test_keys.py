@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 import secrets
+import shlex
 import socket
 import ssl
 import stat
@@ -182,6 +183,14 @@ def test_a_key_is_for_its_owner_alone_and_its_certificate_names_nobody(files: di
     open_to_all.chmod(0o644)
     with pytest.raises(ConfigError, match=r"can be read by others \(mode 644\); run chmod 600"):
         certificate_of(open_to_all)
+
+
+def test_a_command_that_a_sentence_gives_can_be_typed_for_a_key_of_any_name(tmp_path: Path) -> None:
+    path = new_key("o'neil", tmp_path / "o'neil.pem")
+    path.chmod(0o644)
+    with pytest.raises(ConfigError) as refused:
+        certificate_of(path)
+    assert shlex.split(str(refused.value).partition("; run ")[2]) == ["chmod", "600", str(path)]
 
 
 @pytest.mark.parametrize(
@@ -871,6 +880,10 @@ def test_a_newcomer_gets_a_slot_of_its_own_key_and_no_other(files: dict[str, Pat
         place = Applicant(5, "127.0.0.1:10")
         offer = ask(listener.address, b"", place, run=RUN, limits=limits(3), timeout_s=TIMEOUT_S, keys=keys[2])
         assert (offer.slot, offer.raw) == (2, b"state") and given == [{2}]
+        members.entries[2] = members.entries[2]._replace(status=MemberStatus.ALIVE)
+        with pytest.raises(PeerError, match=r"all that this machine's key may be \(worker 2\) is alive, as worker 0"):
+            ask(listener.address, b"", place, run=RUN, limits=limits(3), timeout_s=TIMEOUT_S, keys=keys[2])
+        members.entries[2] = members.entries[2]._replace(status=MemberStatus.LEFT)
         # What a worker says it is must be what its certificate says, and whoever wants another one is not given this one's.
         with pytest.raises(PeerError, match="peer 'berlin' calls itself worker 1"):
             ask(listener.address, b"", place, run=RUN, limits=limits(3), timeout_s=TIMEOUT_S, keys=keys[2], whom=1)

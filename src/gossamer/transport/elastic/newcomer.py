@@ -173,7 +173,8 @@ def ask(
         if reach_s is not None:
             channel.wait_at_most(timeout_s)
         _request(channel, place, run)
-        offer, size = _offer(receive_letter(channel, run, limits, _small), limits, address)
+        owned = frozenset[int]() if keys is None else keys.numbers(keys.certificate)
+        offer, size = _offer(receive_letter(channel, run, limits, _small), limits, address, owned)
         if keys is not None:
             keys.must_have(channel.certificate, offer.donor)
         if whom is not None and offer.donor != whom:
@@ -270,7 +271,8 @@ def _is_at_most(number: int | None, most: int) -> bool:
     return number is None or 0 <= number <= most
 
 
-def _offer(letter: Letter, limits: Limits, address: str) -> tuple[Offer, int]:
+def _offer(letter: Letter, limits: Limits, address: str, owned: frozenset[int]) -> tuple[Offer, int]:
+    """An offer and the bytes of its state; `owned` are the slots of this machine's key, if there are keys."""
     match json_from_peer(letter.content):
         case {
             "slot": int() | None as slot,
@@ -281,10 +283,17 @@ def _offer(letter: Letter, limits: Limits, address: str) -> tuple[Offer, int]:
             "entries": str(text),
         } if letter.kind == LetterKind.OFFER:
             slots, entries = limits.workers, read_membership_update(text.encode(), limits)
-            alive = sum(entry.status == MemberStatus.ALIVE for entry in entries or [])
-            if slot is None and alive < slots:
+            seen = f"as worker {donor} at {address} sees it"
+            living = {entry.slot for entry in entries or [] if entry.status == MemberStatus.ALIVE}
+            if slot is None and owned and owned <= living:
+                numbers = ", ".join(map(str, sorted(owned)))
                 raise PeerError(
-                    f"{alive} of {slots} workers are alive, as worker {donor} at {address} sees it, and the others may train on "
+                    f"all that this machine's key may be (worker {numbers}) is alive, {seen}; end one, or "
+                    " give this key more workers in [peers] in a new run"
+                )
+            if slot is None and len(living) < slots:
+                raise PeerError(
+                    f"{len(living)} of {slots} workers are alive, {seen}, and the others may train on "
                     "where it cannot reach them; join through one of those, or stop the run and resume it"
                 )
             if slot is None:
