@@ -884,6 +884,9 @@ def test_a_newcomer_gets_a_slot_of_its_own_key_and_no_other(files: dict[str, Pat
         with pytest.raises(PeerError, match=r"all that this machine's key may be \(worker 2\) is alive, as worker 0"):
             ask(listener.address, b"", place, run=RUN, limits=limits(3), timeout_s=TIMEOUT_S, keys=keys[2])
         members.entries[2] = members.entries[2]._replace(status=MemberStatus.LEFT)
+        at_most = {"limits": limits(3), "timeout_s": TIMEOUT_S, "keys": keys[2], "most_bytes": 4}
+        with pytest.raises(PeerError, match="worker 0 offers a state of 5 bytes, and one of this run has at most 4"):
+            ask(listener.address, b"", place._replace(slot=2), run=RUN, **at_most)
         # What a worker says it is must be what its certificate says, and whoever wants another one is not given this one's.
         with pytest.raises(PeerError, match="peer 'berlin' calls itself worker 1"):
             ask(listener.address, b"", place, run=RUN, limits=limits(3), timeout_s=TIMEOUT_S, keys=keys[2], whom=1)

@@ -38,9 +38,15 @@ from gossamer.transport.sockets.letter import Letter, body_of, receive_letter, s
 
 CHUNK_BYTES = 1 << 20
 LIMIT_BYTES = 1 << 38
-"""Most bytes of a state."""
+"""Most bytes of any state."""
 _REACH_S = 10.0
 """How long a worker that is asked for a hash may take."""
+
+
+def most_bytes_of_state(numel: int, workers: int) -> int:
+    """The most bytes of a state with this number of parameters, far above any: else a donor could fill the memory."""
+    # An optimizer and a rule keep some numbers for each parameter, and a rule some for each peer.
+    return min(LIMIT_BYTES, (1 << 30) + 8 * (64 + 2 * workers) * numel)
 
 
 class Handover:
@@ -159,6 +165,7 @@ def ask(
     keys: Keys | None = None,
     reach_s: float | None = None,
     whom: int | None = None,
+    most_bytes: int = LIMIT_BYTES,
 ) -> Offer:
     """A slot, and a state, from the worker that listens at `address`.
 
@@ -167,6 +174,7 @@ def ask(
             requests is declined.
         reach_s: within how long it must be reached, `timeout_s` by default.
         whom: the worker that it must be; None for any of the run. With keys its certificate must have that number.
+        most_bytes: of a state that is taken.
     Raises: OSError when it is unreachable or lost, PeerError when it refuses or all slots are filled.
     """
     with dial(address, secret, run=run, me=NEWCOMER, timeout_s=reach_s or timeout_s, keys=keys, whom=whom) as channel:
@@ -180,6 +188,11 @@ def ask(
         if whom is not None and offer.donor != whom:
             raise PeerError(f"worker {whom} at {address} calls itself worker {offer.donor}; ask another")
         taken = state and place.after in (None, offer.after)
+        if taken and size > most_bytes:
+            raise PeerError(
+                f"worker {offer.donor} offers a state of {size} bytes, and one of this run has at most {most_bytes}; look at "
+                "that machine"
+            )
         send_letter(channel, Letter(LetterKind.ASK, NEWCOMER, body=body_of(b"yes" if taken else b"no")), run)
         if not taken:
             return offer
@@ -198,10 +211,12 @@ def ask(
     return offer._replace(raw=bytes(raw))
 
 
-def ask_for_state(entry: SlotEntry, members: Members, endpoint: Endpoint, *, after: int | None = None) -> Offer:
+def ask_for_state(
+    entry: SlotEntry, members: Members, endpoint: Endpoint, *, most_bytes: int, after: int | None = None
+) -> Offer:
     """The state of a slot's worker, for a process that has a slot already.
 
-    Args: `after` as of `Applicant`. Raises: as `ask`.
+    Args: `after` as of `Applicant`, `most_bytes` as of `ask`. Raises: as `ask`.
     """
     own = members.own
     return ask(
@@ -213,6 +228,7 @@ def ask_for_state(entry: SlotEntry, members: Members, endpoint: Endpoint, *, aft
         timeout_s=endpoint.timeout_s,
         keys=endpoint.keys,
         whom=entry.slot,
+        most_bytes=most_bytes,
     )
 
 
@@ -289,7 +305,7 @@ def _offer(letter: Letter, limits: Limits, address: str, owned: frozenset[int]) 
                 numbers = ", ".join(map(str, sorted(owned)))
                 raise PeerError(
                     f"all that this machine's key may be (worker {numbers}) is alive, {seen}; end one, or "
-                    " give this key more workers in [peers] in a new run"
+                    "give this key more workers in [peers] in a new run"
                 )
             if slot is None and len(living) < slots:
                 raise PeerError(
