@@ -743,7 +743,7 @@ def test_what_a_listed_peer_makes_up_about_another_slot_changes_nothing(keys: li
         assert exchanged(workers, 2) == [{Outcome.MADE}] * 2
 
 
-def test_a_round_that_one_peer_claims_alone_ends_the_run_of_no_other(keys: list[Keys]) -> None:
+def test_a_round_that_one_peer_claims_alone_takes_no_other_to_the_end_of_the_run(keys: list[Keys]) -> None:
     last = limits(3).rounds
     with crew(keys, absent=2) as workers:
         assert exchanged(workers, 0) == [{Outcome.MADE}] * 2
@@ -756,10 +756,10 @@ def test_a_round_that_one_peer_claims_alone_ends_the_run_of_no_other(keys: list[
                 send_letter(near, Letter(LetterKind.DECLINE, 2, Ticket(0), round=last), RUN)
                 until(lambda worker=worker: worker.core.passed and worker.members.own.incarnation == 1)
                 assert worker.members.entries[2].round == last
-                assert worker.next_round() == worker.newest_round + 1 == 1
+                assert worker.newest_round == 2 and worker.next_round() <= 3
 
 
-def test_the_newest_round_is_that_of_ones_own_key_or_of_two_others(keys: list[Keys]) -> None:
+def test_a_key_is_believed_to_be_a_few_rounds_ahead_of_all_others(keys: list[Keys]) -> None:
     def newest(rounds: list[int], one_key: frozenset[int] = frozenset(), *, gone: int | None = None) -> int:
         entries = [
             SlotEntry(i, 0, i, MemberStatus.SUSPECT if i == gone else MemberStatus.ALIVE, 0, "", round)
@@ -771,9 +771,11 @@ def test_the_newest_round_is_that_of_ones_own_key_or_of_two_others(keys: list[Ke
 
     assert newest([2]) == 2
     assert newest([2, 9]) == 9, "nobody else can say"
-    assert newest([2, 9, 3]) == newest([2, 3, 9]) == 3
-    assert newest([2, 9, 8, 3]) == 8
-    assert newest([2, 9, 9, 3], frozenset({1, 2})) == 3
+    assert newest([2, 4, 3]) == 4
+    assert newest([2, 9, 3]) == newest([2, 3, 9]) == 5
+    assert newest([4, 9, 3]) == 6
+    assert newest([2, 9, 8, 3]) == 9
+    assert newest([2, 9, 9, 3], frozenset({1, 2})) == 5
     assert newest([2, 9, 3], frozenset({0, 1})) == 9
     assert newest([2, 9, 3], gone=2) == 9
     assert newest([7, 9, 3], gone=1) == 7

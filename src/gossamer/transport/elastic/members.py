@@ -28,6 +28,8 @@ _MOST_OUTBID = 1 << 10
 """The most by which a worker outbids the incarnation of a process that cannot be reached: forged letters must not
 exhaust the range.
 """
+_LONE_LEAD = 2
+"""The most rounds by which one key is believed to be ahead of all others."""
 _LONGEST_ADDRESS = 100
 _FEW = 32
 """Cached encoded or parsed updates: all workers send the same ones to each other."""
@@ -127,17 +129,20 @@ class Members:
 
     @property
     def newest_round(self) -> int:
-        """The newest round known here of workers that are alive: of this worker's key, or of two others.
+        """The newest round of workers that are alive, as far as it is believed here.
 
-        A round that one other claims alone would end the run of all. Only of a single other is it believed.
+        A round that one other key alone claims is believed up to a few rounds after those of all other keys: else a
+        letter would take all workers to the end of the run. One that is really ahead is reached over some rounds.
         """
         alive = sorted((e for e in self.entries.values() if e.status == MemberStatus.ALIVE), key=lambda e: -e.round)
         if not alive:
             return self.own.round
-        others = [entry for entry in alive if not self._are_one(self.me, entry.slot)]
-        second = next((entry for entry in others if not self._are_one(others[0].slot, entry.slot)), None)
-        vouched = [second or others[0]] if others else []
-        return max(entry.round for entry in [*vouched, *(entry for entry in alive if entry not in others)])
+        first = alive[0]
+        rest = [entry for entry in alive if not self._are_one(first.slot, entry.slot)]
+        third = any(not self._are_one(self.me, entry.slot) for entry in rest)
+        if self._are_one(self.me, first.slot) or not third:
+            return first.round
+        return min(first.round, rest[0].round + _LONE_LEAD)
 
     def _are_one(self, slot: int, other: int) -> bool:
         """Whether two slots belong to one key; without keys each is separate."""
