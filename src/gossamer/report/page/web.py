@@ -112,7 +112,7 @@ class Page(http.server.ThreadingHTTPServer):
         return self.beyond and (_is_address(name) or name in self.names)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answers in a thread; whoever opens connections and sends nothing, or little, keeps nobody else out."""
+        """Answers in a thread; idle and slow connections keep nobody out."""
         with self._lock:
             if len(self._open) >= _MOST_CONNECTIONS:
                 oldest = next(iter(self._open))
