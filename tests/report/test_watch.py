@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ from gossamer.cli import main
 from gossamer.errors import ConfigError
 from gossamer.record.folder import RunFolder
 from gossamer.record.logs.seconds import RoundSeconds
+from gossamer.report.page import web
 from gossamer.report.page.assets import ASSETS
 from gossamer.report.page.contents import groups_of
 from gossamer.report.page.live import LiveRuns
@@ -243,6 +245,19 @@ def test_beyond_loopback_everything_needs_the_token(tmp_path: Path) -> None:
         assert [get(page, f"/{page.token}/{name}")[0] for name in ("", "data.json", "page.css")] == [200] * 3
         assert get(page, f"/{page.token}/", host="evil.example")[0] == 403
         assert get(page, f"/{page.token}/", host="10.0.0.7")[0] == 200
+
+
+def test_idle_connections_are_bounded_and_keep_nobody_out(tmp_path: Path) -> None:
+    with served(tmp_path) as page, contextlib.ExitStack() as open_:
+        before, most = threading.active_count(), web._MOST_CONNECTIONS
+        for _ in range(2 * most):
+            idle = open_.enter_context(socket.create_connection(("127.0.0.1", page.port)))
+            idle.sendall(b"G")
+        assert get(page, "/")[0] == 200
+        deadline = time.monotonic() + 30
+        while threading.active_count() > before + most + 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert threading.active_count() <= before + most + 1 and len(page._open) <= most
 
 
 def test_what_cannot_be_served_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

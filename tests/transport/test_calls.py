@@ -91,7 +91,7 @@ class Mail:
 class Fleet:
     """Workers that meet, each with a log of the meetings that counted at its end."""
 
-    def __init__(self, rule, xs, sound=lambda payload, peer: True):
+    def __init__(self, rule, xs, sound=lambda payload, peer: True, **options):
         self.workers = [PairWorker(rule, Still(x)) for x in xs]
         self.met = [[] for _ in xs]
         self.told = [None] * len(xs)
@@ -103,6 +103,7 @@ class Fleet:
                 tell=lambda one, i=i: self._tell(i),
                 meet=lambda one, payload, i=i: self._meet(i, one, payload),
                 sound=sound,
+                **options,
             )
             for i in range(len(xs))
         ]
@@ -192,6 +193,22 @@ def test_a_meeting_with_a_message_that_is_not_sound_is_missed_at_both_ends(start
     fleet.cores[0].invite(2, 0.0)  # and both are free for others
     fleet.mail.deliver_all()
     assert fleet.met == [[(0, starter == 0, 2)], [], [(0, starter == 0, 0)]]
+
+
+def test_a_peer_is_met_a_bounded_number_of_times_in_a_local_phase():
+    fleet = Fleet(ad_psgd(), [torch.zeros(SIZE)] * N, most_invited=3)
+
+    def invite(times):
+        for _ in range(times):
+            fleet.cores[0].invite(1, 0.0)
+            fleet.mail.deliver_all()
+        return len(fleet.met[1])
+
+    assert invite(5) == 3 and not any(core.busy for core in fleet.cores)
+    fleet.cores[1].begin_phase()
+    assert invite(5) == 6
+    fleet.cores[1].finish()
+    assert invite(5) == 11, "who trains on may meet it as before"
 
 
 def test_a_worker_in_a_meeting_or_about_to_end_refuses_another():

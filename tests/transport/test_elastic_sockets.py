@@ -29,7 +29,7 @@ from gossamer.transport.sockets import letter as letters
 from gossamer.transport.sockets.addresses import listen, shown
 from gossamer.transport.sockets.addresses import split as host_and_port
 from gossamer.transport.sockets.channel import Channel
-from gossamer.transport.sockets.connection import Endpoint
+from gossamer.transport.sockets.connection import MOST_WAITING, Endpoint, Owner, PeerConnection
 from gossamer.transport.sockets.handshake import dial
 from gossamer.transport.sockets.header import NEWCOMER, WATCHER, LetterKind
 from gossamer.transport.sockets.letter import Letter, body_of, letters_up_to, receive_letter
@@ -583,6 +583,54 @@ def test_idle_connections_of_one_worker_are_few_and_others_exchange_meanwhile() 
             channel.close()
         until(lambda: all(transport.members.alive(0) == {0, 1} for transport in transports))
         assert together(transports, 0) == [{Outcome.MADE}] * 2
+
+
+def test_a_peer_that_asks_and_does_not_read_loses_its_connection() -> None:
+    lost, refusals, opens = list[str](), Refusals(), threading.Event()
+
+    def opened() -> Channel:
+        opens.wait(LIMIT_S)
+        raise ConnectionError("it never opened")
+
+    owner = Owner(
+        0,
+        RUN,
+        limits(2),
+        LIMIT_S,
+        lambda link, letter, size: True,
+        lambda link, letter: None,
+        lambda link, why: lost.append(why),
+        refusals,
+    )
+    link = PeerConnection(1, owner, opened)
+    for _ in range(2 * MOST_WAITING):
+        link.send(Letter(LetterKind.PONG, 0))
+    until(lambda: len(lost) == 1)
+    assert lost == [f"it reads more slowly than letters to it come, and {MOST_WAITING} of them wait"]
+    assert not refusals.counts, "others may be the cause"
+    assert link._letters.qsize() <= MOST_WAITING + 1
+    opens.set()
+
+
+def test_of_views_that_wait_only_the_newest_is_sent_and_it_overtakes_no_other_letter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    queued = list[Any]()
+    with crew(2) as (transports, entries):
+        assert together(transports, 0) == [{Outcome.MADE}] * 2
+        with transports[0].changed, monkeypatch.context() as patched:
+            link = transports[0]._link_to(entries[1])
+            assert link is not None
+            patched.setattr(link, "send", queued.append)
+            for _ in range(3):
+                transports[0].members.declare(MemberStatus.ALIVE)
+                transports[0].core.spread()
+                transports[0]._flush()
+            transports[0].core.announce()
+            transports[0].core.resend_view(1)
+            transports[0]._flush()
+        kinds = [(one if isinstance(one, Letter) else one()).kind for one in queued]
+    assert kinds == [LetterKind.MEMBERSHIP, LetterKind.PONG, LetterKind.MEMBERSHIP]
 
 
 def test_two_workers_exchange_over_ipv6() -> None:

@@ -166,7 +166,7 @@ def test_a_server_started_by_hand_makes_a_secret_for_its_owner_alone_and_a_copy_
     path.chmod(0o644)
     assert read_secret(path).encode() == made
     assert [one.getMessage() for one in caplog.records] == [
-        f"others on this machine may read the secret '{path}' (mode 644); run chmod 600 '{path}'"
+        f"others on this machine may read the secret '{path}' (mode 644); run chmod 600 {path}"
     ]
     path.write_text("guess\n")
     with pytest.raises(ConfigError, match="holds a secret of 5 characters and at least 32 are needed"):

@@ -2,9 +2,11 @@
 
 import base64
 import contextlib
+import itertools
 import os
 import re
 import secrets
+import shlex
 import socket
 import ssl
 import stat
@@ -31,6 +33,7 @@ from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry,
 from gossamer.transport.elastic.newcomer import Applicant, Handover, ask, host
 from gossamer.transport.elastic.transport import ElasticTransport
 from gossamer.transport.keys import Keys, Peer, certificate_of, keys_for, new_key, read_peers
+from gossamer.transport.processes import keyed_store
 from gossamer.transport.processes.keyed_store import KeyedStore
 from gossamer.transport.sockets.connection import Endpoint
 from gossamer.transport.sockets.handshake import dial
@@ -180,6 +183,14 @@ def test_a_key_is_for_its_owner_alone_and_its_certificate_names_nobody(files: di
     open_to_all.chmod(0o644)
     with pytest.raises(ConfigError, match=r"can be read by others \(mode 644\); run chmod 600"):
         certificate_of(open_to_all)
+
+
+def test_a_command_that_a_sentence_gives_can_be_typed_for_a_key_of_any_name(tmp_path: Path) -> None:
+    path = new_key("o'neil", tmp_path / "o'neil.pem")
+    path.chmod(0o644)
+    with pytest.raises(ConfigError) as refused:
+        certificate_of(path)
+    assert shlex.split(str(refused.value).partition("; run ")[2]) == ["chmod", "600", str(path)]
 
 
 @pytest.mark.parametrize(
@@ -732,6 +743,68 @@ def test_what_a_listed_peer_makes_up_about_another_slot_changes_nothing(keys: li
         assert exchanged(workers, 2) == [{Outcome.MADE}] * 2
 
 
+def test_a_round_that_one_peer_claims_alone_takes_no_other_to_the_end_of_the_run(keys: list[Keys]) -> None:
+    last = limits(3).rounds
+    with crew(keys, absent=2) as workers:
+        assert exchanged(workers, 0) == [{Outcome.MADE}] * 2
+        own = SlotEntry(2, 0, 1234, MemberStatus.ALIVE, 0, "127.0.0.1:9", last)
+        for worker in workers:
+            doubted = worker.members.own._replace(status=MemberStatus.SUSPECT)
+            with dial(worker._listener.address, b"", run=RUN, me=2, timeout_s=TIMEOUT_S, keys=keys[2]) as near:
+                body = body_of(membership_update({2: own, worker.worker: doubted}))
+                send_letter(near, Letter(LetterKind.MEMBERSHIP, 2, round=last, body=body), RUN)
+                send_letter(near, Letter(LetterKind.DECLINE, 2, Ticket(0), round=last), RUN)
+                until(lambda worker=worker: worker.core.passed and worker.members.own.incarnation == 1)
+                assert worker.members.entries[2].round == last
+                assert worker.newest_round == 2 and worker.next_round() <= 3
+
+
+def test_a_key_is_believed_to_be_a_few_rounds_ahead_of_all_others(keys: list[Keys]) -> None:
+    def newest(rounds: list[int], one_key: frozenset[int] = frozenset(), *, gone: int | None = None) -> int:
+        entries = [
+            SlotEntry(i, 0, i, MemberStatus.SUSPECT if i == gone else MemberStatus.ALIVE, 0, "", round)
+            for i, round in enumerate(rounds)
+        ]
+        members = Members(limits(len(rounds)), 0, entries)
+        members.restrict_trust(lambda a, b: a == b or {a, b} <= one_key)
+        return members.newest_round
+
+    assert newest([2]) == 2
+    assert newest([2, 9]) == 9, "nobody else can say"
+    assert newest([2, 4, 3]) == 4
+    assert newest([2, 9, 3]) == newest([2, 3, 9]) == 5
+    assert newest([4, 9, 3]) == 6
+    assert newest([2, 9, 8, 3]) == 9
+    assert newest([2, 9, 9, 3], frozenset({1, 2})) == 5
+    assert newest([2, 9, 3], frozenset({0, 1})) == 9
+    assert newest([2, 9, 3], gone=2) == 9
+    assert newest([7, 9, 3], gone=1) == 7
+
+
+def test_a_key_has_a_few_connections_whatever_addresses_they_come_from(
+    keys: list[Keys], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect, count = socket.create_connection, itertools.count(2)
+
+    def elsewhere(address: tuple[str, int], timeout: float) -> socket.socket:
+        return connect(address, timeout, source_address=(f"127.0.1.{next(count)}", 0))
+
+    with crew(keys, absent=2) as workers, contextlib.ExitStack() as open_:
+        assert exchanged(workers, 0) == [{Outcome.MADE}] * 2
+        links = [*workers[1]._links[0]]
+        with monkeypatch.context() as patched:
+            patched.setattr(socket, "create_connection", elsewhere)
+            try:
+                for me in [2] * 80 + [NEWCOMER] * 80:
+                    address = workers[1]._listener.address
+                    open_.enter_context(dial(address, b"", run=RUN, me=me, timeout_s=TIMEOUT_S, keys=keys[2]))
+            except OSError:
+                pytest.skip("this machine has one address of loopback")
+        until(lambda: len(workers[1]._links[2]) <= 4)
+        assert workers[1]._links[0] == links
+        assert exchanged(workers, 1) == [{Outcome.MADE}] * 2
+
+
 def test_a_slot_is_its_own_keys_whatever_others_have_said_of_it(keys: list[Keys]) -> None:
     with crew(keys[:2], absent=1) as workers, liar(workers, keys, slot=1) as say:
         known = workers[0].members.entries
@@ -809,6 +882,13 @@ def test_a_newcomer_gets_a_slot_of_its_own_key_and_no_other(files: dict[str, Pat
         place = Applicant(5, "127.0.0.1:10")
         offer = ask(listener.address, b"", place, run=RUN, limits=limits(3), timeout_s=TIMEOUT_S, keys=keys[2])
         assert (offer.slot, offer.raw) == (2, b"state") and given == [{2}]
+        members.entries[2] = members.entries[2]._replace(status=MemberStatus.ALIVE)
+        with pytest.raises(PeerError, match=r"all that this machine's key may be \(worker 2\) is alive, as worker 0"):
+            ask(listener.address, b"", place, run=RUN, limits=limits(3), timeout_s=TIMEOUT_S, keys=keys[2])
+        members.entries[2] = members.entries[2]._replace(status=MemberStatus.LEFT)
+        at_most = {"limits": limits(3), "timeout_s": TIMEOUT_S, "keys": keys[2], "most_bytes": 4}
+        with pytest.raises(PeerError, match="worker 0 offers a state of 5 bytes, and one of this run has at most 4"):
+            ask(listener.address, b"", place._replace(slot=2), run=RUN, **at_most)
         # What a worker says it is must be what its certificate says, and whoever wants another one is not given this one's.
         with pytest.raises(PeerError, match="peer 'berlin' calls itself worker 1"):
             ask(listener.address, b"", place, run=RUN, limits=limits(3), timeout_s=TIMEOUT_S, keys=keys[2], whom=1)
@@ -864,6 +944,21 @@ def test_a_store_behind_keys_is_read_by_their_owners_and_by_nobody_on_the_path(
             KeyedStore.reached("127.0.0.1", port, stranger, 1, 0.5)
         with pytest.raises((PeerError, OSError)):
             dial(f"127.0.0.1:{port}", b"a secret", run=RUN, me=1, timeout_s=1.0)
+
+
+def test_a_key_has_a_bounded_number_of_connections_with_a_store(keys: list[Keys]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+    behind = KeyedStore.hosted("127.0.0.1", port, keys[0], TIMEOUT_S)
+    honest = KeyedStore.reached("127.0.0.1", port, keys[1], 1, TIMEOUT_S)
+    with contextlib.closing(behind), contextlib.closing(honest), contextlib.ExitStack() as open_:
+        before = threading.active_count()
+        for _ in range(60):
+            address = f"127.0.0.1:{port}"
+            open_.enter_context(dial(address, b"", run=keyed_store._RUN, me=2, timeout_s=TIMEOUT_S, keys=keys[2]))
+        until(lambda: threading.active_count() <= before + 2 * keyed_store._MOST_OF_A_WORKER)
+        honest.store.set("word", "heard")
+        assert behind.store.get("word") == b"heard"
 
 
 def test_a_changed_byte_ends_the_connection_with_a_store_and_changes_nothing_in_it(keys: list[Keys]) -> None:

@@ -122,13 +122,13 @@ def _peers(peers: Mapping[str, Sequence[int]]) -> str:
     """The slots that each machine may fill.
 
     >>> _peers({"berlin": range(0, 4), "paris": range(4, 5), "hub": range(5, 5)})
-    'encrypted: berlin is workers 0 to 3, paris is worker 4, hub is none'
+    'encrypted: berlin is workers 0 to 3, paris is worker 4, hub is no worker'
     """
     words = [
         f"{'worker' if len(numbers) == 1 else 'workers'} {numbers[0]}"
         + (f" to {numbers[-1]}" if len(numbers) > 1 else "")
         if numbers
-        else "none"
+        else "no worker"
         for numbers in peers.values()
     ]
     return "encrypted: " + ", ".join(f"{name} is {word}" for name, word in zip(peers, words, strict=True))

@@ -43,7 +43,7 @@ from gossamer.transport.elastic.members import (
     SlotEntry,
     is_process,
 )
-from gossamer.transport.elastic.newcomer import Applicant, Handover, Offer, ask, ask_for_state
+from gossamer.transport.elastic.newcomer import Applicant, Handover, Offer, ask, ask_for_state, most_bytes_of_state
 from gossamer.transport.elastic.transport import ElasticTransport
 from gossamer.transport.processes.keyed_store import KeyedStore
 from gossamer.transport.processes.launch import agree
@@ -184,6 +184,7 @@ class ElasticSite:
         self._peers: Callable[[int, frozenset[int]], Sequence[int]] = lambda round, alive: ()
         # A message has at most four tensors of the size of x, in fp64 at most.
         limit_bytes = 32 * numel + (1 << 16) if closes else None
+        self._most_bytes = most_bytes_of_state(numel, begins.lane.n)
         self._inner = ElasticTransport(
             begins.members,
             endpoint,
@@ -494,7 +495,7 @@ class ElasticSite:
         if entry is None:
             return None
         try:
-            return ask_for_state(entry, self._inner.members, self._endpoint, after=after)
+            return ask_for_state(entry, self._inner.members, self._endpoint, after=after, most_bytes=self._most_bytes)
         except (OSError, PeerError) as error:
             log.info("site %d got no state of site %d: %s", self.lane.worker, donor, error)
             return None

@@ -17,6 +17,7 @@ import secrets
 import stat
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, with_config
@@ -151,7 +152,9 @@ def state_key(*, make: bool) -> StateKey:
     except OSError as error:
         return StateKey(path, b"", error.strerror or str(error))
     if os.name == "posix" and mode & (stat.S_IRWXG | stat.S_IRWXO):
-        return StateKey(path, b"", f"others on this machine may read it; remove it, or run chmod 600 '{path}'")
+        return StateKey(
+            path, b"", f"others on this machine may read it; remove it, or run chmod 600 {quote(str(path))}"
+        )
     return StateKey(path, key) if len(key) == _KEY_BYTES else StateKey(path, b"", "it holds no key; remove it")
 
 

@@ -51,9 +51,11 @@ def krum(messages: Sequence[Tensor], faulty: int, best: int) -> Tensor:
 
 def geometric_median(messages: Sequence[Tensor]) -> Tensor:
     """The point with the least sum of distances to all messages."""
-    y = weighted_sum(messages, [1.0 / len(messages)] * len(messages))
+    # From the mean, a message that is far away would still count after all steps, by a part of its length.
+    y = trimmed_mean(messages, len(messages))
     for _ in range(_WEISZFELD_STEPS):
-        closeness = [1.0 / max(norm(one - y), _NEAREST) for one in messages]
+        # In fp64, where no distance between numbers of fp32 overflows.
+        closeness = [1.0 / max(norm(one.double() - y), _NEAREST) for one in messages]
         y = weighted_sum(messages, [c / sum(closeness) for c in closeness])
     return y
 

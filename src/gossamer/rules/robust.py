@@ -24,7 +24,7 @@ def robust(
     trimmed:           in every coordinate, the mean of what is left without the f smallest and the f largest; f < n / 2
     median:            in every coordinate, the median: trimmed with f = ⌈n/2⌉ - 1
     krum:              the mean of the m messages with the least Σ ||Δ_i - Δ_j||² over their n - f - 2 nearest
-    geometric_median:  the point with the least Σ_j ||Δ_j - y||, by 32 steps of Weiszfeld's from the mean, distances from 1e-8 on
+    geometric_median:  the point with the least Σ_j ||Δ_j - y||, by 32 steps of Weiszfeld's from the median, distances >= 1e-8
 
     An f or m that is too large for n workers is lowered to the largest possible. All workers compute the same from the
     same messages.
@@ -37,8 +37,8 @@ def robust(
         would halve the bytes, and an owner that is wrong would then decide its chunk alone.
     Source: trimmed mean and median arXiv 1803.01498, Krum Blanchard et al., NeurIPS 2017, geometric median arXiv 1912.13445;
         around an outer step as in RoDiLoCo's public code, which has no results yet.
-    Differs: a message that is not finite is not dropped: it ends the run, as everywhere. Several tensors are combined
-        one by one.
+    Differs: a message that is not finite counts for nothing, and ends an elastic run, as everywhere. Several tensors are
+        combined one by one.
     Fails when: shards differ so much that honest messages look wrong; on sparse codecs, whose messages are zero at most places,
         as are their medians; and for "krum" where workers run on different processors, as two of them may choose differently.
     Raises: ConfigError for rules that do not average pseudo-gradients or gradients of the same round.

@@ -37,8 +37,8 @@ def trusted(rule: Given[Rule], keep: Decay = 0.9, temperature: Positive = 0.1) -
     Source: RoDiLoCo's public code, which has no results yet; uniform weights are the average of directions of
         `decoupled_diloco` (arXiv 2604.21428).
     Differs: a worker that sends zeros has no direction, and a cosine of zero.
-    Fails when: the wrong worker is there in round 0, which is a mean of all; or the outer learning rate was tuned for a mean,
-        whose norm is smaller.
+    Fails when: the wrong worker is there in round 0, which is a mean of all, or sends long messages, as Δ̄ is as long as one is on
+        average; or the outer learning rate was tuned for a mean, whose norm is smaller. `robust` is for wrong messages.
     Raises: ConfigError for rules that do not average pseudo-gradients or gradients of the same round.
 
     >>> from gossamer.rules.diloco import diloco

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from itertools import accumulate, pairwise
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 from pydantic import Field
@@ -93,7 +94,7 @@ class Keys:
             raise ConfigError(
                 f"the key '{path}' ({certificate_fingerprint(self.certificate)}) is none of the run's [peers] "
                 f"({', '.join(peers)}); add the lines that gossamer keys show prints to the run file of every machine, or name "
-                "another key with --key"
+                f"another key with {KEY}=FILE"
             )
         # Created at the start, when the private key is read: an unusable one would otherwise fail each connection.
         self._accepting, self._dialling = self._new(ssl.PROTOCOL_TLS_SERVER), self._new(ssl.PROTOCOL_TLS_CLIENT)
@@ -237,8 +238,8 @@ def keys_for(peers: Mapping[str, Peer], workers: int) -> Keys | None:
         return Keys(paths[0], peers, workers)
     listed_keys = f"{len(paths)} of the keys" if paths else "none of the keys"
     raise ConfigError(
-        f"[peers] lists {listed_keys} in '{_home()}' on this machine, and one is needed; name the right one with --key FILE or "
-        f"{KEY}, or make one with gossamer keys new NAME"
+        f"[peers] lists {listed_keys} in '{_home()}' on this machine, and one is needed; name the right one with "
+        f"{KEY}=FILE before the command (train and doctor take --key FILE too), or make one with gossamer keys new NAME"
     )
 
 
@@ -287,7 +288,7 @@ def certificate_of(path: Path) -> bytes:
         ) from None
     if others_may_read(mode):
         raise ConfigError(
-            f"the key '{path}' can be read by others (mode {stat.S_IMODE(mode):o}); run chmod 600 '{path}'"
+            f"the key '{path}' can be read by others (mode {stat.S_IMODE(mode):o}); run chmod 600 {quote(str(path))}"
         )
     start, end = text.find(ssl.PEM_HEADER), text.find(ssl.PEM_FOOTER)
     if start < 0 or end < start:

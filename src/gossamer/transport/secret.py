@@ -12,6 +12,7 @@ import secrets
 import stat
 import sys
 from pathlib import Path
+from shlex import quote
 
 from gossamer.errors import ConfigError
 
@@ -67,10 +68,10 @@ def read_secret(path: Path) -> str:
         ) from None
     if others_may_read(mode):
         log.warning(
-            "others on this machine may read the secret '%s' (mode %o); run chmod 600 '%s'",
+            "others on this machine may read the secret '%s' (mode %o); run chmod 600 %s",
             path,
             stat.S_IMODE(mode),
-            path,
+            quote(str(path)),
         )
     return _checked(text, f"the file '{path}'").decode()
 

@@ -131,6 +131,7 @@ def test_who_joins_is_refused_at_once_for_what_no_waiting_changes(tmp_path: Path
         with pytest.raises(PeerError, match="no worker of the run could be joined"):
             join_run(run, tmp_path, key, address)
         transport.close()
-    with pytest.raises(PeerError, match="no worker of the run could be joined"):
+    with pytest.raises(PeerError, match="no worker of the run could be joined") as refused:
         join_run(run, tmp_path, key, "no address")
+    assert "gossamer status" not in str(refused.value), "this machine has no folder of the run"
     assert time.monotonic() - began_s < 60.0 < run.loop.timeout_s, "it does not wait"

@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 
 import numpy as np
 import pytest
@@ -751,6 +751,22 @@ def test_a_worker_that_reconnects_is_refused_on_its_first_connection(tmp_path, m
             start_of(first)
         first.close()
     assert server.error is None
+
+
+def test_a_worker_that_reconnects_all_the_time_joins_once_a_second(tmp_path, monkeypatch):
+    config = served(workers=2, server__name="cgad", run__steps=2)
+    with a_server(config, tmp_path, monkeypatch) as (server, port), ExitStack() as open_:
+        began_s = time.monotonic()
+        for _ in range(60):
+            client = joined(port, config, 1)
+            open_.callback(client.close)
+            greet(client, 1)
+        time.sleep(1.5)
+        joins = [who for who in had(tmp_path, "join") if who == 1]
+        assert 1 <= len(joins) <= 3 * (time.monotonic() - began_s)
+        honest = Process(work, resolve(config, real=True), tmp_path, "127.0.0.1", port, 0)
+        honest.join(60)
+    assert honest.error is None and server.error is None
 
 
 def test_what_train_cannot_do_is_said_in_one_sentence(tmp_path, capsys):

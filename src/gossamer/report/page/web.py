@@ -32,6 +32,8 @@ Answers = Mapping[str, Callable[[Mapping[str, str]], bytes]]
 Deeds = Mapping[str, Callable[[bytes], bytes]]
 _MOST_ASKED = 1 << 16
 """The most bytes of an action's request."""
+_MOST_CONNECTIONS = 128
+"""The most connections at once, each with a thread and a descriptor; the oldest gives way."""
 _MOST_DIGITS = 18
 """The most digits of a number in a request; Python refuses to convert more than 4,300."""
 _NONE: Deeds = {}
@@ -58,6 +60,7 @@ class Page(http.server.ThreadingHTTPServer):
 
     daemon_threads = True
     allow_reuse_address = True
+    request_queue_size = _MOST_CONNECTIONS  # with the default of 5, a flood delays each request by seconds
 
     def __init__(self, answers: Answers, host: str, port: int, *, main: str = "page", deeds: Deeds = _NONE) -> None:
         self.answers, self.host, self.main, self.deeds = answers, host, main, deeds
@@ -69,6 +72,9 @@ class Page(http.server.ThreadingHTTPServer):
         """Host names of this machine; only localhost on loopback."""
         self.asked_s = time.monotonic()
         """The time of the last request."""
+        self._open: dict[socket.socket, None] = {}
+        """The connections, oldest first."""
+        self._lock = threading.Lock()
         if ":" in host:
             self.address_family = socket.AF_INET6
         try:
@@ -104,6 +110,23 @@ class Page(http.server.ThreadingHTTPServer):
         if name == "localhost" or name == self.host or _is_loopback(name):
             return True
         return self.beyond and (_is_address(name) or name in self.names)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answers in a thread; idle and slow connections keep nobody out."""
+        with self._lock:
+            if len(self._open) >= _MOST_CONNECTIONS:
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread notices, and closes it
+            self._open[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Ends a connection."""
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignores a browser that disconnects in the middle of an answer."""

@@ -1,5 +1,6 @@
 """Pairwise meetings on real processes: one worker, whose meetings take place while it trains."""
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +25,8 @@ from gossamer.transport.elastic.meetings import Appointment, Meetings
 from gossamer.tree import Tree
 
 T = TypeVar("T")
+_MOST_INVITED = 16
+"""Invitations of one peer in a local phase, for each meeting of a mean phase and some more: this worker may be slow."""
 LOOK_S = 0.02
 """How often a worker polls for the first completed local phase of any worker."""
 
@@ -58,6 +61,7 @@ class PairParticipant(AsyncParticipant[PairWorker]):
             tell=lambda one: self._guarded(lambda: self._message_for(one)),
             meet=lambda one, payload: self._guarded(lambda: self._meet(one, payload)),
             sound=self._is_sound,
+            most_invited=math.ceil(_MOST_INVITED * (1.0 + (run.events.meetings or 1.0))),
         )
         self._neighbours = method.topology.mixing(0).receives_from(self.slot)
         self._started_per_phase = (run.events.meetings or 1.0) / 2
@@ -97,6 +101,7 @@ class PairParticipant(AsyncParticipant[PairWorker]):
             self.log.write(Learned(number, round, dt, start_s, self.now_s()))
             self.core.learn()
             self.core.begin()
+            self._meetings.begin_phase()
             self._meetings.steps = self.replica.steps_taken
             self.mark(number + 1)
         return report, start_s

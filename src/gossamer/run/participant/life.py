@@ -37,7 +37,7 @@ from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.task import Task
 from gossamer.stop_signals import Asked, leaving
 from gossamer.transport.elastic.members import MemberStatus, SlotEntry, SlotTakenError
-from gossamer.transport.elastic.newcomer import Handover, Offer
+from gossamer.transport.elastic.newcomer import Handover, Offer, most_bytes_of_state
 from gossamer.transport.elastic.transport import ElasticTransport
 from gossamer.transport.processes.launch import device_of
 from gossamer.transport.sockets.channel import Channel
@@ -288,6 +288,7 @@ class Participant(ABC, Generic[Connections]):
             accept=accept,
             before=before,
             stop=self.asked.is_set,
+            most_bytes=most_bytes_of_state(self.replica.layout.numel, self.run.workers),
         )
 
     def keep(self, after: int, state: Mapping[str, Any]) -> Snapshot:

@@ -308,10 +308,12 @@ def _addresses(folder: Path, where: str, others: Sequence[str]) -> list[str]:
 def _nobody(folder: Path, wait_s: float, tries: _Tries, addresses: Sequence[str]) -> GossamerError:
     """The error to raise when no worker has given a slot."""
     if addresses:
-        late = "" if tries.final.issuperset(addresses) else f" within {wait_s:g} s"
+        if tries.final.issuperset(addresses):  # with what is to be done
+            return PeerError(f"no worker of the run could be joined ({tries.why})")
+        # A machine that has never been in the run has no folder to ask.
+        how = f"with gossamer status {quote(str(folder))}" if (folder / "run.toml").exists() else "on its first machine"
         return PeerError(
-            f"no worker of the run could be joined{late} ({tries.why}); look whether it runs, with gossamer status "
-            f"{quote(str(folder))}"
+            f"no worker of the run could be joined within {wait_s:g} s ({tries.why}); look whether it runs, {how}"
         )
     return ConfigError(
         f"'{folder}' held no address of a worker for {wait_s:g} s; give --join HOST:PORT, as a worker of the run prints it"

@@ -16,7 +16,7 @@ from gossamer.errors import CheckpointError, GossamerError, PeerError, first_lin
 from gossamer.record.packed import unpacked
 from gossamer.record.progress import say
 from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry
-from gossamer.transport.elastic.newcomer import Offer, ask_for_hash, ask_for_state
+from gossamer.transport.elastic.newcomer import LIMIT_BYTES, Offer, ask_for_hash, ask_for_state
 from gossamer.transport.sockets.connection import Endpoint
 
 PAUSE_S = 0.5
@@ -39,6 +39,7 @@ def fetch_state(
     accept: Callable[[Offer, Any], T],
     before: int | None = None,
     stop: Callable[[], bool] = lambda: False,
+    most_bytes: int = LIMIT_BYTES,
 ) -> tuple[Offer, T]:
     """The result of `accept` on the first acceptable state, and its donor.
 
@@ -50,6 +51,7 @@ def fetch_state(
         before: the last donor, without a round since: asked only after all others.
         behind: completed rounds of this worker.
         stop: whether to stop asking.
+        most_bytes: of a state.
     Raises: PeerError when no worker gives one.
     """
     why, ended, deadline = "nobody else is alive", set[int](), time.monotonic() + endpoint.timeout_s
@@ -57,7 +59,7 @@ def fetch_state(
         alive = [entry for entry in members.with_status(MemberStatus.ALIVE) if entry.nonce not in ended]
         for entry in sorted(alive, key=lambda e: (e.nonce in members.disproved, e.slot == before, e.slot != first)):
             try:
-                offer = ask_for_state(entry, members, endpoint)
+                offer = ask_for_state(entry, members, endpoint, most_bytes=most_bytes)
                 state = accept(offer, unpacked(offer.raw or b""))
             except (OSError, GossamerError) as error:
                 why = f"worker {entry.slot}: {first_line(error)}"

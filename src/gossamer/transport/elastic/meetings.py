@@ -13,6 +13,8 @@ worker is in one meeting at a time. If two workers invite each other at once, th
 counts.
 """
 
+import sys
+from collections import Counter
 from collections.abc import Callable
 
 from torch import Tensor
@@ -63,6 +65,8 @@ class Meetings(Calls):
         tell: this worker's payload for a meeting, as of now.
         meet: called with each meeting that counts and the payload of the other end.
         sound: whether the payload of the other end is valid; a meeting with an invalid one is missed at both ends.
+        most_invited: the most invitations of one peer that are considered in a local phase: each accepted one is a line of
+            the record.
     """
 
     def __init__(
@@ -74,8 +78,10 @@ class Meetings(Calls):
         tell: Callable[[Appointment], Tensor],
         meet: Callable[[Appointment, Tensor], None],
         sound: Callable[[Tensor, int], bool] = lambda payload, peer: True,
+        most_invited: int = sys.maxsize,
     ) -> None:
         super().__init__(members, payload_bytes)
+        self._most_invited, self._invitations = most_invited, Counter[int]()
         self._limit_s, self._tell, self._meet, self._sound = limit_s, tell, meet, sound
         self._now: Appointment | None = None
         self._started = 0
@@ -86,6 +92,10 @@ class Meetings(Calls):
     def busy(self) -> bool:
         """Whether it is in a meeting."""
         return self._now is not None
+
+    def begin_phase(self) -> None:
+        """Begins a local phase, in which peers may invite this worker again."""
+        self._invitations.clear()
 
     def invite(self, peer: int, now: float) -> None:
         """Starts a meeting, unless either is in another, or the peer is not alive."""
@@ -141,6 +151,10 @@ class Meetings(Calls):
         current, me = self._now, self.members.me
         crossed = current is not None and current.peer == peer and current.starter == me and not current.sent
         sound = ticket.fragment == peer and max(ticket.round, ticket.leg) < LIFE_LIMIT
+        self._invitations[peer] += 1
+        sound = sound and (
+            self.over or self._invitations[peer] <= self._most_invited
+        )  # no phase begins after the last step
         if self.closed or not sound or not (current is None or (crossed and peer < me)):
             self._send(peer, LetterKind.REFUSE, ticket)
             return

@@ -28,6 +28,8 @@ _MOST_OUTBID = 1 << 10
 """The most by which a worker outbids the incarnation of a process that cannot be reached: forged letters must not
 exhaust the range.
 """
+_LONE_LEAD = 2
+"""The most rounds by which one key is believed to be ahead of all others."""
 _LONGEST_ADDRESS = 100
 _FEW = 32
 """Cached encoded or parsed updates: all workers send the same ones to each other."""
@@ -127,8 +129,24 @@ class Members:
 
     @property
     def newest_round(self) -> int:
-        """The newest known round of a worker that is alive."""
-        return max((e.round for e in self.entries.values() if e.status == MemberStatus.ALIVE), default=self.own.round)
+        """The newest round of workers that are alive, as far as it is believed here.
+
+        A round that one other key alone claims is believed up to a few rounds after those of all other keys: else a
+        letter would take all workers to the end of the run. One that is really ahead is reached over some rounds.
+        """
+        alive = sorted((e for e in self.entries.values() if e.status == MemberStatus.ALIVE), key=lambda e: -e.round)
+        if not alive:
+            return self.own.round
+        first = alive[0]
+        rest = [entry for entry in alive if not self._are_one(first.slot, entry.slot)]
+        third = any(not self._are_one(self.me, entry.slot) for entry in rest)
+        if self._are_one(self.me, first.slot) or not third:
+            return first.round
+        return min(first.round, rest[0].round + _LONE_LEAD)
+
+    def _are_one(self, slot: int, other: int) -> bool:
+        """Whether two slots belong to one key; without keys each is separate."""
+        return slot == other or (self._speaks_for is not None and self._speaks_for(slot, other))
 
     def alive(self, round: int) -> frozenset[int]:
         """The slots whose workers take part in a round."""

@@ -38,9 +38,15 @@ from gossamer.transport.sockets.letter import Letter, body_of, receive_letter, s
 
 CHUNK_BYTES = 1 << 20
 LIMIT_BYTES = 1 << 38
-"""Most bytes of a state."""
+"""Most bytes of any state."""
 _REACH_S = 10.0
 """How long a worker that is asked for a hash may take."""
+
+
+def most_bytes_of_state(numel: int, workers: int) -> int:
+    """The most bytes of a state with this number of parameters, far above any: else a donor could fill the memory."""
+    # An optimizer and a rule keep some numbers for each parameter, and a rule some for each peer.
+    return min(LIMIT_BYTES, (1 << 30) + 8 * (64 + 2 * workers) * numel)
 
 
 class Handover:
@@ -159,6 +165,7 @@ def ask(
     keys: Keys | None = None,
     reach_s: float | None = None,
     whom: int | None = None,
+    most_bytes: int = LIMIT_BYTES,
 ) -> Offer:
     """A slot, and a state, from the worker that listens at `address`.
 
@@ -167,18 +174,25 @@ def ask(
             requests is declined.
         reach_s: within how long it must be reached, `timeout_s` by default.
         whom: the worker that it must be; None for any of the run. With keys its certificate must have that number.
+        most_bytes: of a state that is taken.
     Raises: OSError when it is unreachable or lost, PeerError when it refuses or all slots are filled.
     """
     with dial(address, secret, run=run, me=NEWCOMER, timeout_s=reach_s or timeout_s, keys=keys, whom=whom) as channel:
         if reach_s is not None:
             channel.wait_at_most(timeout_s)
         _request(channel, place, run)
-        offer, size = _offer(receive_letter(channel, run, limits, _small), limits, address)
+        owned = frozenset[int]() if keys is None else keys.numbers(keys.certificate)
+        offer, size = _offer(receive_letter(channel, run, limits, _small), limits, address, owned)
         if keys is not None:
             keys.must_have(channel.certificate, offer.donor)
         if whom is not None and offer.donor != whom:
             raise PeerError(f"worker {whom} at {address} calls itself worker {offer.donor}; ask another")
         taken = state and place.after in (None, offer.after)
+        if taken and size > most_bytes:
+            raise PeerError(
+                f"worker {offer.donor} offers a state of {size} bytes, and one of this run has at most {most_bytes}; look at "
+                "that machine"
+            )
         send_letter(channel, Letter(LetterKind.ASK, NEWCOMER, body=body_of(b"yes" if taken else b"no")), run)
         if not taken:
             return offer
@@ -197,10 +211,12 @@ def ask(
     return offer._replace(raw=bytes(raw))
 
 
-def ask_for_state(entry: SlotEntry, members: Members, endpoint: Endpoint, *, after: int | None = None) -> Offer:
+def ask_for_state(
+    entry: SlotEntry, members: Members, endpoint: Endpoint, *, most_bytes: int, after: int | None = None
+) -> Offer:
     """The state of a slot's worker, for a process that has a slot already.
 
-    Args: `after` as of `Applicant`. Raises: as `ask`.
+    Args: `after` as of `Applicant`, `most_bytes` as of `ask`. Raises: as `ask`.
     """
     own = members.own
     return ask(
@@ -212,6 +228,7 @@ def ask_for_state(entry: SlotEntry, members: Members, endpoint: Endpoint, *, aft
         timeout_s=endpoint.timeout_s,
         keys=endpoint.keys,
         whom=entry.slot,
+        most_bytes=most_bytes,
     )
 
 
@@ -270,7 +287,8 @@ def _is_at_most(number: int | None, most: int) -> bool:
     return number is None or 0 <= number <= most
 
 
-def _offer(letter: Letter, limits: Limits, address: str) -> tuple[Offer, int]:
+def _offer(letter: Letter, limits: Limits, address: str, owned: frozenset[int]) -> tuple[Offer, int]:
+    """An offer and the bytes of its state; `owned` are the slots of this machine's key, if there are keys."""
     match json_from_peer(letter.content):
         case {
             "slot": int() | None as slot,
@@ -281,10 +299,17 @@ def _offer(letter: Letter, limits: Limits, address: str) -> tuple[Offer, int]:
             "entries": str(text),
         } if letter.kind == LetterKind.OFFER:
             slots, entries = limits.workers, read_membership_update(text.encode(), limits)
-            alive = sum(entry.status == MemberStatus.ALIVE for entry in entries or [])
-            if slot is None and alive < slots:
+            seen = f"as worker {donor} at {address} sees it"
+            living = {entry.slot for entry in entries or [] if entry.status == MemberStatus.ALIVE}
+            if slot is None and owned and owned <= living:
+                numbers = ", ".join(map(str, sorted(owned)))
                 raise PeerError(
-                    f"{alive} of {slots} workers are alive, as worker {donor} at {address} sees it, and the others may train on "
+                    f"all that this machine's key may be (worker {numbers}) is alive, {seen}; end one, or "
+                    "give this key more workers in [peers] in a new run"
+                )
+            if slot is None and len(living) < slots:
+                raise PeerError(
+                    f"{len(living)} of {slots} workers are alive, {seen}, and the others may train on "
                     "where it cannot reach them; join through one of those, or stop the run and resume it"
                 )
             if slot is None:

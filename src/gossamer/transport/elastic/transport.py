@@ -127,16 +127,18 @@ class ElasticTransport:
         """Payloads of exchanges whose outcome is not collected yet."""
         self._messages: dict[PeerConnection, _Waiting] = {}
         """The last message on each connection, possibly unsent."""
+        self._views: dict[PeerConnection, _Waiting] = {}
+        """The view at the end of the queue of each connection, possibly sent."""
         self._outcomes: dict[Ticket, dict[int, Outcome]] = {}
         self._reasons: dict[int, str] = {}
         """Why the last connection with each disconnected worker was lost."""
         self._waits: deque[Wait] = deque(maxlen=1 << 14)
         self._deliveries: deque[Delivery] = deque(maxlen=1 << 14)
-        # All workers may share one address: on one machine, or behind one router.
+        # All workers may share one address or one key: on one machine, or behind one router.
         self._guests = ConnectionLimit(per_peer=members.slots + 8, total=2 * members.slots + 64)
-        """Newcomers and watchers, by address."""
+        """Newcomers and watchers, by key or address."""
         self._accepted = ConnectionLimit(per_peer=4, total=4 * members.slots + 64)
-        """The connections opened by workers, by slot and address."""
+        """The connections opened by workers, by slot and key or address."""
         self.changed = threading.Condition(threading.RLock())
         """The lock of the core, which the threads of all connections use; notified on each received letter.
 
@@ -516,6 +518,14 @@ class ElasticTransport:
 
     def _send(self, link: PeerConnection, letter: Letter) -> None:
         """Queues a letter; a large one so that it may still be replaced."""
+        if letter.kind == LetterKind.MEMBERSHIP:
+            # A newer view replaces an unsent one, but overtakes no other letter: a goodbye would end what precedes it.
+            last = self._views.get(link)
+            if last is None or not last.change(letter):
+                last = self._views[link] = _Waiting(letter)
+                link.send(last)
+            return
+        self._views.pop(link, None)
         if letter.kind == LetterKind.PAYLOAD:
             waiting = self._posted[letter.ticket, link.peer] = _Waiting(letter)
             link.send(waiting)
@@ -627,11 +637,11 @@ class ElasticTransport:
 
     def _arrived(self, arrival: Arrival) -> None:
         """Handles an authenticated connection: of a peer, a newcomer or a watcher."""
-        channel, host, peer, same = arrival
+        channel, host, peer, same, whose = arrival
         channel.wait_at_most(self._endpoint.timeout_s)
         if same and peer < self.members.slots and peer != self.worker:
             # One worker may briefly hold several, as both ends dial, but not any number: each costs two threads.
-            self._accepted.admit(channel, f"worker {peer} at {host}")
+            self._accepted.admit(channel, f"worker {peer} at {whose}")
             with self.changed:
                 if not self._closed.is_set():
                     self._add(peer, lambda: channel)
@@ -639,7 +649,7 @@ class ElasticTransport:
             self._accepted.release(channel)  # its handshake was running while this process closed its connections
             channel.close()
             return
-        self._guests.admit(channel, host)
+        self._guests.admit(channel, whose)
         try:
             with channel, contextlib.suppress(OSError):
                 if same and peer == NEWCOMER and self._host is not None:
@@ -686,6 +696,7 @@ class ElasticTransport:
             self._accepted.release(link.channel)
         with self.changed:
             self._messages.pop(link, None)
+            self._views.pop(link, None)
             with contextlib.suppress(ValueError):
                 self._links.get(link.peer, []).remove(link)
             entry = self.members.entries.get(link.peer)

@@ -28,11 +28,13 @@ from gossamer.transport.processes.store import (
 from gossamer.transport.sockets.addresses import shown
 from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.handshake import dial
-from gossamer.transport.sockets.listener import Arrival, Listener, Refusals
+from gossamer.transport.sockets.listener import Arrival, ConnectionLimit, Listener, Refusals
 
 _RUN = int.from_bytes(b"a store", "big")
 """A placeholder for the run's number, which is unknown before the store is read."""
 _PIECE_BYTES = 1 << 16
+_MOST_OF_A_WORKER = 16
+"""The most connections of a key for each of its workers; a process needs one, and some more where the host is slow."""
 
 
 class KeyedStore:
@@ -54,13 +56,19 @@ class KeyedStore:
             outside.close()
             raise
 
+        most = _MOST_OF_A_WORKER * max(len(keys.numbers(one)) for one in keys.certificates)
+        limit = ConnectionLimit(most, most * len(keys.certificates))  # each costs two threads and two descriptors
+
         def arrived(arrival: Arrival) -> None:
+            limit.admit(arrival.channel, arrival.whose)
             try:
                 near = socket.create_connection(("127.0.0.1", inside.port), timeout_s)
             except OSError:
                 arrival.channel.close()
-                return
-            _carry(arrival.channel, near)
+            else:
+                _carry(arrival.channel, near)
+            finally:
+                limit.release(arrival.channel)
 
         return cls(inside, Listener(outside, b"", _RUN, arrived, Refusals(), keys=keys))
 

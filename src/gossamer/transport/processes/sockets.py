@@ -191,10 +191,10 @@ class SocketTransport(RoundTransport[TicketState]):
 
     def _arrived(self, arrival: Arrival) -> None:
         """Handles a connection authenticated by a key of the run."""
-        channel, host, number, same = arrival
+        channel, host, number, same, whose = arrival
         channel.wait_at_most(self._endpoint.timeout_s)
         if same and number == WATCHER:
-            self._guests.admit(channel, host)
+            self._guests.admit(channel, whose)
             with channel, contextlib.suppress(OSError):
                 show(channel, self._view(), self._endpoint.run)
             self._guests.release(channel)

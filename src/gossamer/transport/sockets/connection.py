@@ -25,6 +25,8 @@ PARTING_S = 5.0
 """How long the other end has to read the reason for the end of a connection."""
 SETTLES_S = 5.0
 """How often an idle connection checks whether the other end has confirmed everything."""
+MOST_WAITING = 1 << 13
+"""The most unsent letters of a connection. Few wait over a slow link, and any number for a peer that asks and does not read."""
 CLOSED = "it was closed"
 """The reason for a connection that the other end has ended regularly."""
 _LAST = {LetterKind.END, LetterKind.REFUSAL}
@@ -94,8 +96,16 @@ class PeerConnection:
         return 0.0 if self.channel is None else self.channel.moved_s
 
     def send(self, letter: Letter | Callable[[], Letter]) -> None:
-        """Queues a letter, or a function that makes one in the sending thread."""
-        self._letters.put(letter)
+        """Queues a letter, or a function that makes one in the sending thread.
+
+        A peer that does not read what it asks for loses its connection: its answers would fill the memory.
+        """
+        if self._letters.qsize() < MOST_WAITING:
+            self._letters.put(letter)
+        elif not self._closed:
+            self._closed = True
+            # In a thread, as the caller may hold locks of the owner. Not a refusal: others may cause letters to a slow peer.
+            _start(self._end, f"it reads more slowly than letters to it come, and {MOST_WAITING} of them wait")
 
     def end(self) -> None:
         """Queues the END letter, after which the other end closes."""

@@ -29,6 +29,8 @@ log = logging.getLogger("gossamer")
 
 PARTING_S = 5.0
 """How long a finished run waits for workers that are still being notified."""
+_REJOIN_S = 1.0
+"""The shortest time between two joins of one worker: each is recorded, and answered with the model."""
 
 
 class _Reply(Protocol):
@@ -170,6 +172,10 @@ class ConnectionServer:
         # record, and the session needs no lock.
         self._inputs: queue.SimpleQueue[_Joined | _Heard | _Lost] = queue.SimpleQueue()
         self._connections: dict[int, _WorkerConnection] = {}
+        self._joined_s: dict[int, float] = {}
+        """The time of each worker's last join, on the clock of `time.monotonic`."""
+        self._newest: dict[int, Arrival] = {}
+        """The last arrival of each worker."""
         self._listener: Listener | None = None
         self._began, self._begin_s = time.monotonic(), 0.0
         self._session: Session[Any]
@@ -267,6 +273,7 @@ class ConnectionServer:
             if (current := self._connections.get(peer)) is not None:
                 current.refuse(why := f"worker {peer} reconnected; this connection is closed")
                 self._drop(current, None if current.done else why, now_s)
+            self._joined_s[peer] = time.monotonic()
             # Created in this thread, so that input from its threads is queued after it is known here.
             self._connections[peer] = _WorkerConnection(item.arrival, self._owner)
             self._send(self._session.join(peer, item.hello, now_s))
@@ -309,9 +316,14 @@ class ConnectionServer:
 
     def _arrived(self, arrival: Arrival) -> None:
         # A silent peer that knows the secret costs a thread too, until its timeout.
-        self._silent.admit(arrival.channel, arrival.host)
+        self._silent.admit(arrival.channel, arrival.whose)
         try:
             hello = self._hello(arrival)
+            self._newest[arrival.peer] = arrival
+            # A worker that reconnects all the time would fill the record and the memory.
+            time.sleep(max(0.0, self._joined_s.get(arrival.peer, 0.0) + _REJOIN_S - time.monotonic()))
+            if self._newest[arrival.peer] is not arrival:
+                raise PeerError(f"worker {arrival.peer} reconnected; this connection is closed")
         except (TransportError, OSError) as error:
             self.refusals.add(f"worker {arrival.peer}", error)
             self._refuse(arrival, str(error))

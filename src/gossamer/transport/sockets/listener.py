@@ -124,6 +124,8 @@ class Arrival(NamedTuple):
     """The number that it claims."""
     same_run: bool
     """Whether it is of this run, which it knows too."""
+    whose: str
+    """Its key, or its address in a run without keys: limits count by it, as one key may connect from many addresses."""
 
 
 class Listener:
@@ -204,11 +206,11 @@ class Listener:
             step = next(steps)
             step.admit(channel, host)
 
-            def advance() -> None:
+            def advance(whose: str = host) -> None:
                 nonlocal step
                 left, step = step, next(steps)
                 step.admit(
-                    channel, host
+                    channel, whose
                 )  # before releasing the previous step: `hang_up` visits the steps in this order
                 left.release(channel)
 
@@ -221,21 +223,22 @@ class Listener:
                 return
             finally:
                 step.release(channel)
-            self._arrived(Arrival(channel, host, peer, same))
+            whose = host if self._keys is None else self._keys.name(channel.certificate)
+            self._arrived(Arrival(channel, host, peer, same, whose))
         finally:
             with self._lock:
                 self._busy -= 1
 
-    def _proof(self, channel: Channel, advance: Callable[[], None]) -> tuple[int, bool]:
+    def _proof(self, channel: Channel, advance: Callable[..., None]) -> tuple[int, bool]:
         """The handshake's result: the number of the other end, and whether it is of this run; `advance` is called after
-        each step but the last.
+        each step but the last, with the other end's key once it is known.
         """
         if self._keys is None:
             return prove_to_dialler(channel, self._secret, run=self._run, older=self._older, begun=advance)
         deadline = time.monotonic() + HANDSHAKE_S
         channel.encrypt(self._keys, server=True, deadline=deadline, answered=advance)
         self._keys.must_list(channel.certificate)
-        advance()
+        advance(self._keys.name(channel.certificate))
         peer, same = prove_to_dialler(channel, self._secret, run=self._run, older=self._older)
         if peer not in GUESTS:
             self._keys.must_have(channel.certificate, peer)

@@ -163,7 +163,7 @@ def connect(
             raise PeerError(f"the server at {address} runs another configuration and did not say which")
         if time.monotonic() + PAUSE_S > deadline:
             raise PeerError(
-                f"worker {me} could not reach the server at {address} within {timeout_s:g} s ({reason}); start it first"
+                f"worker {me} could not reach the server at {address} within {timeout_s:.0f} s ({reason}); start it first"
             )
         time.sleep(PAUSE_S)
 
