@@ -892,3 +892,11 @@ def test_the_callback_of_lightning_looks_how_many_checkpoints_are_kept(options, 
     trainer = SimpleNamespace(checkpoint_callbacks=[ModelCheckpoint(tmp_path, every_n_train_steps=500, **options)])
     ours._warn_of_few_checkpoints(trainer, SimpleNamespace(n=2, local_steps=30))
     assert any("save_top_k of ModelCheckpoint is 1" in one for one in caplog.messages) == warns
+
+
+@pytest.mark.parametrize(("optimizers", "max_steps", "known"), [(1, 6, True), (2, 6, False), (2, -1, True)])
+def test_max_steps_of_lightning_are_not_those_of_rounds_where_it_counts_two_optimizers(optimizers, max_steps, known):
+    from gossamer.integrations.lightning import _steps_in_all
+
+    counted = {"optimizers": [None] * optimizers, "max_steps": max_steps, "estimated_stepping_batches": 6}
+    assert _steps_in_all(SimpleNamespace(callbacks=[], **counted)) == (6 if known else float("inf"))
