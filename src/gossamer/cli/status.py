@@ -62,6 +62,10 @@ def _print_store(status: "StoreStatus") -> None:
     )
 
 
+_SPARE = ("other", "round s", "transfer", "compute", "unsure", "declined", "missed", "waiting", "waits for")
+"""Columns that a narrow terminal leaves out, the first of them first."""
+
+
 def _print(status: "RunStatus") -> None:
     from gossamer.cli.tables import print_table
 
@@ -95,7 +99,7 @@ def _print(status: "RunStatus") -> None:
         ]
         for one in status.workers
     ]
-    print_table(headings, rows, text=2)
+    print_table(headings, rows, text=2, spare=_SPARE)
 
 
 def _age(age_s: float | None) -> str:

@@ -11,6 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
@@ -56,14 +57,24 @@ def loss_rank(loss: float | None) -> float:
     return loss if loss is not None and math.isfinite(loss) else math.inf
 
 
-def render_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """The rows of `summary_rows` as a table for the terminal."""
+def render_table(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
+    """The rows of `summary_rows` as a table for a terminal of this width.
+
+    Cells break between words, the longest first, and nowhere else: part of a number is another number. So the table may be wider.
+    """
     headings, cells = table_cells(ranked(rows))
+    lines = [[*map(printable, line)] for line in (headings, *cells)]
+    fewest = [
+        max(cell_len(word) for cell in column for word in cell.split() or [""]) for column in zip(*lines, strict=True)
+    ]
+    widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
+    while sum(widths) + 3 * len(widths) + 1 > width and widths != fewest:
+        widths[max((w, place) for place, w in enumerate(widths) if w > fewest[place])[1]] -= 1
     table = Table(header_style="bold")
-    for place, heading in enumerate(headings):
-        table.add_column(Text(printable(heading)), justify="right" if place else "left")
-    for line in cells:
-        table.add_row(*(Text(printable(cell)) for cell in line))
+    for place, heading in enumerate(lines[0]):
+        table.add_column(Text(heading), justify="right" if place else "left", width=widths[place])
+    for line in lines[1:]:
+        table.add_row(*map(Text, line))
     return table
 
 
