@@ -89,7 +89,11 @@ def print_runs(
     for method, losses, mean, deviation in over_seeds(rows):
         if len(losses) > 1:
             each = ", ".join(number_text(loss, ".4f") for loss in losses)
-            sound = f"{mean:.4f}, standard deviation {deviation:.4f}" if math.isfinite(mean) else "not finite"
+            sound = (
+                f"{number_text(mean, '.4f')}, standard deviation {number_text(deviation, '.4f')}"
+                if math.isfinite(mean)
+                else "not finite"
+            )
             echo(f"{method}: {sound} over {len(losses)} seeds ({each})")
     for name, file in files.items():
         if file is not None:

@@ -68,6 +68,7 @@ _SPARE = ("other", "round s", "transfer", "compute", "unsure", "declined", "miss
 
 def _print(status: "RunStatus") -> None:
     from gossamer.cli.tables import print_table
+    from gossamer.report.table import number_text
 
     standings = [one.standing for one in status.workers]
     counted = ", ".join(f"{standings.count(one)} {one}" for one in dict.fromkeys(standings))
@@ -91,7 +92,7 @@ def _print(status: "RunStatus") -> None:
             one.standing,
             str(one.round),
             _age(one.age_s),
-            "-" if one.loss is None else f"{one.loss:.4f}",
+            "-" if one.loss is None else number_text(one.loss, ".4f"),
             str(one.missed),
             str(one.unsure),
             str(one.declined),

@@ -23,6 +23,8 @@ from gossamer.report.reading.runs import read_runs, summary_row
 MANY = 12
 """From this number of runs on, tables are ranked by loss and charts get a panel for each run."""
 DASH = "–"
+_LARGEST = 1e6
+"""From here on a number has an exponent; a loss is below 20 nats, in a loop of one's own perhaps some thousands."""
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 
 
@@ -204,10 +206,14 @@ def _time_text(row: Mapping[str, Any], network: str) -> str:
 
 
 def number_text(value: float | None, form: str) -> str:
-    """A number for a table or a picture; a dash for None."""
+    """A number for a table or a picture; a dash for None, and a power of ten for what a run that diverges has.
+
+    >>> number_text(2.5, ".4f"), number_text(2.5e40, ".4f"), number_text(float("nan"), ".4f")
+    ('2.5000', '2.5e+40', 'not finite')
+    """
     if value is None:
         return DASH
-    return format(value, form) if math.isfinite(value) else "not finite"
+    return format(value, form if abs(value) < _LARGEST else ".4g") if math.isfinite(value) else "not finite"
 
 
 def digits_text(value: float, digits: int = 4) -> str:
