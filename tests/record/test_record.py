@@ -3,7 +3,6 @@
 import errno
 import functools
 import json
-import math
 import os
 import shutil
 import signal
@@ -109,7 +108,7 @@ def test_every_line_is_json_whatever_the_numbers(
     def expected(value: object) -> object:
         if isinstance(value, list):
             return [expected(part) for part in value]
-        return value if isinstance(value, float) and math.isfinite(value) else None
+        return value if isinstance(value, float) and abs(value) < 1e300 else None
 
     assert line["values"] == expected(values)
 
