@@ -55,6 +55,16 @@ def test_a_narrow_terminal_leaves_out_columns_that_can_be_spared_before_it_cuts_
     assert all(name in whole for name in HEADINGS)
 
 
+@pytest.mark.parametrize("title", ["", "methods"])
+def test_no_number_is_cut_where_a_terminal_is_too_narrow_for_all(
+    terminal: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], title: str
+) -> None:
+    terminal.setenv("COLUMNS", "20")
+    print_table(HEADINGS, ROWS, text=2, title=title)
+    text = "\n".join(said(capsys))
+    assert all(number in text for row in ROWS for number in row[2:]) and all(name in text for name in HEADINGS[2:])
+
+
 def test_a_sentence_ends_a_line_of_a_terminal_between_two_words_and_is_one_line_of_a_file(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

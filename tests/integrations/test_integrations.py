@@ -853,6 +853,36 @@ def test_the_callback_of_the_trainer_looks_how_many_checkpoints_it_keeps(limit, 
     assert any("save_total_limit is 1" in one for one in caplog.messages) == (limit == 1), caplog.messages
 
 
+def train_alone(folder, resume=None, **options):
+    """The model and the state of a Trainer of one worker, with an exchange in flight after every checkpoint."""
+    from transformers import Trainer, TrainingArguments
+
+    from gossamer.integrations.transformers import TransformersCallback
+
+    shared = {"max_steps": 6, "report_to": "none", "use_cpu": True, "disable_tqdm": True, "learning_rate": 0.05}
+    args = TrainingArguments(str(folder), **{**shared, "save_strategy": "steps", "save_steps": 3, **options})
+    callback = TransformersCallback("diloco", local_steps=3, schedule=LATE)
+    trainer = Trainer(llama(), args, train_dataset=texts(), eval_dataset=texts()[:8], callbacks=[callback])
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer.model, trainer.state
+
+
+def test_the_best_model_of_the_trainer_stays_as_it_was_saved(tmp_path):
+    best = {"eval_strategy": "steps", "eval_steps": 3, "metric_for_best_model": "loss", "load_best_model_at_end": True}
+    model, state = train_alone(tmp_path, **best)
+    saved = load_file(Path(state.best_model_checkpoint) / "model.safetensors")
+    assert all(torch.equal(p, saved[name]) for name, p in model.named_parameters() if name in saved)
+
+
+def test_the_outer_state_is_that_of_the_checkpoint_that_train_was_given(tmp_path):
+    """Neither that of another run's step in the folder of this one, nor that which the arguments name beside it."""
+    model, _ = train_alone(tmp_path / "a")
+    train_alone(tmp_path / "b", learning_rate=0.5)
+    for other in ({}, {"resume_from_checkpoint": str(tmp_path / "a" / "checkpoint-6")}):
+        again, _ = train_alone(tmp_path / "b", str(tmp_path / "a" / "checkpoint-3"), save_strategy="no", **other)
+        assert torch.equal(flat(again), flat(model))
+
+
 @pytest.mark.parametrize(("options", "warns"), [({"save_last": True}, True), ({"save_top_k": -1}, False)])
 def test_the_callback_of_lightning_looks_how_many_checkpoints_are_kept(options, warns, tmp_path, caplog):
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -862,3 +892,11 @@ def test_the_callback_of_lightning_looks_how_many_checkpoints_are_kept(options, 
     trainer = SimpleNamespace(checkpoint_callbacks=[ModelCheckpoint(tmp_path, every_n_train_steps=500, **options)])
     ours._warn_of_few_checkpoints(trainer, SimpleNamespace(n=2, local_steps=30))
     assert any("save_top_k of ModelCheckpoint is 1" in one for one in caplog.messages) == warns
+
+
+@pytest.mark.parametrize(("optimizers", "max_steps", "known"), [(1, 6, True), (2, 6, False), (2, -1, True)])
+def test_max_steps_of_lightning_are_not_those_of_rounds_where_it_counts_two_optimizers(optimizers, max_steps, known):
+    from gossamer.integrations.lightning import _steps_in_all
+
+    counted = {"optimizers": [None] * optimizers, "max_steps": max_steps, "estimated_stepping_batches": 6}
+    assert _steps_in_all(SimpleNamespace(callbacks=[], **counted)) == (6 if known else float("inf"))

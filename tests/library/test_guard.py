@@ -53,6 +53,13 @@ def odd(tensor: torch.Tensor) -> nn.Module:
     return model
 
 
+def tied_by_memory(kind):
+    model = nn.Module()
+    model.first = nn.Parameter(torch.ones(2, 3))
+    model.second = kind(model.first.data.t())
+    return model
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -83,6 +90,9 @@ def odd(tensor: torch.Tensor) -> nn.Module:
         ({"model": nn.LazyBatchNorm1d()}, "4 tensors whose shape the first batch will give .* 'weight'"),
         ({"model": odd(torch.ones(2, 2).to_sparse())}, r"'odd' is sparse \(torch.sparse_coo\), .* dense real numbers"),
         ({"model": odd(torch.ones(2, dtype=torch.complex64))}, r"'odd' is complex \(torch.complex64\)"),
+        ({"model": odd(torch.ones(2).to(torch.float8_e5m2))}, r"'odd' is in torch.float8_e5m2, .* of 16 to 64 bits"),
+        ({"model": tied_by_memory(nn.Parameter)}, "'second' shares the memory of parameter 'first'"),
+        ({"model": tied_by_memory(nn.Buffer)}, "'second' shares the memory of parameter 'first'"),
         ({"sync_every": 30}, r"no argument 'sync_every', .*give local_steps=\.\.\."),
         ({"num_fragments": 2}, r"no argument 'num_fragments', .*give schedule=Schedule\(fragments=\.\.\.\)"),
         ({"fragment_sync_delay": 2}, r"give schedule=Schedule\(overlap_steps=\.\.\.\)"),

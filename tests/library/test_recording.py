@@ -169,6 +169,24 @@ def test_a_record_refuses_what_it_cannot_be_in_a_sentence(tmp_path: Path) -> Non
     assert not (tmp_path / "other").exists()
 
 
+def test_what_is_recorded_can_be_reported_whatever_steps_name_and_loss_were_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    outer = gossamer.Outer(net(), "gossip", local_steps=2)
+    with pytest.raises(ConfigError, match=r"record got name = 'a/\.\./b', which must be a name for the folder"):
+        outer.record(".", steps=5, name="a/../b")
+    outer.record(".", steps=5)
+    for _ in range(5):
+        outer.step(1e308)
+    outer.close()
+    assert [line["loss"] for line in read_metrics(Path())] == [None, None]
+    assert main(["report", ".", "--out", "page.html"]) == 0
+    status = run_status(Path())
+    assert (status.name, status.round, status.rounds) == ("here", 2, 2)
+
+
 def test_a_round_without_losses_is_recorded_without_one(tmp_path: Path) -> None:
     outer = gossamer.Outer(net(), "gossip", local_steps=1)
     outer.record(tmp_path / "run", steps=2, name="mine")

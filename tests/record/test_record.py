@@ -3,7 +3,6 @@
 import errno
 import functools
 import json
-import math
 import os
 import shutil
 import signal
@@ -21,13 +20,14 @@ from hypothesis import strategies as st
 
 from commands import Command
 from gossamer.cli import main
+from gossamer.cli.report import _labels
 from gossamer.errors import ConfigError, DataError, DiskError
 from gossamer.record import checkpoint
 from gossamer.record.dashboards import loggers
 from gossamer.record.folder import RecordConfig, RunFolder, read_metrics
 from gossamer.record.logs.seconds import RoundSeconds
 from gossamer.record.logs.trace import Entry, Operation, read_trace
-from gossamer.record.whole_files import atomic_write
+from gossamer.record.whole_files import atomic_write, make_folder
 from gossamer.run.config.run_file import dump
 from tiny import single
 
@@ -108,7 +108,7 @@ def test_every_line_is_json_whatever_the_numbers(
     def expected(value: object) -> object:
         if isinstance(value, list):
             return [expected(part) for part in value]
-        return value if isinstance(value, float) and math.isfinite(value) else None
+        return value if isinstance(value, float) and abs(value) < 1e300 else None
 
     assert line["values"] == expected(values)
 
@@ -590,6 +590,7 @@ FAULTS = {
 EACH_DASHBOARD = """
 import sys
 from gossamer.cli import main
+from gossamer.cli.report import _labels
 for name, package in zip(*(sys.argv[k].split(",") for k in (1, 2))):
     sys.path.insert(0, name)
     sys.modules.pop(package, None)
@@ -673,3 +674,18 @@ def test_tensorboard_whose_disk_is_full_ends_no_run(
     (warned,) = caplog.messages
     assert "TensorBoard failed ([Errno 28] No space left on device); training continues" in warned
     assert len(read_metrics(tmp_path)) == 9
+
+
+def test_a_number_that_a_line_may_lack_is_refused_with_its_bounds(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"kind":"train","round":0,"worker":99999999,"loss":1.0}\n')
+    with pytest.raises(DataError, match="worker is 99999999 but must be a whole number from 0 to below 1048576"):
+        read_metrics(tmp_path)
+
+
+def test_a_folder_in_which_no_checkpoint_could_be_read_again_is_not_made(tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    with pytest.raises(DiskError, match="no name in UTF-8, which checkpoints and models need; name another folder"):
+        make_folder(folder)
+    assert not folder.exists()
+    names = _labels([folder, tmp_path], [{"name": "a", "seed": 0}, {"name": "a", "seed": 1}])
+    assert names[0] == "caf\\udce9", "the page of one that was renamed shows its bytes"

@@ -109,11 +109,22 @@ def test_a_round_that_sends_in_two_parts_ends_with_the_second(tmp_path: Path) ->
 def test_the_table_on_the_terminal_shows_every_row_in_plain_units(tmp_path: Path) -> None:
     rows = summary_rows({"a [red]": make_run(tmp_path / "a"), "b": make_run(tmp_path / "b", rounds=2)}, {"wan": SLOW})
     out = StringIO()
-    Console(file=out, width=160).print(render_table(rows))
+    Console(file=out, width=160).print(render_table(rows, 160))
     text = out.getvalue()
     assert all(
         part in text for part in ("a [red]", "2.2000", "4.0000", "4.0 kB", "40 s (90 %)", "20 s (90 %)", "time on wan")
     )
+
+
+@pytest.mark.parametrize("width", [80, 20])
+def test_the_table_on_a_narrow_terminal_breaks_cells_between_words_alone(width: int, tmp_path: Path) -> None:
+    rows = summary_rows({"a": make_run(tmp_path / "a"), "b": make_run(tmp_path / "b", rounds=2)}, {"wan": SLOW})
+    out = StringIO()
+    Console(file=out, width=1000).print(render_table(rows, width))
+    lines = out.getvalue().splitlines()
+    assert width < 80 or all(len(line) <= width for line in lines)
+    words = {word for line in lines for word in line.replace("│", " ").replace("┃", " ").split()}
+    assert {"disagreement", "(computing)", "2.2000", "4.0000", "4.0", "kB", "40", "(90", "%)"} <= words
 
 
 def test_the_page_needs_nothing_beside_itself(tmp_path: Path) -> None:

@@ -298,6 +298,23 @@ def test_priced_seconds_of_a_simulation_are_not_called_seconds_in_exchanges(tmp_
     assert "priced exchange on home 0.75 s" in out.getvalue() and "in exchange" not in out.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("width", "names"), [(100, {"in exchange", "sent", "loss", "val"}), (40, {"loss", "val"}), (20, {"val"})]
+)
+def test_a_narrow_terminal_leaves_out_figures_and_cuts_none(width: int, names: set[str], tmp_path: Path) -> None:
+    out = StringIO()
+    with (
+        RunFolder(tmp_path, RUN_TOML) as run,
+        Terminal(Console(file=out, force_terminal=True, width=width), looks=False) as terminal,
+    ):
+        terminal.follow("a", tmp_path)
+        write_round(run, 0)
+        terminal.ended()
+    *_, head, row = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()).splitlines()
+    assert "…" not in head + row
+    assert {name for name in ("in exchange", "sent", "loss", "val") if name in head} == names
+
+
 def test_nothing_is_shown_where_it_is_quiet(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with quieted(), Terminal() as terminal:
         terminal.follow("a", tmp_path)

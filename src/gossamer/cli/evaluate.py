@@ -44,6 +44,7 @@ def command(
         )
     document = load_run(folder)  # a folder without a run is refused before torch is imported
     from gossamer.models.export import push_to_hub
+    from gossamer.report.table import number_text
     from gossamer.run.bookkeeping.evaluate import UNUSED, evaluate
     from gossamer.run.bookkeeping.inputs import changed_code
     from gossamer.run.config.resolve import settings_of
@@ -63,8 +64,10 @@ def command(
         facts = {"folder": folder, "round": round, "workers": workers, **result._asdict(), "model": model}
         print_json({**facts, "pushed": address})
         return
-    worst = f"worst worker {max(result.worker_losses):.4f}, " if result.worker_losses else ""
-    echo(f"round {round}: mean model {result.loss:.4f} nats, {worst}disagreement {result.disagreement:.3g}")
+    worst = f"worst worker {number_text(max(result.worker_losses), '.4f')}, " if result.worker_losses else ""
+    echo(
+        f"round {round}: mean model {number_text(result.loss, '.4f')} nats, {worst}disagreement {result.disagreement:.3g}"
+    )
     if model is not None:
         echo(f"mean model: {model}")
     if address is not None:

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from gossamer.cli.output import Json, print_json
 from gossamer.errors import ConfigError
-from gossamer.record.progress import echo
+from gossamer.record.progress import echo, printable
 
 log = logging.getLogger("gossamer")
 
@@ -60,7 +60,8 @@ def _labels(folders: Sequence[Path], documents: Sequence[Mapping[str, Any]]) -> 
     names = [str(document.get("name", folder.name)) for folder, document in zip(folders, documents, strict=True)]
     besides = [{key: one for key, one in run.items() if key not in ("name", "seed", "network")} for run in documents]
     choices = [names] if seeds_are_alike(names, besides) else []
-    choices += [folder.name for folder in folders], [str(folder) for folder in folders]
+    # A name that is not UTF-8 can be on no page.
+    choices += [printable(folder.name) for folder in folders], [printable(str(folder)) for folder in folders]
     return next((labels for labels in choices if len({*labels}) == len(folders)), choices[-1])
 
 
@@ -83,11 +84,16 @@ def print_runs(
     from gossamer.report.table import number_text, over_seeds, render_table
 
     console = Console()
-    Console(width=None if console.is_terminal else 120).print(render_table(rows))
+    shown = render_table(rows, console.width if console.is_terminal else 120)
+    Console(width=1000).print(shown)  # a terminal continues what is too long on a further line
     for method, losses, mean, deviation in over_seeds(rows):
         if len(losses) > 1:
             each = ", ".join(number_text(loss, ".4f") for loss in losses)
-            sound = f"{mean:.4f}, standard deviation {deviation:.4f}" if math.isfinite(mean) else "not finite"
+            sound = (
+                f"{number_text(mean, '.4f')}, standard deviation {number_text(deviation, '.4f')}"
+                if math.isfinite(mean)
+                else "not finite"
+            )
             echo(f"{method}: {sound} over {len(losses)} seeds ({each})")
     for name, file in files.items():
         if file is not None:

@@ -62,8 +62,13 @@ def _print_store(status: "StoreStatus") -> None:
     )
 
 
+_SPARE = ("other", "round s", "transfer", "compute", "unsure", "declined", "missed", "waiting", "waits for")
+"""Columns that a narrow terminal leaves out, the first of them first."""
+
+
 def _print(status: "RunStatus") -> None:
     from gossamer.cli.tables import print_table
+    from gossamer.report.table import number_text
 
     standings = [one.standing for one in status.workers]
     counted = ", ".join(f"{standings.count(one)} {one}" for one in dict.fromkeys(standings))
@@ -87,7 +92,7 @@ def _print(status: "RunStatus") -> None:
             one.standing,
             str(one.round),
             _age(one.age_s),
-            "-" if one.loss is None else f"{one.loss:.4f}",
+            "-" if one.loss is None else number_text(one.loss, ".4f"),
             str(one.missed),
             str(one.unsure),
             str(one.declined),
@@ -95,7 +100,7 @@ def _print(status: "RunStatus") -> None:
         ]
         for one in status.workers
     ]
-    print_table(headings, rows, text=2)
+    print_table(headings, rows, text=2, spare=_SPARE)
 
 
 def _age(age_s: float | None) -> str:

@@ -68,6 +68,10 @@ def print_table(
     texts, room = widths[:text], console.width - sum(widths[text:]) - 2 * (len(widths) - 1)
     while sum(texts) > room and max(texts) > _SHORTEST:
         texts[texts.index(max(texts))] -= 1
+    if console.is_terminal:  # which continues what is still too long on a further line
+        wrapped = [min(w, _LEGIBLE) if 0 < place < text else w for place, w in enumerate(widths)]
+        fewest = sum(wrapped) + 3 * len(widths) + 1 if title else sum(texts + widths[text:]) + 2 * (len(widths) - 1)
+        console = Console(width=max(console.width, fewest))
     view = Table(
         title=Text(printable(title), style="table.title") if title else None,
         title_justify="left",

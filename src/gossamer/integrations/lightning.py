@@ -59,8 +59,9 @@ class LightningCallback(Callback):
     optimizers in one batch once too. The outer state is saved in every checkpoint of Lightning, and training resumes to the same
     bits. `outer/rounds`, and `outer/seconds` spent in exchanges since this `fit` began, go to the module's logger.
 
-    Let `max_steps` be a multiple of `local_steps`: steps after the last exchange stay with the worker that took them. Keep two
-    checkpoints or more (`save_top_k`), and resume from `last_common_checkpoint`: a worker that dies may lack the newest.
+    Let `max_steps` be a multiple of `local_steps`, with two optimizers in each batch of twice as many, as Lightning counts both:
+    steps after the last exchange stay with the worker that took them. Keep two checkpoints or more (`save_top_k`), and resume
+    from `last_common_checkpoint`: a worker that dies may lack the newest.
 
     Args: as of `gossamer.Outer`, with the rule and its options from GOSSAMER_OUTER where none is given, and without the model,
         which is the LightningModule.
@@ -128,8 +129,12 @@ class LightningCallback(Callback):
 
 
 def _steps_in_all(trainer: "Trainer") -> float:
-    """The optimizer steps of the whole training; infinite where Lightning cannot tell, as with accumulation that changes."""
-    if any(type(one).__name__ == "GradientAccumulationScheduler" for one in trainer.callbacks):  # pyright: ignore
+    """The optimizer steps of the whole training; infinite where Lightning cannot tell, as with accumulation that changes.
+
+    Its `max_steps` counts each of several optimizers, and here they count once a batch.
+    """
+    changes = any(type(one).__name__ == "GradientAccumulationScheduler" for one in trainer.callbacks)  # pyright: ignore
+    if changes or (trainer.max_steps > 0 and len(trainer.optimizers) > 1):
         return float("inf")
     return trainer.estimated_stepping_batches
 

@@ -10,11 +10,13 @@
 Start it with `torchrun --nproc-per-node 2 train.py`.
 """
 
+import inspect
 import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from typing_extensions import Unpack
 
@@ -148,12 +150,27 @@ class TransformersCallback(TrainerCallback):
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
     ) -> None:
         """Finishes the exchanges in flight, and ends the outer loop."""
-        if self.outer is not None:
-            self.outer.finish()
-            self.outer.close()
+        if self.outer is None:
+            return
+        # The Trainer has loaded the best checkpoint already, to which updates in flight do not belong.
+        is_best = args.load_best_model_at_end and state.best_model_checkpoint is not None
+        best = [(p, p.detach().clone()) for p in self.outer.model.parameters() if is_best and p.requires_grad]
+        self.outer.finish()
+        with torch.no_grad():
+            for p, chosen in best:
+                p.copy_(chosen)
+        self.outer.close()
 
     def _load(self, args: "TrainingArguments", step: int) -> Any:
         """The outer state in the checkpoint of this step."""
-        return load_outer(
-            Path(args.resume_from_checkpoint or f"{args.output_dir}/checkpoint-{step}") / "outer", self._options
-        )
+        folder = _given_to_train() or args.resume_from_checkpoint or f"{args.output_dir}/checkpoint-{step}"
+        return load_outer(Path(folder) / "outer", self._options)
+
+
+def _given_to_train() -> str | None:
+    """The checkpoint from which the Trainer that calls has loaded the weights; it gives its callbacks no name of it."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != "_inner_training_loop":
+        frame = frame.f_back
+    given = None if frame is None else frame.f_locals.get("resume_from_checkpoint")
+    return os.fspath(given) if isinstance(given, str | os.PathLike) else None

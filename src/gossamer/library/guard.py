@@ -63,9 +63,27 @@ def must_be_trainable(model: object, owner: str = "Outer") -> None:
     for name, p in model.named_parameters():
         if p.requires_grad and (kind := _not_flat(p)):
             raise ConfigError(
-                f"{owner} got a model whose parameter '{name}' is {kind}, and exchanges dense real numbers; store it as such, or "
-                "freeze it and exchange it yourself"
+                f"{owner} got a model whose parameter '{name}' is {kind}, and exchanges dense real numbers of 16 to 64 bits; "
+                "store it as such, or freeze it and exchange it yourself"
             )
+    _refuse_shared_memory(model, owner)
+
+
+def _refuse_shared_memory(model: nn.Module, owner: str) -> None:
+    """Raises ConfigError where a trainable parameter and another tensor begin in the same memory, which `attach` would part."""
+    begins = dict[int, str]()
+    parameters = sorted(model.named_parameters(), key=lambda one: not one[1].requires_grad)
+    for name, t in [*parameters, *model.named_buffers()]:
+        if t.layout != torch.strided or not t.numel() or type(t.data) is not Tensor:
+            continue
+        if (other := begins.get(t.data_ptr())) is not None:
+            raise ConfigError(
+                f"{owner} got a model in which '{name}' shares the memory of parameter '{other}' and is another tensor, so that "
+                "they would no longer be tied; tie them by the same Parameter, as in head.weight = embedding.weight, or "
+                "give each its own memory with clone()"
+            )
+        if t.requires_grad:
+            begins[t.data_ptr()] = name
 
 
 def _not_flat(p: Tensor) -> str:
@@ -74,6 +92,8 @@ def _not_flat(p: Tensor) -> str:
         return f"sparse ({p.layout})"
     if p.is_complex():
         return f"complex ({p.dtype})"
+    if p.dtype.itemsize < 2:
+        return f"in {p.dtype}, which torch does not add"
     # A subclass keeps its numbers elsewhere.
     return f"a {type(p.data).__name__}" if type(p.data) is not Tensor and as_dtensor(p) is None else ""
 

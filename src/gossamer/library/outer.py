@@ -50,6 +50,7 @@ from gossamer.rounds.loop import EVERYONE, OuterLoop
 from gossamer.rounds.mean_model import mean_over_workers
 from gossamer.rounds.schedule import Schedule, Stop
 from gossamer.rules import Rule
+from gossamer.settings.fields import FolderName
 from gossamer.settings.options import Count, Number, Positive, check_option
 from gossamer.settings.over_time import Timetable, timetable_of
 from gossamer.topologies import Topology
@@ -382,7 +383,7 @@ class Outer(Generic[M]):
         for option, given, kind in (
             ("folder", folder, str | Path),
             ("steps", steps, Count),
-            ("name", name, str),
+            ("name", name := name or Path(str(folder)).resolve().name, FolderName),
             ("step_tokens", step_tokens, Number),
         ):
             check_option("record", option, given, kind)
@@ -393,7 +394,7 @@ class Outer(Generic[M]):
         text = run_toml(
             self.method,
             self._timetable,
-            name=name or Path(folder).name,
+            name=name,
             workers=self.n,
             steps=steps,
             seed=self.seed,

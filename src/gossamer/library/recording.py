@@ -226,7 +226,9 @@ def run_toml(
         "inner": {"optimizer": "python:loop"},
         "record": {"tensorboard": False},
         "run": {
-            "steps": steps,
+            "steps": timetable.begin(
+                timetable.rounds
+            ),  # a run file has whole rounds, and later steps are not exchanged
             "local_steps": {str(one.step): one.local_steps for one in stretches}
             if timetable.changes
             else stretches[0].local_steps,

@@ -12,7 +12,7 @@ tensorboard/          TensorBoard events
 ```
 
 Metrics come in kinds. Round r counts from 0 and a line of round r is about the end of that round; a validation of the
-initial values has round -1 and step 0. A number that is not finite is written as null.
+initial values has round -1 and step 0. A number that is not finite, or from 1e300 on, is written as null.
 
 * `{"kind":"train","round":r,"worker":i,"step":s,"loss":x,"lr":y,"tokens":t}`: the mean loss of a local phase, and the
   steps and tokens that this worker has completed. With `record.hash` also `"hashes":[...]`, see there. Where messages of
@@ -31,7 +31,6 @@ initial values has round -1 and step 0. A number that is not finite is written a
 """
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
@@ -90,7 +89,9 @@ class RecordConfig:
     """
 
 
-_Figure = Annotated[float, Field(gt=-1e300, lt=1e300)]
+_LIMIT = 1e300
+"""Sums and ratios of figures below it stay finite."""
+_Figure = Annotated[float, Field(gt=-_LIMIT, lt=_LIMIT)]
 
 
 @with_config({**RECORD, "extra": "allow"})
@@ -454,9 +455,9 @@ def _cut(path: Path, round: int, void: Callable[[Mapping[str, Any]], bool] = lam
 
 
 def finite(value: Any) -> Any:
-    """The same value with null for every number that JSON cannot represent."""
+    """The same value with null for every number that JSON cannot represent, or no line of metrics may have."""
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return value if abs(value) < _LIMIT else None
     if isinstance(value, Mapping):
         return {key: finite(part) for key, part in value.items()}
     return [finite(part) for part in value] if isinstance(value, list | tuple) else value

@@ -37,6 +37,8 @@ def writing(path: Path) -> Iterator[None]:
 
 def make_folder(path: Path) -> None:
     """Creates a folder with its parents, unless it exists. Raises DiskError."""
+    if str(path).encode(errors="ignore") != os.fsencode(path):  # safetensors would write there, and read nothing
+        raise DiskError(f"'{path}' is no name in UTF-8, which checkpoints and models need; name another folder")
     if path.exists() and not path.is_dir():
         raise DiskError(f"'{path}' is a file, and a folder is to be made there; name another folder")
     with writing(path):

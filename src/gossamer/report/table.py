@@ -11,6 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
@@ -22,6 +23,8 @@ from gossamer.report.reading.runs import read_runs, summary_row
 MANY = 12
 """From this number of runs on, tables are ranked by loss and charts get a panel for each run."""
 DASH = "–"
+_LARGEST = 1e6
+"""From here on a number has an exponent; a loss is below 20 nats, in a loop of one's own perhaps some thousands."""
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 
 
@@ -56,14 +59,24 @@ def loss_rank(loss: float | None) -> float:
     return loss if loss is not None and math.isfinite(loss) else math.inf
 
 
-def render_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """The rows of `summary_rows` as a table for the terminal."""
+def render_table(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
+    """The rows of `summary_rows` as a table for a terminal of this width.
+
+    Cells break between words, the longest first, and nowhere else: part of a number is another number. So the table may be wider.
+    """
     headings, cells = table_cells(ranked(rows))
+    lines = [[*map(printable, line)] for line in (headings, *cells)]
+    fewest = [
+        max(cell_len(word) for cell in column for word in cell.split() or [""]) for column in zip(*lines, strict=True)
+    ]
+    widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
+    while sum(widths) + 3 * len(widths) + 1 > width and widths != fewest:
+        widths[max((w, place) for place, w in enumerate(widths) if w > fewest[place])[1]] -= 1
     table = Table(header_style="bold")
-    for place, heading in enumerate(headings):
-        table.add_column(Text(printable(heading)), justify="right" if place else "left")
-    for line in cells:
-        table.add_row(*(Text(printable(cell)) for cell in line))
+    for place, heading in enumerate(lines[0]):
+        table.add_column(Text(heading), justify="right" if place else "left", width=widths[place])
+    for line in lines[1:]:
+        table.add_row(*map(Text, line))
     return table
 
 
@@ -193,10 +206,14 @@ def _time_text(row: Mapping[str, Any], network: str) -> str:
 
 
 def number_text(value: float | None, form: str) -> str:
-    """A number for a table or a picture; a dash for None."""
+    """A number for a table or a picture; a dash for None, and a power of ten for what a run that diverges has.
+
+    >>> number_text(2.5, ".4f"), number_text(2.5e40, ".4f"), number_text(float("nan"), ".4f")
+    ('2.5000', '2.5e+40', 'not finite')
+    """
     if value is None:
         return DASH
-    return format(value, form) if math.isfinite(value) else "not finite"
+    return format(value, form if abs(value) < _LARGEST else ".4g") if math.isfinite(value) else "not finite"
 
 
 def digits_text(value: float, digits: int = 4) -> str:

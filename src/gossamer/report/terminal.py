@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 import numpy as np
+from rich.cells import cell_len
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -38,6 +39,9 @@ _FIRST_LINE_S, _BETWEEN_LINES_S, _SHARE_OF_TIME = 1.0, 5.0, 0.1
 _PRESENT = ("training", "silent", "finished")
 _UNKNOWN = "–"
 _LIVE = [metric for metric in METRICS if metric.live]
+_SPARE = ("priced", "in exchange", "sent", "disagreement", "tokens/s", "step", "workers", "left", "val of", "loss")
+"""How the names of those figures begin that a narrow terminal leaves out, the first of them first."""
+_LONGEST_NAME = 32
 
 
 class Terminal:
@@ -163,8 +167,15 @@ class Terminal:
         """The newest runs that fit the terminal; a figure that none of them has is left out."""
         rows = [(one.label, one.cells) for one in self._shown][-max(1, self._console.height - 4) :]
         heads = list(dict.fromkeys(head for _, cells in rows for head, cell in cells.items() if cell != _UNKNOWN))
+        longest = max([len("run"), *(cell_len(printable(label)) for label, _ in rows)])
+        room = self._console.width - min(longest, _LONGEST_NAME)
+        widths = {head: max(len(head), *(len(cells.get(head, _UNKNOWN)) for _, cells in rows)) for head in heads}
+        for spare in _SPARE:
+            if sum(widths.values()) + 2 * len(widths) > room:
+                widths = {head: w for head, w in widths.items() if not head.startswith(spare)}
+        heads = [*widths]
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-        table.add_column("run", no_wrap=True, overflow="ellipsis", max_width=32)
+        table.add_column("run", no_wrap=True, overflow="ellipsis", max_width=_LONGEST_NAME)
         for head in heads:
             table.add_column(head, justify="right", no_wrap=True)
         for label, cells in rows:

@@ -6,10 +6,14 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from gossamer.report.paired import effect
-from gossamer.report.table import method_and_seed
+from gossamer.report.table import method_and_seed, number_text
 
 _UNSEARCHED = "At these settings, for which this comparison did not search."
 """Said of each comparison: other settings of the same two methods may rank them the other way round."""
+
+
+def _nats(loss: float) -> str:
+    return number_text(loss, ".4f")
 
 
 def verdict(rows: Sequence[Mapping[str, Any]], *, running: bool = False) -> str:
@@ -38,7 +42,7 @@ def verdict(rows: Sequence[Mapping[str, Any]], *, running: bool = False) -> str:
         return "No run has a validation loss yet." if running else _none(rows)
     ordered = sorted(losses, key=lambda method: statistics.fmean(losses[method].values()))
     if running:
-        lowest = f"{ordered[0]} at {statistics.fmean(losses[ordered[0]].values()):.4f}"
+        lowest = f"{ordered[0]} at {_nats(statistics.fmean(losses[ordered[0]].values()))}"
         return f"Not all of these runs have ended; lowest validation loss so far: {lowest}. Nothing is claimed before the end."
     besides = _about_excluded(rows, losses, lost)
     # The mean of the seeds that did not diverge would be too low.
@@ -86,13 +90,13 @@ def _compared(first: str, second: str, losses: Mapping[str, Mapping[str, float]]
     )
     difference = effect([(losses[second][seed] - losses[first][seed], losses[first][seed]) for seed in shared])
     mean, half = difference.mean, difference.half or 0.0
-    interval = f"(95 % interval {mean - half:.4f} to {mean + half:.4f}, {len(shared)} seeds)"
+    interval = f"(95 % interval {_nats(mean - half)} to {_nats(mean + half)}, {len(shared)} seeds)"
     means = [statistics.fmean(losses[method][seed] for seed in shared) for method in (first, second)]
     if mean - half > 0:
-        ended = f"{first} ended with a lower validation loss than {second}: {means[0]:.4f} against {means[1]:.4f}"
-        return f"{ended}, by {mean:.4f} {interval}. {_UNSEARCHED}"
-    both = f"{first} ({means[0]:.4f}) and {second} ({means[1]:.4f})"
-    return f"No difference is shown between {both}: {mean:.4f} apart {interval}. {_UNSEARCHED}"
+        ended = f"{first} ended with a lower validation loss than {second}: {_nats(means[0])} against {_nats(means[1])}"
+        return f"{ended}, by {_nats(mean)} {interval}. {_UNSEARCHED}"
+    both = f"{first} ({_nats(means[0])}) and {second} ({_nats(means[1])})"
+    return f"No difference is shown between {both}: {_nats(mean)} apart {interval}. {_UNSEARCHED}"
 
 
 def _picked(methods: int) -> str:
@@ -103,10 +107,10 @@ def _picked(methods: int) -> str:
 
 def _ended(method: str, losses: Mapping[str, Mapping[str, float]], *, single: bool = False, verb: bool = True) -> str:
     of_seeds = [*losses[method].values()]
-    mean = f"{statistics.fmean(of_seeds):.4f}"
+    mean = _nats(statistics.fmean(of_seeds))
     if single:
         over = (
-            f", the mean of {len(of_seeds)} seeds from {min(of_seeds):.4f} to {max(of_seeds):.4f}"
+            f", the mean of {len(of_seeds)} seeds from {_nats(min(of_seeds))} to {_nats(max(of_seeds))}"
             if len(of_seeds) > 1
             else ""
         )

@@ -600,6 +600,7 @@ def _bare(hint: Any) -> Any:
 
 def _extras(hint: Any) -> list[Any]:
     """The metadata of an annotation; of a pydantic Field, its bounds."""
+    hint = get_args(hint)[0] if get_origin(hint) is NotRequired else hint
     extras = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
     return [part for one in extras for part in (one.metadata if isinstance(one, FieldInfo) else [one])]
 

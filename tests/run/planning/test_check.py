@@ -208,6 +208,14 @@ def test_text_that_is_not_on_this_machine_is_warned_of():
     assert lines(said)[0].endswith("can start, but not on this machine")
 
 
+@pytest.mark.parametrize(("text", "most"), [("", 2), ("short", 7)])
+def test_text_that_is_shorter_than_a_window_is_named_before_the_run(text, most, tmp_path):
+    (path := tmp_path / "text.txt").write_text(text)
+    said = examine_run(tiny(data__source=str(path)))
+    (sentence,) = said.here
+    assert f"at most {most} tokens, but one window needs data.seq_len + 1 = 17" in sentence and said.passes is None
+
+
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [

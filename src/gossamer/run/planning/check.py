@@ -243,8 +243,8 @@ def _endless(documents: AroundDocuments | None, tokenizer: str) -> list[str]:
 
 
 def _text_files(run: RunSettings, vocab_size: int | None) -> tuple[tuple[TextFiles, ...], list[int] | None, list[str]]:
-    """The files of each source, the most tokens that each can have, and why there are none on this machine, for which the run
-    may not be meant.
+    """The files of each source, the most tokens that each can have, and why there are none or too few on this machine, for which
+    the run may not be meant.
     """
     if run.data.own or run.data.streamed:
         return (), None, []
@@ -263,6 +263,12 @@ def _text_files(run: RunSettings, vocab_size: int | None) -> tuple[tuple[TextFil
         return (), None, [str(error)]
     sizes = [sum(path.stat().st_size for path in one.files) for one in sources]
     text = [TextFiles(one.source, len(one.files), size, one.left_out) for one, size in zip(sources, sizes, strict=True)]
+    if most is not None and sum(most) <= run.data.seq_len:
+        fewest = (
+            f"the text of data.source {run.data.source!r:.60} has {sum(sizes):,} bytes and at most {sum(most)} tokens, but one "
+            f"window needs data.seq_len + 1 = {run.data.seq_len + 1}; give more text, or lower data.seq_len"
+        )
+        return tuple(text), None, [fewest]
     return tuple(text), most, []
 
 
