@@ -480,7 +480,9 @@ def _of_offers(folder: Path) -> Decoder:
     examples = [json.dumps(offer | {"slot": slot}).encode() for slot in (0, 2)]
     return Decoder(
         examples,
-        lambda raw: newcomer._offer(Letter(LetterKind.OFFER, 0, body=body_of(raw)), limits(3), "127.0.0.1:4000"),
+        lambda raw: newcomer._offer(
+            Letter(LetterKind.OFFER, 0, body=body_of(raw)), limits(3), "127.0.0.1:4000", frozenset({2})
+        ),
     )
 
 
