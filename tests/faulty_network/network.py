@@ -272,8 +272,9 @@ class FaultyNetwork:
         return 2 * len(slots) > self.plan.slots if self.everyone else len(island) > 1
 
     def _must_exchange(self) -> None:
-        for process in [process for process in self.living if process.uid in self._made]:
-            assert process.made > self._made[process.uid], f"{process} exchanges with nobody"
+        for process in [process for island in self._islands() if self._goes_on(island) for process in island]:
+            began = self._made.get(process.uid, process.made - 1)  # those whose last partners have ended since are alone
+            assert process.made > began, f"{process} exchanges with nobody"
 
     def _must_agree(self) -> None:
         """Whoever lives knows of the others that live and of no others, unless no news can pass between them."""

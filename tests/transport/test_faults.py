@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from faulty_network.network import FAULT_KINDS, check_faults
+from gossamer.rng import key
 from gossamer.rules import diloco, gasloc, gossip
 from gossamer.topologies import make_topology
 from gossamer.topologies.mixing import without
@@ -47,6 +48,10 @@ def test_workers_that_believe_each_other_about_themselves_alone_keep_what_is_pro
     for seed in range(part, SEEDS // 2, 2):
         found = check_faults(seed=seed, keyed=True)
         assert found.made or found.closed
+
+
+def test_a_seed_with_two_processes_of_a_slot_that_both_send_ahead_keeps_what_is_promised() -> None:
+    assert check_faults(seed=1252, keyed=True).made
 
 
 def test_a_seed_repeats_its_faults_and_other_seeds_have_others() -> None:
@@ -321,6 +326,30 @@ def test_a_worker_that_sees_no_majority_gives_no_slot_away_whose_worker_may_live
     core.limit_bytes = None  # gossip goes on in both halves
     entry = core.give_slot(8, "host:8")
     assert entry is not None and entry.slot == 2
+
+
+@pytest.mark.parametrize("how", ["news", "gift"])
+def test_an_early_payload_of_the_former_process_of_a_slot_is_not_counted_with_the_commit_of_the_next_one(
+    how: str,
+) -> None:
+    core, _ = pair()
+    ahead = Ticket(1)
+    view = key(0, "view", 0, 1)
+    core.receive(Letter(LetterKind.PAYLOAD, 1, ahead, view, 1, 4, BODY), 0.1, 11)
+    assert core.kept == 1
+    if how == "news":
+        news = SlotEntry(1, 1, 99, MemberStatus.ALIVE, 0, "host:9")
+        core.receive(Letter(LetterKind.MEMBERSHIP, 1, body=body_of(membership_update({1: news}))), 0.2, 99)
+    else:
+        core.members.suspect(1)
+        entry = core.give_slot(99, "host:9")
+        assert entry is not None and entry.slot == 1
+        core.members.merge([entry._replace(status=MemberStatus.ALIVE)])
+    core.begin_round(1, frozenset({0, 1}), [1])
+    core.expect(ahead, 1, BODY.numel())
+    core.post(ahead, 1, BODY, 0.3)
+    core.receive(Letter(LetterKind.COMMIT, 1, ahead, view, 1), 0.4, 99)
+    assert core.kept == 0 and not core.settled(ahead), "the payload of the next process is still to come"
 
 
 def test_a_worker_that_has_taken_the_state_of_another_may_begin_its_round_once_more() -> None:

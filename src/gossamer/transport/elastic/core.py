@@ -224,8 +224,10 @@ class ElasticCore:
             kept |= {slot for slot in range(self.members.slots) if slot not in allowed}
         before = dict(self.members.entries)
         entry = self.members.give_slot(nonce, address, kept)
-        if entry is not None and entry.slot in before and before[entry.slot].status != MemberStatus.LEFT:
-            self.replaced[entry.slot] = before[entry.slot]
+        if entry is not None and entry.slot in before:
+            self._part_with(entry.slot)
+            if before[entry.slot].status != MemberStatus.LEFT:
+                self.replaced[entry.slot] = before[entry.slot]
         self.spread()
         return entry
 
@@ -239,11 +241,21 @@ class ElasticCore:
         for (_, other), pact in self._pacts.items():
             if other == peer:
                 pact.close()
-        for early in [early for early in self._early if early[1] == peer]:
-            del self._early[early]
+        self._drop_early(peer)
         self._told.pop(peer, None)
         if self.members.suspect(peer):
             self.spread()
+
+    def _drop_early(self, peer: int) -> None:
+        for early in [early for early in self._early if early[1] == peer]:
+            del self._early[early]
+
+    def _part_with(self, slot: int) -> None:
+        """Closes the exchanges with the former process of a slot. With the COMMIT of the next one, a payload that it has sent
+        early would be counted at this end alone.
+        """
+        self.give_up([slot])
+        self._drop_early(slot)
 
     def tick(self, now: float) -> None:
         """Closes exchanges that have timed out, pings the peers that this worker needs, and suspects silent ones."""
@@ -375,7 +387,7 @@ class ElasticCore:
         version, known = self.members.version, self.members.entries
         for before, after in self.members.merge(entries, letter.sender):
             if before is not None and (after.nonce != before.nonce or after.status == MemberStatus.LEFT):
-                self.give_up([after.slot])
+                self._part_with(after.slot)
             if before is not None and after.nonce != before.nonce and before.status != MemberStatus.LEFT:
                 self.replaced[after.slot] = before
         if self.members.version != version:
