@@ -15,7 +15,7 @@ from gossamer.codecs import Codec
 from gossamer.errors import ConfigError
 from gossamer.rules import Rule
 from gossamer.settings.user_code import guarding
-from gossamer.topologies import Topology
+from gossamer.topologies import TOPOLOGIES, Topology
 from gossamer.topologies.mixing import Mixing
 from gossamer.tree import Tree, leaves, nbytes
 
@@ -39,7 +39,7 @@ def guarded(kind: str, made: T) -> T:
         own["send"] = _elementwise(name, own["send"])
     if isinstance(made, Codec) and made.payload_bytes is not None and "encode" in own:
         own["encode"] = _priced(name, own["encode"], made.payload_bytes)
-    if isinstance(made, Topology):
+    if isinstance(made, Topology) and made.name not in TOPOLOGIES:  # whose tags are tested, as of a million workers
         own["mixing"] = _of_topology(made, name)
     return made._replace(**own)
 
