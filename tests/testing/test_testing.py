@@ -113,6 +113,16 @@ WRONG = {  # the promise, a rule that breaks it, and what the sentence says
         with_recv(lambda x, c, ctx: (x + c)[None]),
         r"\(1, 7\).*like x",
     ),
+    "a division by zero": (
+        "trees_keep_their_form_and_dtype",
+        with_recv(lambda x, c, ctx: x + c / 0.0),
+        r"recv\(\) returned numbers that are not finite for finite ones",
+    ),
+    "an update that asks for a gradient": (
+        "trees_keep_their_form_and_dtype",
+        with_recv(lambda x, c, ctx: (x + c).requires_grad_()),
+        r"recv\(\) returned a tensor that requires a gradient.*detached",
+    ),
     "a message whose shape depends on numbers": (
         "trees_keep_their_form_and_dtype",
         PLAIN._replace(send=lambda x, s, ctx: x[x != 0]),

@@ -116,6 +116,23 @@ def test_edges_complete_each_row_with_the_own_weight() -> None:
     assert (mixing.n, mixing.receives_from(2), mixing.sends_to(0), mixing.weight(2)) == (3, (0,), (2,), 0.75)
 
 
+@pytest.mark.parametrize(
+    ("edges", "words"),
+    [
+        ([(0, 0, 0.5)], r"has the edge \(0, 0, 0.5\)"),
+        ([(1, 0, 0.5), (0, 3, 0.5)], r"has the edge \(0, 3, 0.5\).* from 0 to 2"),
+        ([(-1, 0, 0.5)], r"has the edge \(-1, 0, 0.5\)"),
+        ([(0, 1, math.nan)], r"has the edge \(0, 1, nan\)"),
+        ([(0, 1, 0.0)], "a weight other than 0"),
+        ([(0, 1, 0.2), (0, 1, 0.2)], "the edge from worker 1 to worker 0 twice"),
+        ([(0, 1)], r"are \[\(0, 1\)\]; give triples"),
+    ],
+)
+def test_edges_that_are_none_are_refused_in_a_sentence(edges: list[tuple[int, int, float]], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        from_edges(3, edges)
+
+
 graphs = st.integers(1, 12).flatmap(
     lambda n: st.tuples(st.just(n), st.lists(st.tuples(st.integers(0, n - 1), st.integers(0, n - 1)), max_size=30))
 )

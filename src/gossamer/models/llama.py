@@ -219,4 +219,10 @@ def logits_of(model: Callable[[Tensor], Any], batch: Tensor) -> Tensor:
             f"model.loss was not given, and the cross-entropy that stands for it needs logits, but the model returned a "
             f"{type(made).__name__}; give loss(model, batch), or return the logits alone"
         )
+    if output.ndim != 3 or output.shape[:2] != batch[:, 1:].shape:
+        raise ConfigError(
+            f"model.loss was not given, and the cross-entropy that stands for it needs logits for {tuple(batch[:, 1:].shape)} "
+            f"tokens, but the model returned a tensor of shape {tuple(output.shape)}; give loss(model, batch), or return logits "
+            "(batch, token, vocabulary)"
+        )
     return output.float()  # models of `transformers` return them in an object

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -71,15 +71,21 @@ class Context(NamedTuple):
     often; the number itself where the worker is one process."""
 
 
-def _naming_renamed_fields(rule: type[T]) -> type[T]:
-    """Turns the use of a field's former name into an error that names the current one."""
+def _naming_wrong_fields(rule: type[T]) -> type[T]:
+    """Turns a field's former name, and a value that it cannot have, into an error that names what is allowed."""
 
     def checked(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(one: Any, /, *args: Any, **fields: Any) -> Any:
             for old in _RENAMED.keys() & fields.keys():
                 raise ConfigError(f"a Rule got {old} = ..., which is called {_RENAMED[old]} now; rename the keyword")
-            return function(one, *args, **fields)
+            made = function(one, *args, **fields)
+            for name, kind in (("needs", Needs), ("site", ActsOn)):
+                if (given := getattr(made, name)) not in get_args(kind):
+                    raise ConfigError(
+                        f"a Rule got {name} = {given!r:.40}; Allowed: {', '.join(get_args(kind))}; correct it"
+                    )
+            return made
 
         return call
 
@@ -89,7 +95,7 @@ def _naming_renamed_fields(rule: type[T]) -> type[T]:
     return rule
 
 
-@_naming_renamed_fields
+@_naming_wrong_fields
 class Rule(NamedTuple):
     """A communication rule: the message one worker sends after its local phase, and its update from the messages it receives.
 

@@ -196,6 +196,11 @@ def _files_of(base: Path, path: list[str]) -> Iterator[Path]:
 
 def calling(subject: str, function: Callable[..., T]) -> Callable[..., T]:
     """The user's function, with exceptions turned into a UserCodeError that names their origin; Gossamer's own pass through."""
+    return guarding(f"{subject} '{name_of(function)}'", function)
+
+
+def guarding(subject: str, function: Callable[..., T]) -> Callable[..., T]:
+    """The same, for a function that `subject` names."""
 
     def call(*args: Any, **kwargs: Any) -> T:
         try:
@@ -203,7 +208,7 @@ def calling(subject: str, function: Callable[..., T]) -> Callable[..., T]:
         except GossamerError:
             raise
         except Exception as error:
-            raise _failed(f"{subject} '{name_of(function)}' failed", error) from error
+            raise _failed(f"{subject} failed", error) from error
 
     return call
 

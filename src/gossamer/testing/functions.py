@@ -66,7 +66,7 @@ def some_round(
 
 
 def trees_keep_their_form_and_dtype(rule: Rule, graphs: Sequence[Topology]) -> None:
-    """State and message are (named) tuples of tensors, whose places, shapes and dtypes never change."""
+    """State and message are (named) tuples of finite tensors, whose places, shapes and dtypes never change."""
     for dtype in DTYPES:
         r = some_round(rule, graphs[0], dtype)
         given, message, (y, new) = _form(r.s), _form(r.send()), r.recv()
@@ -94,6 +94,14 @@ def trees_keep_their_form_and_dtype(rule: Rule, graphs: Sequence[Topology]) -> N
         assert (y.shape, y.dtype) == (r.x.shape, dtype), (
             f"recv() returned parameters of {tuple(y.shape)} {y.dtype} for {tuple(r.x.shape)} {dtype}; return a tensor like x"
         )
+        for name, tree in {**trees, "recv()": (y, new)}.items():
+            assert not any(leaf.requires_grad for leaf in leaves(tree)), (
+                f"{name} returned a tensor that requires a gradient, such as a Parameter; return it detached"
+            )
+            assert all(bool(leaf.isfinite().all()) for leaf in leaves(tree)), (
+                f"{name} returned numbers that are not finite for finite ones; look for a division by zero or a root of a "
+                "negative number"
+            )
         zeros, empty = (map_leaves(make, (r.x, r.s)) for make in (torch.zeros_like, _without_data))
         for x, s in (zeros, empty):
             other = _form(rule.send(x, s, r.ctx))

@@ -84,7 +84,7 @@ def from_edges(n: int, edges: Iterable[tuple[int, int, float]], sums: Literal["r
 
     With `sums = "columns"` they complete each column: the share a worker keeps and the shares it sends sum to one.
 
-    Raises: ConfigError for more than `MOST_MESSAGES`.
+    Raises: ConfigError for more than `MOST_MESSAGES`, and for edges that are none.
 
     >>> from_edges(2, [(0, 1, 0.5), (1, 0, 0.5)]).rows
     (((0, 0.5), (1, 0.5)), ((0, 0.5), (1, 0.5)))
@@ -95,9 +95,18 @@ def from_edges(n: int, edges: Iterable[tuple[int, int, float]], sums: Literal["r
             f"a round of {n:,} workers has more than {MOST_MESSAGES:,} messages, too many to plan; take fewer workers, or a "
             "topology with fewer peers"
         )
-    at, source, weight = np.array(listed, float).reshape(-1, 3).T
+    try:
+        at, source, weight = np.array(listed, float).reshape(len(listed), 3).T
+    except (TypeError, ValueError):
+        raise ConfigError(f"the edges of a topology are {listed!r:.80}; give triples (worker, peer, weight)") from None
     at, source = at.astype(np.int64), source.astype(np.int64)
-    assert (at != source).all() and (weight != 0.0).all(), listed
+    beyond = (at < 0) | (at >= n) | (source < 0) | (source >= n)
+    wrong = beyond | (at == source) | (weight == 0.0) | ~np.isfinite(weight)
+    if wrong.any():
+        raise ConfigError(
+            f"a topology of {n} workers has the edge {listed[wrong.argmax()]!r:.80}; give (worker, peer, weight) with two "
+            f"workers from 0 to {n - 1} and a weight other than 0"
+        )
     first, then = (at, source) if sums == "rows" else (source, at)
     order = np.lexsort((then, first))
     counts, terms = np.bincount(first, minlength=n), weight[order]
@@ -110,7 +119,13 @@ def from_edges(n: int, edges: Iterable[tuple[int, int, float]], sums: Literal["r
     everybody = np.arange(n)
     at, source = np.concatenate([at, everybody]), np.concatenate([source, everybody])
     order = np.lexsort((source, at))
-    assert not ((np.diff(at[order]) == 0) & (np.diff(source[order]) == 0)).any(), listed
+    twice = (np.diff(at[order]) == 0) & (np.diff(source[order]) == 0)
+    if twice.any():
+        place = order[twice.argmax()]
+        raise ConfigError(
+            f"a topology of {n} workers has the edge from worker {source[place]} to worker {at[place]} twice; add up their "
+            "weights"
+        )
     entries = zip(source[order].tolist(), np.concatenate([weight, self_weights])[order].tolist(), strict=True)
     rows = _cut(tuple(entries), np.bincount(at, minlength=n))
     order = np.lexsort((at, source))

@@ -204,6 +204,18 @@ def tuning(**changes: Any) -> dict[str, Any]:
             r"'a' has tune = .* gossamer tune takes tune = \{ lr",
         ),
         ({"variant": [{"label": "a b"}, {"label": "a/b"}]}, r"would share a folder"),
+        (
+            {
+                "variant": [
+                    {"label": "a", "rule": {"name": "diloco", "lr": {"0": 0.4, "2": 0.7}}, "topology": "complete"}
+                ]
+            },
+            r"'a' has rule\.lr = .*, which changes over the run, .* tune = \{ outer = \[\] \}",
+        ),
+        (
+            {"variant": [{"label": "a", "run.synchronous_steps": 2, "topology": "complete", "rule.name": "diloco"}]},
+            r"'a' begins with run\.synchronous_steps = 2 and tune\.rungs = \[0\.5, 1\.0\] with runs of 2 inner steps",
+        ),
     ],
 )
 def test_an_impossible_tuning_is_refused_in_a_sentence(changes: dict[str, Any], sentence: str) -> None:
@@ -227,6 +239,12 @@ def test_only_methods_with_both_outer_settings_try_pairs() -> None:
     config = found["gasloc"].run(trial, 3)
     assert (config.seed, config.inner.lr, dict(config.rule.options)) == (3, 2e-3, {"lr": 0.7, "momentum": 0.5})
     assert config.run.steps == 2 and found["gasloc"].tokens(0) == 2 * 2 * 2 * 16
+
+
+def test_a_rung_is_a_share_of_the_inner_steps_where_rounds_grow() -> None:
+    growing = {"label": "a", "run.local_steps": {"0": 1, "4": 4}, "run.steps": 16}
+    (one,) = contenders(tuning(variant=[growing]))
+    assert one.config.length.rounds == 7 and [one.steps(rung) for rung in (0, 1)] == [8, 16]
 
 
 def test_a_file_that_means_the_default_rule_is_searched_as_one_that_names_it(tmp_path: Path) -> None:

@@ -18,14 +18,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gossamer
+from gossamer.codecs import Codec
 from gossamer.errors import ConfigError, MissingPackageError, TrainingError, UserCodeError
 from gossamer.network.links import Network
+from gossamer.rules import Rule
 from gossamer.run.bookkeeping.evaluate import UNUSED, evaluate
 from gossamer.run.config.document import load_run
 from gossamer.run.config.user_parts import own_parts
 from gossamer.run.simulated import threads as lanes
-from gossamer.topologies import graph, ring
+from gossamer.topologies import Topology, graph, ring
+from gossamer.topologies.contract import over_alive, planned_topology
 from gossamer.topologies.graphs import edges_of
+from gossamer.topologies.mixing import Consensus, pull
 from gossamer.transport.processes.local import run_local
 
 N, H, ROUNDS, SEED = 3, 3, 4, 5
@@ -50,6 +54,54 @@ def optimizer(parameters: Any) -> torch.optim.Optimizer:
 
 def flat(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def drawn(**functions: Any) -> Rule:
+    """Gossip half of the way, with these of its functions replaced by wrong ones."""
+    half = Rule(
+        lambda x, ctx: (),
+        lambda x, s, ctx: x,
+        pull,
+        lambda x, s, own, c, ctx: (x + 0.5 * c, s),
+        needs="connected",
+        single_worker_limit="inner",
+        consensus=Consensus(0.5, 0.0, "post"),
+    )
+    return half._replace(name="drawn", **functions)
+
+
+def coded(**functions: Any) -> Codec:
+    """A codec that sends everything, with these of its functions replaced by wrong ones."""
+    return Codec(**{"encode": lambda x, key: x.clone(), "decode": lambda payload, like: payload, **functions})
+
+
+def linked(*edges: Any) -> Topology:
+    """A topology that claims to be symmetric and to keep the mean, whatever its edges."""
+    return planned_topology(N, over_alive(lambda round, m: edges, N), period=1, symmetric=True, doubly_stochastic=True)
+
+
+class Unmoved(torch.optim.SGD):
+    """An optimizer whose step fails."""
+
+    def step(self, closure: Any = None) -> Any:
+        raise LookupError("no step")
+
+
+class Reader(nn.Module):
+    """A model of tokens whose forward pass returns what it is given to."""
+
+    def __init__(self, forward: Any) -> None:
+        super().__init__()
+        self.embedding, self.act = nn.Embedding(256, 256), forward
+
+    def forward(self, tokens: Tensor) -> Any:
+        return self.act(self.embedding(tokens))
+
+
+def reading(forward: Any) -> dict[str, Any]:
+    """A run of such a model on text, with the loss that stands for one of the user's."""
+    text = {"data": lambda worker, step: torch.full((2, 5), worker + step), "loss": None}
+    return {**text, "model": lambda: Reader(forward)}
 
 
 TASK: Any = {"model": net, "data": batch, "loss": loss, "optimizer": optimizer}
@@ -542,6 +594,93 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         r"model.loss was not given, .* returned a tuple; give loss\(model, batch\)",
     ),
     "an exception": ({"loss": lambda model, given: model(given[2])}, UserCodeError, "IndexError"),
+    "an exception in a rule": (
+        {"rule": drawn(recv=lambda *_: 1 / 0)},
+        UserCodeError,
+        "^recv of rule 'drawn' failed with ZeroDivisionError: division by zero; its traceback is above",
+    ),
+    "an exception in a combination": (
+        {"rule": drawn(combine=lambda *_: 1 / 0)},
+        UserCodeError,
+        "^combine of rule 'drawn'",
+    ),
+    "too short an update": (
+        {"rule": drawn(recv=lambda x, s, own, c, ctx: (x[1:], s))},
+        ConfigError,
+        r"^recv of rule 'drawn' returned tensors of the shapes \[\(64,\)\], and \[\(65,\)\] are needed",
+    ),
+    "a state that grows": (
+        {"rule": drawn(recv=lambda x, s, own, c, ctx: (x, (x,)))},
+        ConfigError,
+        "^recv of rule 'drawn' returned tensors of the shapes",
+    ),
+    "an update to be learned": (
+        {"rule": drawn(recv=lambda x, s, own, c, ctx: (nn.Parameter(x + c), s))},
+        ConfigError,
+        "^recv of rule 'drawn' returned a tensor that requires a gradient",
+    ),
+    "a number as state": (
+        {"rule": drawn(init=lambda x, ctx: (x.clone(), 0))},
+        ConfigError,
+        "^init .* a tree with a int",
+    ),
+    "a part as message": (
+        {"rule": drawn(send=lambda x, s, ctx: x[:3])},
+        ConfigError,
+        r"^send of rule 'drawn' returned a tensor of shape \(3,\) for an x of \(65,\)",
+    ),
+    "an exception in a codec": (
+        {"codec": coded(encode=lambda x, key: 1 / 0)},
+        UserCodeError,
+        "^encode of the codec failed",
+    ),
+    "a payload that depends on numbers": (
+        {"codec": coded(encode=lambda x, key: x[x > 0])},
+        ConfigError,
+        "^decode of the codec returned tensors of the shapes",
+    ),
+    "a payload of another size": (
+        {"codec": coded(payload_bytes=lambda numel: numel)},
+        ConfigError,
+        "^encode of the codec returned .* bytes for .* elements, and payload_bytes says",
+    ),
+    "an exception in a topology": (
+        {"topology": Topology(N, lambda round, alive=None: [][round], doubly_stochastic=True)},
+        UserCodeError,
+        "^mixing of the topology failed with IndexError",
+    ),
+    "an edge to itself": ({"topology": linked((1, 1, 0.5))}, ConfigError, r"has the edge \(1, 1, 0.5\); give"),
+    "an edge one way": (
+        {"topology": linked((0, 1, 0.5))},
+        ConfigError,
+        "0.5 is taken of worker 0, and the topology claims",
+    ),
+    "weights above one": (
+        {"topology": linked((0, 1, 5.0), (1, 0, 5.0))},
+        ConfigError,
+        "worker 0 takes -4 of worker 0, and the topology claims doubly_stochastic",
+    ),
+    "an exception in an optimizer": (
+        {"optimizer": lambda parameters: Unmoved(parameters, lr=0.1)},
+        UserCodeError,
+        "^optimizer 'test_simulation:Unmoved.step' failed with LookupError: no step",
+    ),
+    "an exception in a model": (
+        reading(lambda x: x[7, 7]),
+        UserCodeError,
+        "^model '<lambda>' failed with IndexError",
+    ),
+    "logits of some tokens": (
+        reading(lambda x: x[:, :2]),
+        ConfigError,
+        r"needs logits for \(2, 4\) tokens, but the model returned a tensor of shape \(2, 2, 256\)",
+    ),
+    "logits without a gradient": (
+        reading(lambda x: x.detach()),
+        ConfigError,
+        "^model '<lambda>' gives training a loss",
+    ),
+    "a loss without a gradient": ({"loss": lambda model, given: torch.ones(())}, ConfigError, "^loss '<lambda>' gives"),
     "a rule not called": ({"rule": gossamer.gasloc}, ConfigError, "'gasloc', which was not called"),
     "an unknown keyword": ({"worker": 3}, ConfigError, "did you mean 'workers'"),
     "an unknown key": ({"settings": {"inner.lrr": 1.0}}, ConfigError, "did you mean 'lr'"),

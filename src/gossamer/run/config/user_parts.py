@@ -14,6 +14,7 @@ from gossamer.errors import ConfigError
 from gossamer.record.inputs import CodeInput
 from gossamer.rules import WRAPPERS, Rule, make_rule, wrapped
 from gossamer.run.config.document import KINDS
+from gossamer.run.config.guarded import guarded
 from gossamer.run.config.run_file import RunConfig
 from gossamer.settings.options import unknown_options
 from gossamer.settings.schema import toml_value
@@ -186,6 +187,8 @@ def make(parts: UserParts, kind: str, config: RunConfig) -> Any:
     made = caller(parts, kind, name)(*given, **({"seed": config.seed} if seeded else {}), **options)
     if not name.startswith(GIVEN):  # so that two rules of different modules differ in reports
         made = made._replace(name=name, options=options)
+    if kind != "rule" or not config.run.compile:  # the compiler takes the functions as they are
+        made = guarded(kind, made)
     if kind == "codec":
         return made if back in (None, "none") else both_ways(made, codec_of(back))
     return wrapped(made, around) if kind == "rule" else made

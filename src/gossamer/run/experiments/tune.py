@@ -25,6 +25,7 @@ from gossamer.run.config.recipes import TABLES
 from gossamer.run.config.run_file import RunConfig, digest, parse, shortened
 from gossamer.run.experiments.processes import RunEnd, RunPool
 from gossamer.run.experiments.search import GridPoint, OuterPair, Search, SearchResult, Space, Trial, search
+from gossamer.settings import over_time
 from gossamer.settings.options import Number, Positive, options_of
 from gossamer.settings.schema import RECORD, Records, build
 
@@ -78,8 +79,10 @@ class Contender(NamedTuple):
 
     def steps(self, rung: int) -> int:
         """Inner steps of a run on a rung: whole rounds, at least one. The final has those of the last rung."""
-        config, shares = self.config, (*self.asked.rungs, 1.0)
-        return config.length.timetable.begin(max(1, math.floor(shares[rung] * config.length.rounds)))
+        length, shares = self.config.length, (*self.asked.rungs, 1.0)
+        return length.timetable.begin(
+            max(1, length.timetable.rounds_within(math.floor(shares[rung] * length.loop.steps)))
+        )
 
     def tokens(self, rung: int) -> int:
         """Tokens of a run on a rung, by all workers."""
@@ -165,7 +168,20 @@ def _contender(table: Any, base: Mapping[str, Any], row: Variant) -> Contender:
     factory = TABLES[kind].get(choice.name)
     names = {*choice.options} if factory is None else {option.name for option in options_of(factory)}
     paired = {"lr", "momentum"} <= names and choice.options.get("optimizer") != "sgd" and asked.outer
-    return Contender(row, document, asked, config, kind if paired else "")
+    for name in ("lr", "momentum") if paired else ():
+        if over_time.changes(choice.options.get(name)):
+            raise ConfigError(
+                f"the variant '{row.label}' has {kind}.{name} = {choice.options[name]!r:.60}, which changes over the run, and "
+                "gossamer tune would try constant pairs (η, γ) in its place; write tune = { outer = [] } in the variant to keep "
+                f"it, or remove {kind}.{name}"
+            )
+    contender = Contender(row, document, asked, config, kind if paired else "")
+    if (start := config.run.synchronous_steps) >= (steps := contender.steps(0)):
+        raise ConfigError(
+            f"the variant '{row.label}' begins with run.synchronous_steps = {start} and tune.rungs = {[*asked.rungs]} with runs "
+            f"of {steps} inner steps, in which its method never begins; set a longer first rung or a shorter start"
+        )
+    return contender
 
 
 class _Method:

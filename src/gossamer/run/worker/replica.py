@@ -24,12 +24,14 @@ from gossamer.record.progress import note_trained
 from gossamer.rounds.exchange import Each
 from gossamer.run.config.layouts import arranged
 from gossamer.run.config.resolved import RunSettings
+from gossamer.run.config.user_parts import KEYS
 from gossamer.run.worker.compiled import made_ready
 from gossamer.run.worker.numerics import deterministic, using_threads
 from gossamer.run.worker.shards import Shards
 from gossamer.run.worker.stages.in_one_process import InStages, StagedModel, computing
 from gossamer.run.worker.task import Task, buffers_of, on_device
 from gossamer.run.worker.turns import Turns
+from gossamer.settings.user_code import calling
 from gossamer.tree import must_fit
 
 MISFITS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -165,6 +167,8 @@ class Replica:
         its_own = task.optimizer is not None and not type(self.optimizer).__module__.startswith("torch.optim.")
         self._turn_to_step = rng.TURN if its_own else contextlib.nullcontext()
         """The lock for steps of a user's optimizer; torch's work in any thread."""
+        step = self.optimizer.step
+        self._step_of_optimizer = calling(KEYS["optimizer"], step) if its_own else step
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
         self.moments: tuple[Tensor, Tensor] | None = None
         """The inner optimizer's first and second moments, `[P]` each, where the schedule exchanges them."""
@@ -339,6 +343,13 @@ class Replica:
 
     def _backward_from(self, value: Tensor) -> None:
         """The backward pass, concurrent with other threads unless it recomputes forward passes, which draw again."""
+        if not value.requires_grad:
+            model = self.run.model
+            kind, name = ("model", model.size) if model.loss is None else ("loss", model.loss)
+            raise ConfigError(
+                f"{KEYS[kind]} '{name}' gives training a loss without a gradient, as after detach(), a conversion to whole "
+                "numbers or a constant; compute the loss from the model's parameters"
+            )
         if not self._recomputes:
             value.backward()
             return
@@ -400,7 +411,7 @@ class Replica:
         if self.gradient is None or not self._clips_own:
             self._clip()
         with self._turn_to_step:
-            self.optimizer.step()
+            self._step_of_optimizer()
 
     def _clip(self) -> None:
         if (norm := self.run.inner.clip) is None:

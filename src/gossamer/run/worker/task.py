@@ -25,6 +25,7 @@ from gossamer.optimizers.inner import OptimizerFactory
 from gossamer.run.config.layouts import Holding, holding_of, layout_for
 from gossamer.run.config.resolved import RunSettings
 from gossamer.run.config.user_parts import GIVEN, KEYS, UserParts, caller
+from gossamer.settings.user_code import guarding
 
 log = logging.getLogger("gossamer")
 
@@ -101,7 +102,7 @@ def _own_model(run: RunSettings, before: WeakSet[nn.Module]) -> nn.Module:
 
 def _loss(run: RunSettings) -> Loss:
     if run.model.loss is None:
-        return next_token_loss
+        return guarding(f"{KEYS['model']} '{run.model.size}'", next_token_loss) if run.model.own else next_token_loss
     name, loss_function = run.model.loss, caller(run.parts, "loss", run.model.loss)
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
