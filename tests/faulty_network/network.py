@@ -273,7 +273,7 @@ class FaultyNetwork:
 
     def _must_exchange(self) -> None:
         for process in [process for island in self._islands() if self._goes_on(island) for process in island]:
-            began = self._made.get(process.uid, process.made - 1)  # those whose last partners have ended since are alone
+            began = self._made.get(process.uid, process.made - 1)  # one whose last partner has ended since is alone
             assert process.made > began, f"{process} exchanges with nobody"
 
     def _must_agree(self) -> None:
