@@ -9,11 +9,12 @@ import tomli_w
 
 from generators import drawing
 from generators.methods_table import MethodRow, counted_for, linked, rows
-from generators.prose import about, begun, escaped, first_line, options_table, table
+from generators.prose import about, begun, escaped, options_table, table
 from gossamer.asynchronous import PAIRS, SERVERS
 from gossamer.rules import RULES, WRAPPERS
 from gossamer.run.config.document import with_settings
 from gossamer.run.config.recipes import FACTORIES, Recipe, docstring_part, made_of, missing, recipes
+from gossamer.settings.options import summary
 from gossamer.topologies import make_topology
 
 KINDS: dict[str, Mapping[str, Callable[..., Any]]] = {"rule": RULES, "server": SERVERS, "pair": PAIRS}
@@ -142,7 +143,7 @@ def _index() -> str:
                 lines.append(
                     (
                         link,
-                        escaped(first_line(FACTORIES[name])),
+                        escaped(summary(FACTORIES[name])),
                         "",
                         "",
                         escaped(docstring_part(FACTORIES[name], "Source")),
@@ -150,7 +151,7 @@ def _index() -> str:
                 )
                 continue
             row = counted[name]
-            what = escaped(first_line(FACTORIES[name])) if name in FACTORIES else row.made_of
+            what = escaped(summary(FACTORIES[name])) if name in FACTORIES else row.made_of
             lines.append(
                 (link, what, f"{row.sends}<br>{_together(row.sent)}", _together(row.keeps), linked(row.source))
             )
@@ -176,7 +177,7 @@ def _page(name: str, recipe: Recipe, row: MethodRow) -> str:
         changes = {key: value for key, value in recipe.settings.items() if recipes()[base].settings.get(key) != value}
         if any(key.startswith(f"{kind}.") for key in changes):
             changes = {f"{kind}.name": base, **changes}  # so that its options stand next to its name
-        said_of_base = escaped(first_line(factory).rstrip("."))
+        said_of_base = escaped(summary(factory).rstrip("."))
         parts.append(f"[`{base}`]({base}.md) with {made_of(changes)}.\n\n`{base}`: {said_of_base}.\n")
         parts.append(about(factory, first=False, labels=()))
     parts += [

@@ -4,7 +4,6 @@ The rounds that are counted (`gossamer.run.planning.traffic`) run on tensors wit
 """
 
 import functools
-import inspect
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ from gossamer.run.config.resolve import resolve
 from gossamer.run.config.resolved import InPairs, RunSettings, WithServer
 from gossamer.run.config.run_file import parse
 from gossamer.run.planning.traffic import Traffic, traffic
+from gossamer.settings.options import summary
 from gossamer.tree import leaves
 
 _BASE = {
@@ -103,9 +103,13 @@ def _codec_row(name: str, make: Callable[..., Boundary]) -> BoundaryRow:
 
 
 def _boundary_row(name: str, made: Callable[..., Any], set_as: str, bits: str) -> BoundaryRow:
-    what = (inspect.getdoc(made) or "").partition("\n")[0]
     return BoundaryRow(
-        name, what, set_as, bits, first_sentence(docstring_part(made, "Source")), docstring_part(made, "Fails when")
+        name,
+        summary(made),
+        set_as,
+        bits,
+        first_sentence(docstring_part(made, "Source")),
+        docstring_part(made, "Fails when"),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from generators.docstrings import LABEL, block, capital, is_equation, under
 from generators.methods_table import linked
-from gossamer.settings.options import Option, options_of
+from gossamer.settings.options import Option, options_of, summary
 
 PARTS = ("Cost", "Source", "Differs", "Fails when")
 """The labelled parts that a page shows, in their order."""
@@ -33,11 +33,6 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     )
 
 
-def first_line(made: object) -> str:
-    """The first sentence of a docstring."""
-    return " ".join((inspect.getdoc(made) or "").partition("\n\n")[0].split()).partition(" Cost: ")[0]
-
-
 def labelled(made: object) -> dict[str, str]:
     """The labelled parts of a docstring, such as "Cost" and "Fails when", each on one line."""
     found: dict[str, str] = {}
@@ -58,7 +53,7 @@ def labelled(made: object) -> dict[str, str]:
 def about(made: object, *, first: bool = True, labels: Iterable[str] = PARTS) -> str:
     """What a docstring says in sentences, equations and labelled parts; without its options and examples."""
     body = (inspect.getdoc(made) or "").split("\n\n")[1:]
-    parts = [escaped(first_line(made))] if first else []
+    parts = [escaped(summary(made))] if first else []
     for paragraph in body:
         if not LABEL.match(paragraph) and not paragraph.startswith(">>>"):
             parts.append(block(paragraph) if is_equation(paragraph) else escaped(" ".join(paragraph.split())))

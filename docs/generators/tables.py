@@ -8,13 +8,14 @@ import torch
 
 from generators import drawing
 from generators.methods_table import boundary_rows
-from generators.prose import about, escaped, first_line, options_table, table
+from generators.prose import about, escaped, options_table, table
 from gossamer.boundaries import BOUNDARIES
 from gossamer.codecs import CODECS, make_codec
 from gossamer.errors import ConfigError
 from gossamer.models.bottleneck import BOTTLENECKS
 from gossamer.rounds.stability import largest_stable_gamma, stability
 from gossamer.rules import gasloc
+from gossamer.settings.options import summary
 from gossamer.topologies import TOPOLOGIES, Topology, make_topology
 from gossamer.topologies.mixing import Consensus
 from gossamer.tree import leaves
@@ -93,7 +94,7 @@ def _topologies() -> str:
     for name, topology in made.items():
         sent = [len(topology.mixing(t).sends_to(i)) for t in range(12) for i in range(_WORKERS)]
         link = f"[`{name}`](#{name})"
-        rows.append((link, escaped(first_line(TOPOLOGIES[name])), f"{sum(sent) / len(sent):.3g}", *_mixing(topology)))
+        rows.append((link, escaped(summary(TOPOLOGIES[name])), f"{sum(sent) / len(sent):.3g}", *_mixing(topology)))
         picture = f'<div class="graphs">{drawing.rounds(topology, _WORKERS)}</div>'
         text = about(TOPOLOGIES[name], labels=("Cost", "Source", "Differs", "Raises", "Fails when"))
         sections.append(f"## {name}\n\n{picture}\n\n{text}\n{options_table(TOPOLOGIES[name])}")
@@ -147,7 +148,7 @@ def _codecs() -> str:
         bits = 8 * sum(leaf.numel() * leaf.element_size() for leaf in leaves(payload)) / x.numel()
         error = float((codec.decode(payload, x) - x).norm() / x.norm())
         shown = f"{100 * error:.2g} %" if error else "none"
-        rows.append((f"[`{name}`](#{name})", escaped(first_line(factory)), f"{bits:.4g}", shown))
+        rows.append((f"[`{name}`](#{name})", escaped(summary(factory)), f"{bits:.4g}", shown))
         text = about(factory, labels=("Cost", "Source", "Differs", "Fails when"))
         sections.append(f"## {name}\n\n{text}\n{options_table(factory)}")
     head = ("codec", "what it does", "bits per element", "error")

@@ -266,6 +266,7 @@ def test_shells_complete_run_folders_keys_topologies_and_methods(
         "gossamer topology hyp": "hypercube",
         "gossamer list top": "topologies",
         "gossamer simulate a.toml --set rule.na": "rule.name=",
+        "gossamer simulate a.toml --set meth": "method=",
         "gossamer plan net.toml --method streaming_d": "streaming_diloco",
         "gossamer simul": "simulate",
     }

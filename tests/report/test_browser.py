@@ -132,6 +132,16 @@ def test_the_page_of_a_run_in_a_store_draws_rounds_over_time_and_no_empty_losses
         assert drawn(page, 0, 0) == set() and page.get_by_text("Round 0 was closed by worker 0").is_visible()
 
 
+def test_a_curve_of_which_a_logarithmic_axis_shows_one_value_is_a_dot(page: Any, tmp_path: Path) -> None:
+    metrics = recorded(tmp_path / "a", "ring", 4) / "metrics.jsonl"
+    before, last, after = metrics.read_text().rpartition('"disagreement":0.1')
+    assert last in before
+    metrics.write_text(before.replace(last, '"disagreement":0.0') + last + after)
+    write_report({"a": tmp_path / "a"}, tmp_path / "report.html", {})
+    page.goto((tmp_path / "report.html").as_uri())
+    assert page.locator("circle[r='3']").count() == 1
+
+
 def test_the_report_sorts_hides_zooms_reads_and_copies_by_mouse_and_by_keyboard(page: Any, tmp_path: Path) -> None:
     evil = '<img src=x onerror="console.log(1)"> seed=0'
     runs = {evil: recorded(tmp_path / "a", "ring", 4), "b seed=0": recorded(tmp_path / "b", "random", 4)}

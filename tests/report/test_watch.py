@@ -23,7 +23,7 @@ from test_follow import RUN_TOML, write_round
 
 from gossamer.cli import main
 from gossamer.errors import ConfigError
-from gossamer.record.folder import RunFolder
+from gossamer.record.folder import RunFolder, note_evaluation
 from gossamer.record.logs.seconds import RoundSeconds
 from gossamer.report.page import web
 from gossamer.report.page.assets import ASSETS
@@ -79,6 +79,31 @@ def test_a_page_shows_what_its_runs_write_and_only_what_is_new_is_sent_again(tmp
         assert contents(page, first["revision"])["runs"][0]["done"] == 2
         moment = json.loads(get(page, "/round.json?run=0&round=1")[1])
         assert moment["pairs"] == [[0, 1, 1000], [1, 0, 1000]]
+
+
+def test_what_an_evaluation_afterwards_notes_beside_its_figures_is_no_curve(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "a", RUN_TOML) as run:
+        write_round(run, 0)
+        write_round(run, 1)
+    (tmp_path / "a" / "metrics.jsonl").write_text(
+        "".join(
+            line
+            for line in (tmp_path / "a" / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+            if json.loads(line)["kind"] != "eval"
+        ),
+        encoding="utf-8",
+    )
+    note_evaluation(tmp_path / "a", round=1, step=4, loss=2.5, disagreement=0.1)
+    with served(tmp_path / "a") as page:
+        assert (
+            {"loss", "disagreement"}
+            <= set(contents(page)["runs"][0]["evals"]["y"])
+            <= {
+                "loss",
+                "disagreement",
+                "worst_loss",
+            }
+        )
 
 
 def test_a_run_that_has_seconds_and_no_validation_yet_is_shown(tmp_path: Path) -> None:

@@ -41,8 +41,8 @@ def command(
 _OF_RUNS = ("status", "evaluate", "audit", "watch", "report", "price")
 """Verbs that take run folders."""
 
-_NAMES = {f"{table}.name" for table in ("rule", "topology", "codec", "server", "pair")}
-"""Keys that stand for a separate table."""
+_NAMES = {f"{table}.name" for table in ("rule", "topology", "codec", "server", "pair")} | {"method"}
+"""Keys that stand for a separate table, or for several."""
 
 
 def _words() -> dict[str, str]:

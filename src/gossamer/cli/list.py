@@ -1,6 +1,5 @@
 """`gossamer list`: everything that a run file can name."""
 
-import inspect
 import json as json_text
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
@@ -65,12 +64,13 @@ def _bottlenecks() -> list[tuple[str, str, str]]:
     """The architectures that are narrow at the cuts of a pipeline: name, what each does, the keys of `model.bottleneck`."""
     from gossamer.models.bottleneck import BOTTLENECKS
     from gossamer.models.sizes import BottleneckConfig
+    from gossamer.settings.options import summary
 
     defaults = {one.name: one.default for one in fields(BottleneckConfig)}
     return [
         (
             name,
-            "part of the model, set as model.bottleneck: " + (inspect.getdoc(kind) or "").partition("\n")[0],
+            "part of the model, set as model.bottleneck: " + summary(kind),
             ", ".join(key if defaults[key] in (MISSING, None) else f"{key}={defaults[key]}" for key in keys),
         )
         for name, (kind, keys) in BOTTLENECKS.items()

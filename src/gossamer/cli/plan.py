@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from gossamer.cli.output import must_be_new_file, print_json, working
-from gossamer.cli.race import NO_RACE, Race, RaceOptions, prepare_race, print_race, race, race_facts
+from gossamer.cli.race import NO_RACE, Race, RaceOptions, in_minutes, prepare_race, print_race, race, race_facts
 from gossamer.cli.run_file_options import quantity, whole_numbers
 from gossamer.cli.tables import print_sentence, print_table
 from gossamer.cli.watch import WATCHABLE, Watchable
@@ -106,7 +106,7 @@ def command(
     options, json = options or PlanOptions(), output.json
     _check_race(asked, options, output)
     if asked.race is not None:
-        say(f"pricing all candidates; then the best of them train for {asked.race:g} minutes")
+        say(f"pricing all candidates; then the best of them train for {in_minutes(asked.race)}")
     _check_out(options)
     links = read_network(network)  # a missing file is reported before torch is imported
     _check_workers(links, options, network)
@@ -237,17 +237,18 @@ def _check_race(asked: RaceOptions, options: PlanOptions, output: Watchable) -> 
             raise ConfigError(f"{wrong[0]} was given and --race was not, so nothing is trained; add --race MINUTES")
         return
     if not 0 < asked.race < math.inf:
-        raise ConfigError(f"--race got {asked.race:g} minutes; give a number above 0, such as 10")
+        raise ConfigError(f"--race got {in_minutes(asked.race)}; give a number above 0, such as 10")
     if asked.jobs is not None and asked.jobs < 1:
         raise ConfigError(f"--jobs got {asked.jobs}; give the number of runs at a time, at least 1")
     if options.memory_bytes is not None:
         raise ConfigError(
-            f"--race got {asked.race:g} minutes and --memory-bytes {options.memory_bytes:g}, but a race trains replicas in one "
+            f"--race got {in_minutes(asked.race)} and --memory-bytes {options.memory_bytes:g}, but a race trains replicas in one "
             "piece; remove one of the two"
         )
     if options.method is not None:
         raise ConfigError(
-            f"--race got {asked.race:g} minutes and --method '{options.method}', but a race compares methods; remove one of them"
+            f"--race got {in_minutes(asked.race)} and --method '{options.method}', but a race compares methods; remove one of "
+            "them"
         )
 
 
@@ -643,7 +644,7 @@ def _basis(choice: "Pick") -> str:
 def _print_choice(made: "RunPlan", choice: "Pick", rivals: "Sequence[Candidate]") -> None:
     """Prints what is taken, and what was near; `rivals` are all candidates that could have been taken."""
     from gossamer.report.table import digits_text
-    from gossamer.run.planning.choice import doublings_that_help
+    from gossamer.run.planning.choice import doublings_that_help, lower_without_some
 
     best = choice.best
     left = f"dropping {best.dropped} (slowest): " if best.dropped and best.trained_as == best.method else ""
@@ -674,7 +675,12 @@ def _print_choice(made: "RunPlan", choice: "Pick", rivals: "Sequence[Candidate]"
             f"{best.site}"
         )
     if best.left_out:
-        print_sentence("text that only the others have is lost; --keep-all plans with everybody")
+        gone = best.dropped if len(best.left_out) <= 8 else "the workers left out"
+        print_sentence(
+            f"text that only {gone} ha{'s' if len(best.left_out) == 1 else 've'} is lost; --keep-all plans with everybody"
+        )
+    if made.options.keep_all and (lower := lower_without_some(choice, made.candidates)) is not None:
+        print_sentence(f"{lower.name} is expected to end lower, and is not taken, as --keep-all leaves nobody out")
     if choice.undecided:
         print_sentence(
             f"not told apart and within 0.02 nats: {choice.undecided_in_words}; the lowest expectation is taken, within 0.005 "

@@ -281,14 +281,23 @@ def _largest_that_fits(ways: "Iterable[Course]", made: "RunPlan", seconds: float
             if largest is None:
                 minutes, first = math.ceil(takes / _SHARE / 60), way.entrants[0]
                 raise ConfigError(
-                    f"--race got {seconds / 60:g} minutes, and {_SEEDS} seeds of {len(way.entrants)} candidates take about "
-                    f"{minutes:,} minutes here, as {first.label} needs {first.rounds} rounds to have learnt something; give "
+                    f"--race got {in_minutes(seconds / 60)}, and {_SEEDS} seeds of {len(way.entrants)} candidates take about "
+                    f"{in_minutes(minutes)} here, as {first.label} needs {first.rounds} rounds to have learnt something; give "
                     f"{minutes:,}, or fewer --local-steps"
                 )
             break
         largest = way
     assert largest is not None, "there is a way for each model"
     return largest
+
+
+def in_minutes(number: float) -> str:
+    """Minutes in words.
+
+    >>> in_minutes(1), in_minutes(2.5)
+    ('1 minute', '2.5 minutes')
+    """
+    return f"{number:,g} minute{'s' * (number != 1)}"
 
 
 def race_facts(result: Race) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from cyclopts import Parameter
@@ -265,7 +266,7 @@ def _say_how_it_ended(run: "ResolvedRun", folder: Path, code: int) -> None:
     if code:
         # With code 2 a worker has reported a fault that it would meet again.
         first = "mend what is said above, then " if code == 2 else ""
-        again = f"; {first}resume it with --resume {folder}" if is_resumable(folder) else ""
+        again = f"; {first}resume it with --resume {quote(str(folder))}" if is_resumable(folder) else ""
         log.warning("the run ended before its last round, with code %d%s", code, again)
         return
     from gossamer.run.bookkeeping.which_round import how_to_score

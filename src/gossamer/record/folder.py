@@ -34,6 +34,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
+from shlex import quote
 from types import TracebackType
 from typing import Annotated, Any, NotRequired
 
@@ -423,7 +424,7 @@ def must_be_new(folder: Path, worker: int | None) -> None:
     ):
         raise ConfigError(
             f"the run folder '{folder}' already holds {old.relative_to(folder)}; name a new one with --out, or go on with "
-            f"--resume {folder}"
+            f"--resume {quote(str(folder))}"
         )
 
 

@@ -221,6 +221,16 @@ def _docs(function: Callable[..., Any]) -> dict[str, str]:
     return {name: " ".join(text.split()) for names, text in matches for name in names.split(", ")}
 
 
+def summary(made: object) -> str:
+    """The first paragraph of a docstring on one line, without its cost.
+
+    >>> from gossamer.rules import jacobi
+    >>> summary(jacobi)[-29:]
+    'for graphs of that dimension.'
+    """
+    return " ".join((inspect.getdoc(made) or "").partition("\n\n")[0].split()).partition(" Cost: ")[0]
+
+
 def listed(factory: Callable[..., Any]) -> str:
     """The options of a factory with their defaults, on one line.
 

@@ -14,13 +14,14 @@ from test_virtual import timed  # pyright: ignore[reportMissingImports]
 
 from commands import run
 from gossamer.cli import main
-from gossamer.errors import CheckpointError, ConfigError
+from gossamer.errors import CheckpointError, ConfigError, DataError
 from gossamer.record import checkpoint
 from gossamer.record.fault import Fault, FaultKind
-from gossamer.record.folder import read_metrics
+from gossamer.record.folder import must_be_new, read_metrics
 from gossamer.record.lineage import Lineage
 from gossamer.record.logs.outcomes import Begun, OutcomeWriter, RoundOutcome
 from gossamer.run.bookkeeping.evaluate import evaluate
+from gossamer.run.bookkeeping.journal import saved_when_unreadable
 from gossamer.run.bookkeeping.resume import resumed
 from gossamer.run.bookkeeping.which_round import (
     ChosenRound,
@@ -28,6 +29,7 @@ from gossamer.run.bookkeeping.which_round import (
     Start,
     _none_counts,
     choose_round,
+    ended,
     kept_by,
     newest_of_all,
     round_to_resume,
@@ -288,3 +290,14 @@ def test_nothing_newer_goes_before_all_owners_are_restored(tmp_path: Path) -> No
     restored.clear()
     assert start.go_on((1, 0), restore) == config.lineage
     assert (restored, left()) == ([2, 2], [[2], [2]])
+
+
+def test_a_folder_in_a_command_to_copy_is_quoted_for_the_shell(tmp_path: Path) -> None:
+    folder = tmp_path / "my runs"
+    (folder / "metrics.jsonl").parent.mkdir()
+    (folder / "metrics.jsonl").touch()
+    with pytest.raises(ConfigError) as refused:
+        must_be_new(folder, None)
+    unreadable = saved_when_unreadable(DataError("the stream is gone"), folder, 3)
+    assert all(f"'{folder}'" in said for said in (ended(folder, 3), ended(folder, 3, kept=False)))
+    assert all(said.endswith(f"--resume '{folder}'") for said in (str(refused.value), unreadable))

@@ -77,6 +77,21 @@ def test_a_codec_that_was_not_measured_is_shown_and_not_chosen_unless_there_is_n
     assert pick([lossy, lossy._replace(seconds_per_token=0.05)], SCALE).best.seconds_per_token == 0.05
 
 
+def test_a_plan_that_keeps_all_says_so_where_one_machine_alone_is_expected_to_end_lower(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "net.toml").write_text("uplink_bps = 1e4\ndownlink_bps = 1e4\nstep_s = 0.3\n")
+    words = ["plan", str(file), "--workers", "2", "--model", "0.2m", "--local-steps", "5", "--codec", "bf16"]
+    assert main([*words, "--keep-all"]) == 0
+    kept = capsys.readouterr().out
+    assert "one machine alone is expected to end lower, and is not taken, as --keep-all leaves nobody out" in kept
+    assert main(words) == 0
+    free = capsys.readouterr().out
+    assert (
+        "take one machine alone" in free and "text that only worker 1 has is lost" in free and "not taken" not in free
+    )
+
+
 def test_the_choice_does_not_depend_on_the_goal_and_its_figures_do() -> None:
     some = [one("DiLoCo", steps, 1 + 5 / steps) for steps in (5, 15, 30, 60, 120)]
     for_tokens, for_hours = pick(some, SCALE), pick(some, SCALE, hours=2.0)
@@ -178,6 +193,7 @@ def test_gossip_whose_late_workers_take_fewer_local_steps_is_expected_to_lose_wh
         (["--loss", "3", "--law", "law.toml"], "the law 'law.toml' is not a file"),
         (["--race", "0"], "--race got 0 minutes"),
         (["--race", "1", "--jobs", "0"], "--jobs got 0"),
+        (["--race", "1", "--method", "acco"], "--race got 1 minute and"),
         (["--race", "1", "--memory-bytes", "1e9"], "trains replicas in one piece"),
         (["--race", "1", "--method", "diloco"], "a race compares methods"),
         (["--step-s", "2"], "--step-s got 2, but 'configs/networks/slow_uplink.toml' has step_s"),
@@ -239,7 +255,7 @@ def test_on_the_slow_uplink_the_slow_worker_is_dropped_and_told(
     assert main(words) == 0
     told = capsys.readouterr().out
     assert "chosen: dropping worker 7 (slowest): data parallel" in told
-    assert "text that only the others have is lost" in told
+    assert "text that only worker 7 has is lost" in told
     text = out.read_text()
     document = tomllib.loads(text)
     assert "# Without worker 7" in text and "# Best at 1 local step, " in text and "inner.lr = 0.004" in text

@@ -27,7 +27,7 @@ _STRAGGLES = 1.3
 """A worker whose computing takes this many times the median's is reported."""
 _SILENT_S = 10.0
 """A worker is called silent after this long without a line, or after five of its rounds if that is longer."""
-_NOT_FIGURES = ("round", "step", "tokens", "time_s")
+_NOT_FIGURES = ("round", "branch", "step", "tokens", "time_s")
 
 
 def run_view(run: FollowedRun, now_s: float, priced: Mapping[str, NDArray[np.float64]] | None = None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -42,7 +43,7 @@ def saver(
 def saved_when_unreadable(error: DataError, folder: Path, finished: int | None = None) -> str:
     """The message of a run that ends regularly because its stream cannot be read; without `finished`, of one worker."""
     what = "this worker has saved and left" if finished is None else f"stopped after round {finished}, and saved"
-    return f"{error}; {what}; resume with --resume {folder}"
+    return f"{error}; {what}; resume with --resume {quote(str(folder))}"
 
 
 class Journal:

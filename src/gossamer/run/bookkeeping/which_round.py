@@ -670,7 +670,11 @@ def newest_of_own(
 
 def ended(folder: Path, rounds: int, *, kept: bool = True) -> str:
     """The message for a resumed run that had already ended, with its checkpoints `kept`."""
-    scores = f"gossamer evaluate {folder} scores it" if kept else f"gossamer report {folder} shows it"
+    scores = (
+        f"gossamer evaluate {quote(str(folder))} scores it"
+        if kept
+        else f"gossamer report {quote(str(folder))} shows it"
+    )
     return f"the run has ended after {rounds} rounds; {scores}"
 
 
@@ -715,8 +719,9 @@ def _nothing_to_score(store: Store, choice: ChosenRound) -> CheckpointError:
     if store.run.record.keep_checkpoints or any(one.faults for one in choice.kept.values()):
         return _none_counts(store, choice)
     return CheckpointError(
-        f"'{store.folder}' has no checkpoints, as its record.keep_checkpoints is false; gossamer report {store.folder} shows "
-        "its last validation, and its mean model is in the folder 'model' if record.export was true"
+        f"'{store.folder}' has no checkpoints, as its record.keep_checkpoints is false; gossamer report "
+        f"{quote(str(store.folder))} shows its last validation, and its mean model is in the folder 'model' if record.export "
+        "was true"
     )
 
 

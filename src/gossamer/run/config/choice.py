@@ -1,6 +1,5 @@
 """A row of one of the tables of methods (rule, topology, codec, server, pair), with the options for its factory."""
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +10,7 @@ from pydantic_core import CoreSchema, core_schema
 from gossamer.errors import ConfigError
 from gossamer.rules import WRAPPERS
 from gossamer.run.config.recipes import TABLES
-from gossamer.settings.options import Option, may_change, options_of, row_faults, unknown_options
+from gossamer.settings.options import Option, may_change, options_of, row_faults, summary, unknown_options
 from gossamer.settings.schema import refuse
 from gossamer.settings.user_code import PATTERN, is_code
 
@@ -96,11 +95,10 @@ def _row_schema(table: str, name: str, factory: Callable[..., Any]) -> dict[str,
             options[key] = {"type": "object", "properties": inner, "additionalProperties": False}
     if table == "codec":
         options["back"] = {"anyOf": [{"enum": ["none", *sorted(TABLES["codec"])]}, {"type": "object"}]}
-    about = (inspect.getdoc(factory) or "").partition("\n")[0]
     properties = {"name": {"const": name}, **options}
     return {
         "type": "object",
-        "description": about,
+        "description": summary(factory),
         "properties": properties,
         "required": ["name"],
         "additionalProperties": False,

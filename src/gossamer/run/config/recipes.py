@@ -18,7 +18,7 @@ from gossamer.codecs import CODECS
 from gossamer.errors import ConfigError, choose
 from gossamer.rounds.compatibility.combine import FITTING
 from gossamer.rules import RULES
-from gossamer.settings.options import listed, options_of
+from gossamer.settings.options import listed, options_of, summary
 from gossamer.topologies import TOPOLOGIES
 
 
@@ -390,7 +390,7 @@ def recipe_rows() -> list[tuple[str, str, str]]:
 
 def factory_rows(table: Mapping[str, Callable[..., Any]]) -> list[tuple[str, str, str]]:
     """Every row of a table of rules, topologies, codecs, servers or pairs in words: its name, what it does, its options."""
-    return [(name, (inspect.getdoc(make) or "").partition("\n")[0], listed(make)) for name, make in table.items()]
+    return [(name, summary(make), listed(make)) for name, make in table.items()]
 
 
 def missing(factory: Callable[..., Any]) -> list[str]:

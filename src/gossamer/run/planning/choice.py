@@ -201,6 +201,15 @@ class Pick(NamedTuple):
         )
 
 
+def lower_without_some(choice: Pick, candidates: Iterable[Candidate]) -> Candidate | None:
+    """The lowest of the candidates that leave workers out, where it is expected to end lower than the choice by more than 0.005
+    nats; None where there is none.
+    """
+    known = [(above.nats, one) for one in candidates if one.left_out and (above := choice.above_best(one)) is not None]
+    nats, lowest = min(known, key=lambda pair: pair[0], default=(0.0, None))
+    return lowest if nats < -_AS_LOW else None
+
+
 def doublings_that_help(choice: Pick, candidates: Iterable[Candidate], most: int) -> int | None:
     """How many times the most local steps that were tried are doubled until a candidate that takes them is expected to end lower
     than the choice, by more than 0.005 nats; None where eight times as many do not suffice.

@@ -147,12 +147,12 @@ def _repeatable(run: ResolvedRun, folder: Path, *, real: bool) -> ResolvedRun:
     if run.kind == "server":
         raise refuse(
             "a run with a server has no rounds of hashes",
-            f"gossamer simulate RUN.toml --replay {folder} computes a real one again from its record",
+            f"gossamer simulate RUN.toml --replay {quote(str(folder))} computes a real one again from its record",
         )
     if run.event_driven:
         raise refuse(
             f"it is asynchronous ({run.kind}) and records no hashes",
-            f"simulate it again and compare, a real one with --replay {folder}",
+            f"simulate it again and compare, a real one with --replay {quote(str(folder))}",
         )
     if run.loop.adapt:
         raise refuse("run.adapt chose its local steps by seconds, which are not repeated", "set run.adapt = false")

@@ -7,6 +7,7 @@ in the round as lost.
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import NamedTuple
 
 from gossamer.errors import ConfigError, DataError
@@ -30,7 +31,7 @@ def outcomes_of(folder: Path) -> dict[int, list[Life]]:
     if not lives and store_file(folder).exists():
         raise ConfigError(
             f"'{folder}' has no log of outcomes (outcomes-*.jsonl), as its worker ended before the run in the store; when that "
-            f"has ended, start gossamer train RUN.toml --store URL --out {folder} once more, which writes them"
+            f"has ended, start gossamer train RUN.toml --store URL --out {quote(str(folder))} once more, which writes them"
         )
     return lives
 

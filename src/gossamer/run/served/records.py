@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from shlex import quote
 from typing import Any, NamedTuple
 
 import torch
@@ -96,7 +97,7 @@ class ServerRecords:
             if self._stopped is not None:
                 done = f"{self._stopped} of {self._run.rounds}"
                 raise KeyboardInterrupt(
-                    f"stopped after round {done}, and saved; resume with --resume {self._snapshots.folder}"
+                    f"stopped after round {done}, and saved; resume with --resume {quote(str(self._snapshots.folder))}"
                 )
 
     def begin(self) -> None:
@@ -181,7 +182,7 @@ def restored(run: RunSettings, folder: Path, start: int | None, *, loads: bool =
     if "run" in saved:
         raise CheckpointError(
             f"'{folder}' holds checkpoints of a simulation over virtual time, from which no real server goes on; go on with "
-            f"gossamer simulate --resume {folder}"
+            f"gossamer simulate --resume {quote(str(folder))}"
         )
     checkpoint.rewind(store, start, n)
     return saved

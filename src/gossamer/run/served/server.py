@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from shlex import quote
 
 import torch
 from torch import Tensor
@@ -99,7 +100,7 @@ def _serve(run: ResolvedRun, folder: Path, host: str, port: int, resume: Resume)
             if not session.is_finished:
                 raise KeyboardInterrupt(
                     f"stopped without a worker that could end the round under way, and {session.progress}; go on from the newest "
-                    f"checkpoint with --resume {folder}, or auto where there is none"
+                    f"checkpoint with --resume {quote(str(folder))}, or auto where there is none"
                 )
             protocol.compare_batches()  # also if some were too slow to join before the others had taken all steps
         finally:

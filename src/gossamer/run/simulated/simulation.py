@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -206,7 +207,7 @@ class Simulation(RecordedRun):
                     self._engine.save()
                     done = f"{self._engine.finished} of {self.config.length.rounds}"
                     raise KeyboardInterrupt(
-                        f"stopped after round {done}, and saved; resume with --resume {self.folder}"
+                        f"stopped after round {done}, and saved; resume with --resume {quote(str(self.folder))}"
                     )
             self._result = self._engine.result()
         if self.over and not self.config.record.keep_checkpoints:

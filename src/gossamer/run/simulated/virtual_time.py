@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -209,7 +210,7 @@ def _started(store: Store, task: Task, past: History | None) -> tuple[Start, Lin
         if "run" not in saved:
             raise CheckpointError(
                 f"'{folder}' holds checkpoints of real processes, and an asynchronous simulation goes on from its own alone; go "
-                f"on with gossamer train --resume {folder}, or repeat it with --replay"
+                f"on with gossamer train --resume {quote(str(folder))}, or repeat it with --replay"
             )
     return start, start.go_on(run.owners), saved
 

@@ -51,11 +51,13 @@ G.chart = (title) => {
     return { low, high, bottom, top, log };
   };
 
+  const drawn = (x, y) => x !== null && y !== null && y !== undefined && !(scales.log && y <= 0);
+
   const path = (curve, sx, sy) => {
     let d = "", pen = false;
     curve.x.forEach((x, i) => {
       const y = curve.y[i];
-      if (x === null || y === null || y === undefined || (scales.log && y <= 0)) { pen = false; return; }
+      if (!drawn(x, y)) { pen = false; return; }
       d += `${pen ? "L" : "M"}${sx(x).toFixed(1)} ${Math.max(-1e4, Math.min(1e4, sy(y))).toFixed(1)}`;
       pen = true;
     });
@@ -102,8 +104,9 @@ G.chart = (title) => {
         d: curve.dots ? "" : path(curve, sx, sy), fill: "none", stroke: curve.colour, "stroke-width": curve.strong ? 3 : curve.faint ? 1 : 1.7,
         "stroke-dasharray": curve.dash, opacity: curve.faint ? 0.3 : 1, "stroke-linejoin": "round", "data-curve": curve.label,
       }));
-      if (curve.dots || (curve.x.length === 1 && curve.x[0] !== null && curve.y[0] !== null)) {
-        curve.x.forEach((x, i) => lines.append(G.mark("circle", { cx: sx(x), cy: sy(curve.y[i]), r: 3, fill: curve.colour })));
+      const points = curve.x.map((x, i) => [x, curve.y[i]]).filter(([x, y]) => drawn(x, y));
+      if (curve.dots || points.length === 1) {
+        for (const [x, y] of points) lines.append(G.mark("circle", { cx: sx(x), cy: sy(y), r: 3, fill: curve.colour }));
       }
     }
     for (const mark of spec.marks || []) {
