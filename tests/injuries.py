@@ -423,8 +423,8 @@ def page(trials: Sequence[Trial]) -> str:
         f"{sum(one.verbs for one in trials)} trials, of which {len(wrong)} went wrong. Half of the injuries hurt a checkpoint, "
         "the others run.toml, the record of branches or a log, of which those of events are hurt most. A trial goes wrong if "
         "there is a traceback; if no sentence names the file (or worker and round) and what is wrong with it, although the verb "
-        "does anything else than without the injury; if any other file changes while a run does not go on; or if a run that goes "
-        "on, and whose bits are determined, has other bits than one that nobody injured."
+        "does anything else than without the injury; if any other file changes while a run does not resume; or if a run that "
+        "resumes, and whose bits are determined, has other bits than one that nobody injured."
         + (f" At commit {', '.join(at)}." if at else "")
     )
     groups = ("checkpoints", "run.toml", "branches.json", "logs of events", "other logs")

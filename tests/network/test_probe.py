@@ -24,12 +24,12 @@ def test_three_workers_on_loopback_write_a_network_that_can_be_read(tmp_path: Pa
         "probe", "--local", 3, "--out", out, *limits, "--set", "model.size=0.2m", "--set", "run.threads=1"
     )
     assert code == 0, output
-    told = re.search(
+    shown = re.search(
         r"links: ([\d.,]+)( to [\d.,]+)? Mbit/s up, [\d.,]+( to [\d.,]+)? Mbit/s down, latency [\d.]+", output
     )
     network = read_network(out)
     assert network.workers == 3 and isinstance(network.uplink_bps, tuple)
-    assert told is not None and float(told[1].replace(",", "")) == pytest.approx(
+    assert shown is not None and float(shown[1].replace(",", "")) == pytest.approx(
         min(network.uplink_bps) / 1e6, rel=0.01
     )
     assert isinstance(network.step_s, tuple) and all(0 < step_s < 10 for step_s in network.step_s)

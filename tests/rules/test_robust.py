@@ -108,8 +108,8 @@ def test_no_length_of_three_wrong_messages_moves_what_is_heard_far(by, scale):
     honest = [0.01 * one.float() for one in random_vectors(5, P)]
     spread = max(float(one.norm()) for one in honest)
     messages = [torch.full((P,), scale), *honest, torch.full((P,), scale), torch.full((P,), scale)]
-    heard = combined(robust(MEAN, by=by, faulty=3), messages)
-    assert float(heard.norm()) < 2 * spread
+    result = combined(robust(MEAN, by=by, faulty=3), messages)
+    assert float(result.norm()) < 2 * spread
 
 
 def test_trust_keeps_the_mean_norm_and_turns_from_a_liar_one_round_late():

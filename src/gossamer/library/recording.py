@@ -226,9 +226,8 @@ def run_toml(
         "inner": {"optimizer": "python:loop"},
         "record": {"tensorboard": False},
         "run": {
-            "steps": timetable.begin(
-                timetable.rounds
-            ),  # a run file has whole rounds, and later steps are not exchanged
+            # A run file has whole rounds, and later steps are not exchanged.
+            "steps": timetable.begin(timetable.rounds),
             "local_steps": {str(one.step): one.local_steps for one in stretches}
             if timetable.changes
             else stretches[0].local_steps,

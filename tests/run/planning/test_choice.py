@@ -253,9 +253,9 @@ def test_on_the_slow_uplink_the_slow_worker_is_dropped_and_told(
     words = ["plan", "configs/networks/slow_uplink.toml", "--model", "0.2m", "--out", str(out)]
     monkeypatch.chdir(ROOT)
     assert main(words) == 0
-    told = capsys.readouterr().out
-    assert "chosen: dropping worker 7 (slowest): data parallel" in told
-    assert "text that only worker 7 has is lost" in told
+    printed = capsys.readouterr().out
+    assert "chosen: dropping worker 7 (slowest): data parallel" in printed
+    assert "text that only worker 7 has is lost" in printed
     text = out.read_text()
     document = tomllib.loads(text)
     assert "# Without worker 7" in text and "# Best at 1 local step, " in text and "inner.lr = 0.004" in text

@@ -556,8 +556,8 @@ def test_numbers_that_cannot_be_are_refused_in_one_sentence(words, part, tmp_pat
     (tmp_path / "net.toml").write_text("uplink_bps = 1e9\ndownlink_bps = 1e9\n")
     given = [] if {"--peak-flops", "--step-s"} & {*words} else ["--step-s", "0.5"]
     assert main(["plan", str(tmp_path / "net.toml"), "--workers", "4", *given, *words]) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1 and part in told, told
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1 and part in printed, printed
 
 
 def test_a_network_that_changes_is_priced_between_its_changes_each_for_its_time() -> None:
@@ -627,8 +627,8 @@ def test_workers_that_a_network_file_does_not_have_are_refused_with_its_name(tmp
     ):
         file.write_text(f"downlink_bps = 1e9\n{text}\n")
         assert main(["plan", str(file), *words]) == 2
-        told = capsys.readouterr().err
-        assert told.count("\n") == 1 and part in told, told
+        printed = capsys.readouterr().err
+        assert printed.count("\n") == 1 and part in printed, printed
     networks = {name: {"uplink_bps": [1e9] * n, "downlink_bps": 1e9} for name, n in (("near", 8), ("far", 2))}
     (fault,) = faults_of(parse({"workers": 8, "run": {"steps": 30, "local_steps": 30}, "network": networks}))
     assert str(fault).startswith("network.far: uplink_bps lists 2 workers but the run has 8")

@@ -464,7 +464,7 @@ MODES: tuple[Incompatibility, ...] = (
                 if c.rule.site == "gradients"
                 else "keeps something of each peer or sums over fixed neighbours"
             )
-            + f", which a stage that goes on from what others have would spoil; {_GOSSIP_OR_MEAN}"
+            + f", which a stage that resumes from what others have would spoil; {_GOSSIP_OR_MEAN}"
         ),
     ),
     Incompatibility(

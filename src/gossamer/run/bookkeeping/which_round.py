@@ -214,9 +214,8 @@ def lost_stages(folder: Path) -> tuple[LostStage, ...]:
         return ()
     run, has = settings_in(folder), dict[tuple[int, int], set[int]]()
     lineage, known = lineage_of(run, folder), run.pipeline.lost
-    as_if_none = replace(
-        run, pipeline=replace(run.pipeline, lost=())
-    )  # a stage may be lost twice: its files alone count
+    # A stage may be lost twice: its files alone count.
+    as_if_none = replace(run, pipeline=replace(run.pipeline, lost=()))
     for worker, parts in enumerate(run.processes if run.pipeline.stages > 2 else ()):
         for part in range(parts):
             faults = Store(as_if_none, folder, partition_of(run, worker), part).faults(worker, lineage)
@@ -601,7 +600,7 @@ def _how_to_mend(store: Store, kept: Mapping[int, KeptRounds]) -> str:
         instead += (
             f", continue from what others have of the lost stages by adding --set {quote(set_lost(lost))}"
             if len(lost) > len(run.pipeline.lost)
-            else ", name a middle stage that is lost and the round in pipeline.lost, so that it goes on from what others have"
+            else ", name a middle stage that is lost and the round in pipeline.lost, so that it resumes from what others have"
         )
     return instead
 

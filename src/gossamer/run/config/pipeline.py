@@ -41,7 +41,7 @@ def _with_whole_backward_passes(name: object) -> object:
 
 @settings("pipeline.lost")
 class LostStage:
-    """A stage that loses all that it has between two rounds, as where its machine is gone, and goes on from what others have."""
+    """A stage that loses all that it has between two rounds, as where its machine is gone, and resumes from what others have."""
 
     worker: Number
     """The worker that it is of."""

@@ -246,7 +246,7 @@ def _must_be_whole(
             if slot in recorded.get(round, {}):
                 some = True
             elif not _may_be_stopped(slot, round, recorded, script, sound, logged=logged):
-                # A worker in a store has the outcomes of all, and the hashes of its own slot.
+                # A worker in a store has the outcomes of all, and the hashes of its slot alone.
                 away = store_file(folder).exists() and not any(slot in some for some in recorded.values())
                 file, machines = (f"{name}{worker_suffix(slot)}.jsonl" for name in ("metrics", "machines"))
                 bring = f"copy {file} and {machines} from its --out" if away else f"restore {file} as the run wrote it"

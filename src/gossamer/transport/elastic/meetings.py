@@ -152,9 +152,8 @@ class Meetings(Calls):
         crossed = current is not None and current.peer == peer and current.starter == me and not current.sent
         sound = ticket.fragment == peer and max(ticket.round, ticket.leg) < LIFE_LIMIT
         self._invitations[peer] += 1
-        sound = sound and (
-            self.over or self._invitations[peer] <= self._most_invited
-        )  # no phase begins after the last step
+        # After the last step no phase begins, and with it no new count.
+        sound = sound and (self.over or self._invitations[peer] <= self._most_invited)
         if self.closed or not sound or not (current is None or (crossed and peer < me)):
             self._send(peer, LetterKind.REFUSE, ticket)
             return
