@@ -28,7 +28,8 @@ class QHAdopt(PerParameter):
     Differs: one slow momentum where the paper has any number; the default of ω is ours, as theirs was not readable; a parameter
         without a gradient is skipped, and its step count does not increase.
     Fails when: β₁ is large and ω is 1: the step ignores changes for hundreds of steps. Or the first gradient of a
-        parameter is nearly zero: its second step is as long as the bound on ĝ allows.
+        parameter is nearly zero: its second step is as long as the bound on ĝ allows. Or the run has few steps beside
+        1 / (1 - β₂) = 10,000, so that v still holds most of the squares of its first, large gradients.
 
     With ω = 1 it is ADOPT, and with ω = 0 ADOPT without momentum.
 

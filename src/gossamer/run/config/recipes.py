@@ -249,7 +249,8 @@ METHODS: dict[str, Recipe] = {
         source="MT-DAO, arXiv 2510.05361, with one slow momentum, on ADOPT",
         differs="parameters and moments are averaged after the optimizer step, not before it; ω (`inner.slow_weight`) is ours; "
         "the paper's rounds are 32 steps",
-        fails="a round is so long that β₁ᴷ is small: the paper loses 1 to 4 % from 32 to 1,024 steps.",
+        fails="a round is so long that β₁ᴷ is small: the paper loses 1 to 4 % from 32 to 1,024 steps; or the run is as short as "
+        "a thousand steps, of which `β₂ = 0.9999` never forgets the first, whose large gradients then keep all steps small.",
     ),
     # Averages of the inner optimizer's iterates.
     "gpa": Recipe(

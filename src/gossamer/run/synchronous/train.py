@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any, NamedTuple
 
 from gossamer.data.tokenizer import load_tokenizer
@@ -194,7 +195,9 @@ def train_member(
     if stopped is not None:
         if unreadable is not None:
             raise DataError(saved_when_unreadable(unreadable, folder, stopped))
-        raise _Stopped(f"stopped after round {stopped} of {run.rounds}, and saved; resume with --resume {folder}")
+        raise _Stopped(
+            f"stopped after round {stopped} of {run.rounds}, and saved; resume with --resume {quote(str(folder))}"
+        )
 
 
 class _Trainer(NamedTuple):
