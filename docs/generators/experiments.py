@@ -13,7 +13,7 @@ from typing import Any
 from generators.annealed import Branch, annealed_page, branches, drawn_branches
 from generators.effective_step import EFFECTIVE_STEP, effective_step_page
 from generators.equal_terms import STRAGGLER_CODECS, drawn_shares, equal_terms_page
-from generators.fresh import FRESH, LONG, fresh_table, long_table
+from generators.fresh import FRESH, LONG, RECENT, fresh_table, long_table, recent_table
 from generators.gains import Gain, drawn_gains, gains, gains_page, is_map
 from generators.leaderboard import LEADERBOARD, Standing, drawn_standings, leaderboard_table, standings
 from generators.sources import RESULTS, ROOT, config_of
@@ -28,7 +28,13 @@ from gossamer.run.config.experiment_file import Point, figure, place_in_experime
 from gossamer.run.experiments.tune import contenders, searched
 
 FOLDERS = ("", "paper", "evidence")
-_COMPARED = {FRESH: fresh_table, LONG: long_table, EFFECTIVE_STEP: effective_step_page, PENALTY: surface_page}
+_COMPARED = {
+    FRESH: fresh_table,
+    LONG: long_table,
+    RECENT: recent_table,
+    EFFECTIVE_STEP: effective_step_page,
+    PENALTY: surface_page,
+}
 """What a page says of those that compare as they were registered."""
 _OTHERWISE = (*_COMPARED, STRAGGLER_CODECS, "equal_warmup")
 """Registered experiments that compare something else than momentum with none."""
@@ -95,8 +101,8 @@ def drawn(outcomes: Path) -> bytes | None:
 
 
 def _ranked(outcomes: Path, found: Sequence[PointResult]) -> list[Standing]:
-    """The standings of the leaderboard; of any other experiment none."""
-    return standings(found) if outcomes.stem == LEADERBOARD else []
+    """The standings of a leaderboard; of any other experiment none."""
+    return standings(found) if outcomes.stem in (LEADERBOARD, RECENT) else []
 
 
 def _cells(file: Path, runs: Sequence[Point], found: Sequence[PointResult]) -> list[Gain]:

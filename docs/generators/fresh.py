@@ -1,4 +1,4 @@
-"""The comparisons of stage 1 on seeds that chose nothing, A and B of docs/evidence/registered.md, corrected together."""
+"""The comparisons of stage 1 on seeds that chose nothing, and of five later methods: A, B and N of registered.md."""
 
 from collections.abc import Iterable, Mapping
 
@@ -8,7 +8,7 @@ from gossamer.report.paired import effect_cells, effect_heads
 from gossamer.report.results import PointResult, read_results
 from gossamer.report.table import markdown_lines
 
-FRESH, LONG = "fresh", "long_tuned"
+FRESH, LONG, RECENT = "fresh", "long_tuned", "recent_tuned"
 """The stems of the files."""
 COMPARED = {
     "momentum, everyone": ("DiLoCo", "averaging, everyone"),
@@ -28,6 +28,12 @@ COMPARED_LONG = {name: pair for name, pair in COMPARED.items() if set(pair) <= {
     f"{method}, beside data parallelism": (method, "data parallel") for method in (*_METHODS, "data parallel, Muon")
 }
 """Those of them that B has, and each of its methods beside data parallelism."""
+COMPARED_RECENT = {
+    f"{method}, beside {other}": (method, other)
+    for other in ("data_parallel", "diloco")
+    for method in ("edit", "mt_dao", "demo", "distro", "acco")
+}
+"""Those of N."""
 
 
 def fresh_table(ended: Iterable[PointResult]) -> str:
@@ -38,6 +44,11 @@ def fresh_table(ended: Iterable[PointResult]) -> str:
 def long_table(ended: Iterable[PointResult]) -> str:
     """The comparisons of B as Markdown, over the seeds that all arms have."""
     return _table(ended, COMPARED_LONG)
+
+
+def recent_table(ended: Iterable[PointResult]) -> str:
+    """The ten comparisons of N as Markdown, over the seeds that all arms have."""
+    return _table(ended, COMPARED_RECENT)
 
 
 def _table(ended: Iterable[PointResult], compared: Mapping[str, tuple[str, str]]) -> str:
