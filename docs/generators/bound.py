@@ -23,7 +23,7 @@ Each text is looked for after the place before it, any white space in it counts 
 be found there first. `cells of` belongs to a table that begins with the text: a cell has the key of its row and that of its
 column; "-" leaves one out, and so does a place of its own. `table 2 of h by paper/h_sweep.toml` replaces a table by the second
 that `gossamer compare` makes with that file, `all of claims` by the table of claims, and likewise those of `leaderboard`,
-`fresh`, `effective step`, `equal terms`, `local steps`, `equal bytes` and `cells`.
+`recent`, `fresh`, `effective step`, `equal terms`, `local steps`, `equal bytes` and `cells`.
 
 The first part of a key is the label of a variant (in a page: the first cell of a row or its start with "…", or "*"), or
 `A above B` (difference, seed by seed), `A over B` (ratio), `A with B` (Spearman's rank correlation over the points of a sweep).
@@ -53,9 +53,9 @@ from typing import Any, NamedTuple, cast
 
 from generators import effective_step, equal_terms, surface
 from generators.claims import claims_page, committed
-from generators.fresh import fresh_page, long_page
+from generators.fresh import RECENT, fresh_page, long_page
 from generators.gains import gains, gains_page
-from generators.leaderboard import leaderboard_page
+from generators.leaderboard import leaderboard_page, leaderboard_table, standings
 from generators.local_steps import equal_bytes_table, lengths, local_steps_table
 from generators.sources import NUMBER, RESULTS, ROOT, TEXT, Reading, Source, source
 from gossamer.report.figures import figure_table
@@ -81,6 +81,7 @@ _TABLE = re.compile(r"<!-- table (\d+) of (\w+) by (\S+) -->\n\n?((?:\|[^\n]*\n)
 _GENERATED: dict[str, Callable[[], str]] = {
     "claims": claims_page,
     "leaderboard": leaderboard_page,
+    "recent": lambda: leaderboard_table(standings(read_results(RESULTS / "evidence" / f"{RECENT}.jsonl"))),
     "fresh": fresh_page,
     "fresh prose": lambda: fresh_page("-prose"),
     "long": long_page,
