@@ -24,6 +24,7 @@ from gossamer.layout import layout_of
 from gossamer.models.llama import build_model
 from gossamer.models.sizes import ModelConfig, parameter_count
 from gossamer.network.links import Network, from_options
+from gossamer.record.logs.trace import read_trace
 from gossamer.report.table import summary_rows
 from gossamer.rules import WRAPPERS
 from gossamer.run.config.document import EXPERIMENT, flat, load_document
@@ -214,6 +215,25 @@ def test_text_that_is_shorter_than_a_window_is_named_before_the_run(text, most, 
     said = examine_run(tiny(data__source=str(path)))
     (sentence,) = said.here
     assert f"at most {most} tokens, but one window needs data.seq_len + 1 = 17" in sentence and said.passes is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"data__shards": [0, 1, 0]}, "of worker 1 is data.source .* and has at most 5 tokens"),
+        ({"data__shards": [0, 1, 0], "data__max_bytes": 900}, "of worker 1 is data.source .* and has at most 2 tokens"),
+        ({"data__shards": [0, 2, 0], "sources": "aba"}, "of worker 1 is data.source .* and has at most 0 tokens"),
+        ({"data__shards": "contiguous", "data__seq_len": 400}, "of one of 3 workers has at most 302 tokens"),
+    ],
+)
+def test_a_worker_whose_own_text_is_shorter_than_a_window_is_named_before_the_run(settings, words, tmp_path):
+    for name, size in (("a", 900), ("b", 3)):
+        (tmp_path / f"{name}.txt").write_text("x" * size)
+    sources = [str(tmp_path / f"{name}.txt") for name in settings.get("sources", "ab")]
+    given = {key: value for key, value in settings.items() if key != "sources"}
+    said = examine_run(tiny(data__source=sources, **given))
+    assert re.search(words + r", but one window needs data\.seq_len \+ 1 = ", said.here[0]) and said.passes is None
+    assert not examine_run(tiny(data__source=sources)).here
 
 
 @pytest.mark.parametrize(
@@ -477,6 +497,16 @@ def test_a_run_that_changes_on_its_way_has_the_mean_price_of_its_rounds_and_the_
     assert started.networks[0].round_s == pytest.approx(mean_s) and "after 3 synchronous steps" in started.method
     least = examined(rule__momentum={"0": 0.2, "4": 0.6, "8": 0.4})
     assert least.disagreement == examined(rule__momentum=0.6).disagreement > examined(rule__momentum=0.4).disagreement
+
+
+def test_parts_of_few_rounds_send_the_moments_as_often_as_the_whole_run(tmp_path):
+    """Moments are sent in every third and sixth round, of which a part of one round has none or all."""
+    steps = {str(step): 2 if step % 5 == 0 else 3 for step in range(30) if step % 5 in (0, 2)}
+    given = {"rule__name": "local_sgd", "topology__name": "complete", "schedule__inner_every": [3, 6]}
+    config = single(run__steps=30, run__local_steps=steps, run__eval_every=0, **given)
+    simulate(config, tmp_path)
+    trace = read_trace(tmp_path)
+    assert examine_run(config).sent_bytes == pytest.approx(trace.sent_bytes.sum() / 3 / trace.rounds, rel=0.01)
 
 
 def test_of_a_run_with_many_parts_each_that_is_priced_stands_for_its_neighbours(monkeypatch: pytest.MonkeyPatch):

@@ -263,13 +263,36 @@ def _text_files(run: RunSettings, vocab_size: int | None) -> tuple[tuple[TextFil
         return (), None, [str(error)]
     sizes = [sum(path.stat().st_size for path in one.files) for one in sources]
     text = [TextFiles(one.source, len(one.files), size, one.left_out) for one, size in zip(sources, sizes, strict=True)]
-    if most is not None and sum(most) <= run.data.seq_len:
-        fewest = (
-            f"the text of data.source {run.data.source!r:.60} has {sum(sizes):,} bytes and at most {sum(most)} tokens, but one "
-            f"window needs data.seq_len + 1 = {run.data.seq_len + 1}; give more text, or lower data.seq_len"
-        )
+    if most is not None and (fewest := _too_few(run, most, sum(sizes))) is not None:
         return tuple(text), None, [fewest]
     return tuple(text), most, []
+
+
+def _too_few(run: RunSettings, most: Sequence[int], size: int) -> str | None:
+    """Why some worker has no window of text, by the most tokens that each source can have; None where it may have one.
+
+    Args: `size` are the bytes of all sources.
+    """
+    data, window = run.data, run.data.seq_len + 1
+    needs = f"but one window needs data.seq_len + 1 = {window}"
+    if sum(most) < window:
+        return (
+            f"the text of data.source {data.source!r:.60} has {size:,} bytes and at most {sum(most)} tokens, {needs}; give more "
+            "text, or lower data.seq_len"
+        )
+    if isinstance(data.shards, tuple):
+        tokens, worker = min((most[place], worker) for worker, place in enumerate(data.shards))
+        if tokens < window:
+            return (
+                f"the training text of worker {worker} is data.source {data.sources[data.shards[worker]]!r:.60} and has at most "
+                f"{tokens} tokens, {needs}; give more text, none that a source before it has too, or raise data.max_bytes"
+            )
+    elif data.shards == "contiguous" and (tokens := sum(most) // run.workers) < window:
+        return (
+            f"the training text of one of {run.workers} workers has at most {tokens} tokens, {needs}; give more text, lower "
+            "data.seq_len, or set data.shards = 'iid'"
+        )
+    return None
 
 
 def _read_of(sources: Sequence[SourceFiles], max_bytes: int | None) -> Iterator[Path]:
@@ -489,11 +512,14 @@ def counted(run: ResolvedRun, layout: Layout, rounds: int | None = None) -> Coun
     """
     parts = run.parts_of_run()
     if parts == [run]:
-        return _counted(run, layout, rounds)
+        return _counted(run, layout, rounds, run.rounds)
     whole = sum(part.rounds for part in parts)
     weighed = [(part, part.rounds) for part in parts] if len(parts) <= _MOST_PARTS else _representative(parts)
-    each, shares = [_counted(part, layout, rounds) for part, _ in weighed], [count / whole for _, count in weighed]
-
+    # A part of few rounds may lie anywhere in the period of what is sent: it is counted by whole periods too.
+    each, shares = (
+        [_counted(part, layout, rounds, whole) for part, _ in weighed],
+        [count / whole for _, count in weighed],
+    )
     return Counted(
         _mean([one.sent_bytes for one in each], shares),
         max(one.most_bytes for one in each),
@@ -538,7 +564,7 @@ def _representative(parts: Sequence[ResolvedRun]) -> list[tuple[ResolvedRun, flo
     return weighed
 
 
-def _counted(run: ResolvedRun, layout: Layout, rounds: int | None) -> Counted:
+def _counted(run: ResolvedRun, layout: Layout, rounds: int | None, most: int) -> Counted:
     size = _BYTES * layout.numel
 
     def kept(what: str, copies: float) -> Copies:
@@ -561,7 +587,7 @@ def _counted(run: ResolvedRun, layout: Layout, rounds: int | None) -> Counted:
         # Real processes measure their own seconds.
         priced = () if run.network is None else (_on_a_clock(run, sent.sent_bytes, size),)
         return Counted(sent.sent_bytes, sent.most_bytes, tuple(rows), priced)
-    rounds, few = extent(run, m, whole := _rounds(run, m, rounds))
+    rounds, few = extent(run, m, whole := _rounds(run, m, rounds, most))
     sent, entries = play_rounds(run, m, layout, rounds, few)
     rows += [
         kept("outer state", sent.state_copies),
@@ -584,14 +610,14 @@ def _counted(run: ResolvedRun, layout: Layout, rounds: int | None) -> Counted:
     return Counted(sent.sent_bytes, sent.most_bytes, tuple(rows), networks, warnings)
 
 
-def _rounds(run: RunSettings, m: Method, given: int | None) -> int:
-    """The number of rounds to play: about as many as asked for in whole periods, and not more than the run has."""
+def _rounds(run: RunSettings, m: Method, given: int | None, most: int) -> int:
+    """The number of rounds to play: about as many as asked for in whole periods, and not more than `most`."""
     period, some = period_of(run, m), ROUNDS if given is None else given
     drawn = any(network.jitter for network in run.networks.values()) or m.topology.name == "random"
     if drawn and given is None and run.networks and run.workers <= _FEW_WORKERS:
         some = _DRAWN_ROUNDS
     some = 1 if run.workers > _MANY_WORKERS else some
-    return min(run.rounds, period * -(-some // period))
+    return min(most, period * -(-min(some, run.rounds) // period))
 
 
 def _message_bytes(entries: Sequence[Entry]) -> int:
