@@ -175,6 +175,11 @@ def store_obstacle(rule: Rule, codec: Codec, schedule: Schedule) -> str | None:
     return None if rule.adapted is None else "its local steps adapt"
 
 
+def _unequal(c: Combination) -> list[tuple[int, ...]]:
+    """The local steps of each stretch of rounds in which not all workers take as many."""
+    return [one for one in c.all_local_steps if isinstance(one, tuple) and len({*one}) > 1]
+
+
 def _late(c: Combination) -> bool:
     """Whether messages are in flight between two rounds."""
     return c.schedule.overlap_steps > 0 or c.rule.delay_rounds > 0
@@ -425,10 +430,10 @@ MODES: tuple[Incompatibility, ...] = (
     ),
     Incompatibility(
         "constant batch and local steps",
-        lambda c: c.constant_batch and any(isinstance(one, tuple) and len({*one}) > 1 for one in c.all_local_steps),
+        lambda c: c.constant_batch and bool(_unequal(c)),
         lambda c: (
-            f"data.constant_batch is true and run.local_steps is {c.local_steps}, but all workers share the batches of one step; "
-            "give one number of local steps"
+            f"data.constant_batch is true and run.local_steps has {list(_unequal(c)[0])}, but all workers share the batches of "
+            "one step; give one number of local steps"
         ),
     ),
     Incompatibility(
