@@ -495,8 +495,25 @@ def test_a_run_that_changes_on_its_way_has_the_mean_price_of_its_rounds_and_the_
     started = examined(run__local_steps=4, run__steps=15, run__synchronous_steps=3)
     mean_s = (3 * parallel.networks[0].round_s + 3 * four.networks[0].round_s) / 6
     assert started.networks[0].round_s == pytest.approx(mean_s) and "after 3 synchronous steps" in started.method
+    network["wan"]["changes"] = [{"at_s": both.networks[0].round_s * 6, "worker": 0, "factor": 0.5}]
+    (note,) = (one.note for one in examined(run__local_steps={"0": 1, "5": 4}, run__steps=13).networks)
+    assert "the mean of 2 parts of the run, each priced as from the start, and the network changes after" in note
+    del network["wan"]["changes"]
     least = examined(rule__momentum={"0": 0.2, "4": 0.6, "8": 0.4})
     assert least.disagreement == examined(rule__momentum=0.6).disagreement > examined(rule__momentum=0.4).disagreement
+
+
+def test_tokens_are_at_most_as_many_where_local_steps_adapt():
+    network = {"network": {"wan": {"uplink_bps": 1e6, "downlink_bps": 1e6, "latency_s": 0.01, "step_s": 0.5}}}
+    means = {"rule__name": "dilocox", "topology__name": "complete", "rule__adapt_every": 2, "run__steps": 16}
+    for settings, who in (
+        ({"run__adapt": True}, "run.adapt"),
+        (means | {"run__local_steps": {"0": 4, "8": 2}}, "the rule"),
+    ):
+        (said,), wrong = examine_document({**document(**settings), **network})
+        assert not wrong and f"at the local steps that {who} begins with" in said.networks[0].note
+        assert any(re.search(r"length .* at most [\d,]+ tokens", line) for line in lines(said))
+    assert not any("at most" in line for line in lines(examine_run(tiny())) if "length" in line)
 
 
 def test_parts_of_few_rounds_send_the_moments_as_often_as_the_whole_run(tmp_path):

@@ -17,7 +17,7 @@ from gossamer.data.token_files import opened_binaries
 from gossamer.data.tokenizer import Tokenizer, local_tokenizer, vocabulary
 from gossamer.errors import ConfigError, DataError, GossamerError, installs
 from gossamer.layout import Layout, Leaf
-from gossamer.network.links import doubts_of
+from gossamer.network.links import Network, doubts_of
 from gossamer.network.pricing import price
 from gossamer.network.timeline import spread_s
 from gossamer.optimizers.inner import InnerConfig, without_momentum
@@ -143,7 +143,7 @@ class Examined(NamedTuple):
     """Factor by which the disagreement of the workers is predicted to change per round; None where nothing is predicted."""
     rounds: int
     tokens: int
-    """Tokens of all workers together."""
+    """Tokens of all workers together, at most."""
     warnings: tuple[str, ...]
     processes: int = 0
     """Number of processes in a real run: one for each stage of a worker, without the server."""
@@ -163,6 +163,8 @@ class Examined(NamedTuple):
     """The workers that each of the machines with keys may fill."""
     code: tuple[str, ...] = ()
     """The user's Python code that the run names. It is not imported, so nothing is known of it."""
+    adapts: bool = False
+    """Whether local steps adapt while the run trains, so that workers may train on fewer tokens."""
 
     @property
     def worker_bytes(self) -> int:
@@ -207,6 +209,7 @@ def examine_run(config: RunConfig, refused: Mapping[Verb, Sequence[str]] | None 
         text=text,
         passes=passes,
         documents=documents,
+        adapts=bool(_adapts(run)),
     )
 
 
@@ -524,7 +527,7 @@ def counted(run: ResolvedRun, layout: Layout, rounds: int | None = None) -> Coun
         _mean([one.sent_bytes for one in each], shares),
         max(one.most_bytes for one in each),
         tuple(max(rows, key=lambda row: row.copies) for rows in zip(*(one.kept for one in each), strict=True)),
-        tuple(_mean_network(some, shares) for some in zip(*(one.networks for one in each), strict=True)),
+        tuple(_mean_network(some, shares, run) for some in zip(*(one.networks for one in each), strict=True)),
         each[-1].warnings,
     )
 
@@ -533,7 +536,7 @@ def _mean(values: Sequence[float], shares: Sequence[float]) -> float:
     return math.fsum(share * value for value, share in zip(values, shares, strict=True))
 
 
-def _mean_network(parts: Sequence[OnNetwork], shares: Sequence[float]) -> OnNetwork:
+def _mean_network(parts: Sequence[OnNetwork], shares: Sequence[float], run: ResolvedRun) -> OnNetwork:
     """A round on one network, averaged over the parts of a run by their shares of its rounds; unknown where one of them is."""
     seconds = list[float]()
     for part in parts:
@@ -543,7 +546,10 @@ def _mean_network(parts: Sequence[OnNetwork], shares: Sequence[float]) -> OnNetw
     round_s = _mean(seconds, shares)
     computing_s = _mean([(part.utilisation or 0.0) * s for part, s in zip(parts, seconds, strict=True)], shares)
     spread_s = math.hypot(*(share * part.spread_s for part, share in zip(parts, shares, strict=True)))
-    note = f"the mean of {len(parts)} parts of the run"
+    note = "; ".join(filter(None, (_adapts(run), f"the mean of {len(parts)} parts of the run")))
+    first_s = _first_change_s(run.networks[parts[-1].name])
+    if first_s < round_s * run.rounds:
+        note += f", each priced as from the start, and the network changes after {digits_text(first_s)} s"
     return parts[-1]._replace(round_s=round_s, utilisation=computing_s / round_s, spread_s=spread_s, note=note)
 
 
@@ -630,7 +636,20 @@ def _message_bytes(entries: Sequence[Entry]) -> int:
     return max(held)
 
 
-def _priced(run: RunSettings, name: str, entries: Sequence[Entry], m: Method, layout: Layout) -> OnNetwork:
+def _adapts(run: ResolvedRun) -> str:
+    """A note about the price of a run whose local steps adapt."""
+    m = run.method
+    adapts = (
+        "run.adapt" if run.loop.adapt else "the rule" if isinstance(m, Method) and m.rule.adapted is not None else ""
+    )
+    return f"at the local steps that {adapts} begins with" if adapts else ""
+
+
+def _first_change_s(network: Network) -> float:
+    return min((change.at_s for change in network.changes), default=math.inf)
+
+
+def _priced(run: ResolvedRun, name: str, entries: Sequence[Entry], m: Method, layout: Layout) -> OnNetwork:
     """A round on a network, by the trace that the played rounds would leave."""
     network = run.networks[name]
     if network.step_s is None:
@@ -642,9 +661,7 @@ def _priced(run: RunSettings, name: str, entries: Sequence[Entry], m: Method, la
     except ConfigError as error:  # it describes other workers, which is no fault: a run in rounds does not need it
         return OnNetwork(name, None, None, None, f"unknown: {error}")
     rounds = trace.rounds / m.sends_per_round
-    adapts = "run.adapt" if run.loop.adapt else "the rule" if m.rule.adapted is not None else ""
-    note = f"at the local steps that {adapts} begins with" if adapts else ""
-    first_s = min((change.at_s for change in network.changes), default=math.inf)
+    note, first_s = _adapts(run), _first_change_s(network)
     if first_s < timeline.total_s / rounds * run.rounds and rounds < run.rounds:
         changes = f"the network changes after {digits_text(first_s)} s"
         note = f"{note}{'; ' if note else ''}of the first {rounds:g} rounds, and {changes}"
