@@ -388,6 +388,10 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
     "experts and rule": (EXPERTS._replace(rule=eager()), ["2 of 4 workers", "'eager'", "'diloco'"]),
     "experts and averaging": (EXPERTS._replace(averaging="gpa"), ["2 of 4 workers", "inner.averaging is 'gpa'"]),
     "experts and all-reduce": (EXPERTS._replace(reduction="all_reduce"), ["2 of 4 workers", "'ordered'"]),
+    "changing numbers of a rule and asynchronous": (
+        GOSSIP._replace(rule=gasloc(lr={"0": 0.4, "8": 0.2}), steps=16),
+        ["rule.lr changes over the run", "no waiting", "give a number"],
+    ),
     "constant batch and deaths": (
         Combination(constant_batch=True),
         ["data.constant_batch is true", "run.elastic = true"],

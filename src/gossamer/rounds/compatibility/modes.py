@@ -11,6 +11,7 @@ from gossamer.rounds.compatibility.combination import Combination, Incompatibili
 from gossamer.rounds.schedule import Schedule
 from gossamer.rounds.updates import topology_of_updates
 from gossamer.rules import Rule
+from gossamer.settings.over_time import changes
 from gossamer.settings.user_code import is_code
 
 _INNER = ("adamw", "accum_adamw", "qh_adopt", "sgd")
@@ -91,6 +92,12 @@ _FEATURES = {
 _CHANGING = _Given(
     lambda c: c.timetable is not None,
     lambda c: "run.local_steps changes over the run",
+)
+_CHANGING_RULE = _Given(
+    lambda c: c.rule.at is not None,
+    lambda c: (
+        f"{next(f'rule.{name}' for name, value in c.rule.options.items() if changes(value))} changes over the run"
+    ),
 )
 _SYNCHRONOUS_START = _Given(
     lambda c: c.synchronous_steps > 0,
@@ -280,6 +287,11 @@ MODES: tuple[Incompatibility, ...] = (
             "asynchronous": "without rounds at whose begin they would change; give one number, or one per worker",
             "adapt": "which decides on them too; remove one of the two",
         },
+    ),
+    *_rows(
+        "changing numbers of a rule",
+        _CHANGING_RULE,
+        {"asynchronous": "without rounds at whose begin it would change; give a number"},
     ),
     *_rows(
         "synchronous start",

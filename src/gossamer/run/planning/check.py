@@ -143,7 +143,7 @@ class Examined(NamedTuple):
     """Factor by which the disagreement of the workers is predicted to change per round; None where nothing is predicted."""
     rounds: int
     tokens: int
-    """Tokens of all workers together, at most."""
+    """Tokens of all workers together; at most, where local steps adapt."""
     warnings: tuple[str, ...]
     processes: int = 0
     """Number of processes in a real run: one for each stage of a worker, without the server."""
