@@ -64,7 +64,7 @@ def _must_not_be_cut(tokens: NDArray[Any]) -> None:
     if size < whole:
         raise DataError(
             f"'{tokens.filename}' had at least {whole:,} bytes when the run began, and was cut to {size:,} while it was read; "
-            "restore it, and resume from the last checkpoint"
+            "restore it, or remove the folder if it is a token cache, and resume from the last checkpoint"
         )
 
 
