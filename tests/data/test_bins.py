@@ -1,6 +1,7 @@
 """Files of tokens that others have made: their kinds, their validation, what is wrong with them, and runs on them."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -201,6 +202,26 @@ def test_a_run_on_tokens_has_the_losses_of_a_run_on_their_text(tmp_path: Path):
 def losses(folder: Path) -> tuple[float, ...]:
     lines = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
     return tuple(line["loss"] for line in lines if line["kind"] in ("train", "eval"))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows cuts no file that is mapped")
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_file_that_is_cut_while_a_run_reads_it_is_named(cached: bool, tmp_path: Path):
+    path = tmp_path / ("text.txt" if cached else "tokens.bin")
+    plain(path, tokens(70_000)) if not cached else path.write_text("a word " * 20_000)
+    cache = str(tmp_path / "cache") if cached else None
+    corpus = FileCorpus(DataConfig(source=str(path), cache=cache, seq_len=16), BYTES, 1, 0)
+    corpus.batch(0, 0)
+    if cached:
+        (path,) = (tmp_path / "cache").glob("tokens-*/train.bin")
+    with path.open("ab") as file:
+        file.write(b"more")
+    corpus.batch(0, 1)  # what grows is read as it was
+    os.truncate(path, 5_000)
+    with pytest.raises(
+        DataError, match=r"(train|tokens)\.bin' had at least .* cut to 5,000 while it was read; restore it, or"
+    ):
+        corpus.batch(0, 2)
 
 
 def test_a_file_that_lies_beyond_its_samples_is_found_when_it_is_drawn(tmp_path: Path):

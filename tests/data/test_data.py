@@ -251,6 +251,14 @@ def test_a_source_that_is_too_short_for_its_worker_is_refused(tmp_path: Path) ->
             corpus((str(long), str(second)), workers=2, shards=[0, 1])
 
 
+def test_sources_of_few_documents_none_of_which_is_held_out_are_refused_with_what_helps(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(name * 500)
+    config = DataConfig(source=(str(tmp_path / "a.txt"), str(tmp_path / "b.txt")), shards=(0, 1), seq_len=16)
+    with pytest.raises(DataError, match=r"0 tokens: .* give more documents, or raise data\.val_fraction"):
+        FileCorpus(config, load_tokenizer("bytes"), 2, 0)
+
+
 def test_text_beyond_max_bytes_is_left_out(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "texts.jsonl", documents())
     opened = corpus(source, max_bytes=5_000)

@@ -136,6 +136,11 @@ def test_a_file_of_others_that_is_named_key_makes_no_run_encrypted(store: Folder
         store_status(store.root)
 
 
+def test_the_age_of_the_last_round_is_negative_where_the_clock_of_its_worker_is_ahead(store: Folder) -> None:
+    put(store, commit_name(0), commit(0, time_s=1.7e9))
+    assert [store_status(store.root, now_s=1.7e9 + past).age_s for past in (60, -3600)] == [60, -3600]
+
+
 def test_a_page_of_a_run_of_which_nobody_is_alive_shows_what_was_and_says_so(store: Folder, clock: Clock) -> None:
     put(store, commit_name(0), commit(0))
     page = LiveRuns([], stores=[run := look(FollowedStore(store.root))])

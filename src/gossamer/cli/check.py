@@ -67,7 +67,7 @@ def _rows(run: "Examined") -> Iterator[tuple[str, str | None]]:
     yield "topology", _known(run.topology, lambda name: name + gap)
     yield "parameters", _known(run.parameters, size) or unknown
     yield from (("text", _files(one)) for one in run.text)
-    yield "passes over the text", _known(run.passes, "at least {:,.3g}".format)
+    yield "passes over the text", _known(run.passes, ("about {:,.3g}" if run.adapts else "at least {:,.3g}").format)
     yield "documents", _known(run.documents, _documents)
     yield "experts", _known(run.experts, _experts)
     sends = _known(run.sent_bytes, lambda sent: f"{_megabytes(sent)} per worker and {phase}, at most {most}")
@@ -79,7 +79,8 @@ def _rows(run: "Examined") -> Iterator[tuple[str, str | None]]:
     yield from _stages(run)
     yield from ((f"on {network.name}", _seconds(network)) for network in run.networks)
     yield "disagreement", _known(run.disagreement, "x {:.3f} per round, predicted".format)
-    yield "length", f"{run.rounds:,} round{'s' if run.rounds > 1 else ''}, {run.tokens:,} tokens"
+    most_tokens = f"{'at most ' if run.adapts else ''}{run.tokens:,} tokens"
+    yield "length", f"{run.rounds:,} round{'s' if run.rounds > 1 else ''}, {most_tokens}"
     yield "peers", _peers(run.peers) if run.peers else None
     yield from (("Python code", f"{name}, which is not imported here") for name in run.code)
     yield from (("this machine", sentence) for sentence in run.here)

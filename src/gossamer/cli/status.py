@@ -41,7 +41,7 @@ def _print_store(status: "StoreStatus") -> None:
         if status.server
         else ("the last was closed", "a worker after round")
     )
-    last = "" if status.closed_by is None else f"; {did} by worker {status.closed_by}, {_age(status.age_s)} ago"
+    last = "" if status.closed_by is None else f"; {did} by worker {status.closed_by}, {_by_its_clock(status.age_s)}"
     of_all = "" if status.rounds is None else f" of {status.rounds}"
     echo(f"{status.store}: {status.round}{of_all} rounds are closed{last}")
     echo(f"states of {of}: {', '.join(map(str, status.states)) or 'none yet'}")
@@ -101,6 +101,17 @@ def _print(status: "RunStatus") -> None:
         for one in status.workers
     ]
     print_table(headings, rows, text=2, spare=_SPARE)
+
+
+def _by_its_clock(age_s: float | None) -> str:
+    """When another machine did something, by the clock of that machine, which may be set otherwise.
+
+    >>> [_by_its_clock(age_s) for age_s in (-3600, -0.5, 0.2, 7300)]
+    ['by its clock, which is 60 min ahead of that here', 'just now', 'just now', '2 h ago by its clock']
+    """
+    if age_s is not None and age_s < -1:
+        return f"by its clock, which is {_age(-age_s)} ahead of that here"
+    return "just now" if age_s is not None and age_s < 1 else f"{_age(age_s)} ago by its clock"
 
 
 def _age(age_s: float | None) -> str:

@@ -1,6 +1,7 @@
 """Token files of other tools: nanoGPT, llm.c and modded-nanogpt, and Megatron."""
 
 import hashlib
+import mmap
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -38,6 +39,7 @@ class TokenArray:
         pieces, k = [], bisect_right(self._ends, start)
         while size > 0:
             part = self.parts[k][start - (self._ends[k - 1] if k else 0) :][:size]
+            _must_not_be_cut(part)
             pieces.append(part.astype(np.int64))
             start, size, k = start + len(part), size - len(part), k + 1
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
@@ -51,6 +53,19 @@ class TokenArray:
 
     def __add__(self, other: "TokenArray") -> "TokenArray":
         return TokenArray([*self.parts, *other.parts])
+
+
+def _must_not_be_cut(tokens: NDArray[Any]) -> None:
+    """Raises DataError where a mapped file has become shorter: reading beyond its end ends the process without a word."""
+    mapped: mmap.mmap | None = getattr(tokens, "_mmap", None)
+    if not isinstance(tokens, np.memmap) or mapped is None:
+        return
+    whole, size = tokens.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY + len(mapped), mapped.size()
+    if size < whole:
+        raise DataError(
+            f"'{tokens.filename}' had at least {whole:,} bytes when the run began, and was cut to {size:,} while it was read; "
+            "restore it, or remove the folder if it is a token cache, and resume from the last checkpoint"
+        )
 
 
 class Binary(NamedTuple):

@@ -424,6 +424,11 @@ class FileCorpus:
                 f"one window needs data.seq_len + 1 = {self._window}; give more text, none that a source before it has too, or "
                 "raise data.max_bytes"
             )
+        if isinstance(self._config.shards, tuple) and not len(self._val):
+            raise DataError(
+                f"the validation text has 0 tokens: data.val_fraction = {self._config.val_fraction} of the documents, chosen by "
+                "their content, are held out, and of data.source none is; give more documents, or raise data.val_fraction"
+            )
         for text, got in [("the training text", shard), ("the validation text", len(self._val))]:
             if got < self._window:
                 per_worker = " of one worker" if text == "the training text" and shard < len(self._train) else ""

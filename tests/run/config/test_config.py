@@ -321,6 +321,10 @@ def test_local_steps_that_change_are_read_back_and_count_in_the_digest():
     assert streamed["run"]["local_steps"] == {"0": 2, "4": 4}
     with pytest.raises(ConfigError, match="so that nothing follows the synchronous start"):
         tiny(run__synchronous_steps=12)
+    for unequal, words in (([2, 4, 4], r"\[2, 4, 4\]"), ({"0": 4, "8": 2}, "{ 0 = 4, 8 = 2 }")):
+        sentence = rf"no round ends with run\.synchronous_steps = 2 and run\.local_steps = {words}; set run\.steps to"
+        with pytest.raises(ConfigError, match=sentence):
+            tiny(run__synchronous_steps=2, run__local_steps=unequal, run__steps=13)
     with pytest.raises(ConfigError, match="whose learning rate is not known; give a table"):
         tiny(run__local_steps=qsr, inner__optimizer="mine:Optimizer")
 

@@ -388,6 +388,10 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
     "experts and rule": (EXPERTS._replace(rule=eager()), ["2 of 4 workers", "'eager'", "'diloco'"]),
     "experts and averaging": (EXPERTS._replace(averaging="gpa"), ["2 of 4 workers", "inner.averaging is 'gpa'"]),
     "experts and all-reduce": (EXPERTS._replace(reduction="all_reduce"), ["2 of 4 workers", "'ordered'"]),
+    "changing numbers of a rule and asynchronous": (
+        GOSSIP._replace(rule=gasloc(lr={"0": 0.4, "8": 0.2}), steps=16),
+        ["rule.lr changes over the run", "no waiting", "give a number"],
+    ),
     "constant batch and deaths": (
         Combination(constant_batch=True),
         ["data.constant_batch is true", "run.elastic = true"],
@@ -402,7 +406,7 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
     ),
     "constant batch and local steps": (
         Combination(constant_batch=True, elastic=True, rule=diloco(), topology=complete(2), local_steps=(4, 2)),
-        ["data.constant_batch is true", "run.local_steps is (4, 2)"],
+        ["data.constant_batch is true", "run.local_steps has [4, 2]"],
     ),
     "real processes and virtual time": (SERVER._replace(driver="train", absences=2), ["2 events.absences"]),
     "real processes and regions": (
@@ -432,6 +436,16 @@ def test_a_row_refuses_what_meets_it_in_one_sentence_that_names_what_was_given(n
     assert "\n" not in row.sentence(facts)
     with pytest.raises(PairingError):
         check(facts)
+
+
+def test_local_steps_that_change_are_refused_by_the_entry_at_fault():
+    becomes_unequal, grows = timetable_of(((0, 4), (8, (4, 2)))), timetable_of(((0, 1), (5, 3)))
+    shared = Combination(constant_batch=True, elastic=True, rule=diloco(), topology=complete(2), local_steps=4)
+    (sentence,) = combination_faults(shared._replace(timetable=becomes_unequal))
+    assert "run.local_steps has [4, 2], but all workers share" in sentence
+    parallel = Combination(rule=data_parallel(), topology=complete(3), local_steps=1, timetable=grows)
+    (sentence,) = combination_faults(parallel)
+    assert "run.local_steps reaches 3; set run.local_steps = 1" in sentence
 
 
 def test_what_is_not_known_is_in_nobodys_way():
@@ -503,6 +517,17 @@ def test_an_unstable_rule_resolves_with_a_warning():
     warnings = resolve(tiny(workers=8, rule__momentum=0.9)).warnings
     assert len(warnings) == 1 and "predicted to lose consensus" in warnings[0]
     assert not resolve(tiny()).warnings
+
+
+@pytest.mark.parametrize(
+    ("settings", "real"),
+    [({"run__batched": 3}, False), ({"run__adapt": True}, True), ({"run__reduction": "all_reduce"}, True)],
+)
+def test_hashes_that_no_audit_will_compare_are_warned_of_before_the_run(settings, real):
+    means = {"rule__name": "diloco", "topology__name": "complete"}
+    (warning,) = resolve(tiny(**means, **settings, record__hash=True), real=real).warnings
+    assert "gossamer audit cannot compute" in warning and next(iter(settings)).replace("__", ".") in warning
+    assert not resolve(tiny(**means, **settings), real=real).warnings
 
 
 def test_every_rule_goes_with_the_topology_that_is_chosen_where_nobody_names_one():

@@ -24,6 +24,7 @@ from gossamer.layout import layout_of
 from gossamer.models.llama import build_model
 from gossamer.models.sizes import ModelConfig, parameter_count
 from gossamer.network.links import Network, from_options
+from gossamer.record.logs.trace import read_trace
 from gossamer.report.table import summary_rows
 from gossamer.rules import WRAPPERS
 from gossamer.run.config.document import EXPERIMENT, flat, load_document
@@ -214,6 +215,25 @@ def test_text_that_is_shorter_than_a_window_is_named_before_the_run(text, most, 
     said = examine_run(tiny(data__source=str(path)))
     (sentence,) = said.here
     assert f"at most {most} tokens, but one window needs data.seq_len + 1 = 17" in sentence and said.passes is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"data__shards": [0, 1, 0]}, "of worker 1 is data.source .* and has at most 5 tokens"),
+        ({"data__shards": [0, 1, 0], "data__max_bytes": 900}, "of worker 1 is data.source .* and has at most 2 tokens"),
+        ({"data__shards": [0, 2, 0], "sources": "aba"}, "of worker 1 is data.source .* and has at most 0 tokens"),
+        ({"data__shards": "contiguous", "data__seq_len": 400}, "of one of 3 workers has at most 302 tokens"),
+    ],
+)
+def test_a_worker_whose_own_text_is_shorter_than_a_window_is_named_before_the_run(settings, words, tmp_path):
+    for name, size in (("a", 900), ("b", 3)):
+        (tmp_path / f"{name}.txt").write_text("x" * size)
+    sources = [str(tmp_path / f"{name}.txt") for name in settings.get("sources", "ab")]
+    given = {key: value for key, value in settings.items() if key != "sources"}
+    said = examine_run(tiny(data__source=sources, **given))
+    assert re.search(words + r", but one window needs data\.seq_len \+ 1 = ", said.here[0]) and said.passes is None
+    assert not examine_run(tiny(data__source=sources)).here
 
 
 @pytest.mark.parametrize(
@@ -475,8 +495,35 @@ def test_a_run_that_changes_on_its_way_has_the_mean_price_of_its_rounds_and_the_
     started = examined(run__local_steps=4, run__steps=15, run__synchronous_steps=3)
     mean_s = (3 * parallel.networks[0].round_s + 3 * four.networks[0].round_s) / 6
     assert started.networks[0].round_s == pytest.approx(mean_s) and "after 3 synchronous steps" in started.method
+    network["wan"]["changes"] = [{"at_s": both.networks[0].round_s * 6, "worker": 0, "factor": 0.5}]
+    (note,) = (one.note for one in examined(run__local_steps={"0": 1, "5": 4}, run__steps=13).networks)
+    assert "the mean of 2 parts of the run, each priced as from the start, and the network changes after" in note
+    del network["wan"]["changes"]
     least = examined(rule__momentum={"0": 0.2, "4": 0.6, "8": 0.4})
     assert least.disagreement == examined(rule__momentum=0.6).disagreement > examined(rule__momentum=0.4).disagreement
+
+
+def test_tokens_are_at_most_as_many_where_local_steps_adapt():
+    network = {"network": {"wan": {"uplink_bps": 1e6, "downlink_bps": 1e6, "latency_s": 0.01, "step_s": 0.5}}}
+    means = {"rule__name": "dilocox", "topology__name": "complete", "rule__adapt_every": 2, "run__steps": 16}
+    for settings, who in (
+        ({"run__adapt": True}, "run.adapt"),
+        (means | {"run__local_steps": {"0": 4, "8": 2}}, "the rule"),
+    ):
+        (said,), wrong = examine_document({**document(**settings), **network})
+        assert not wrong and f"at the local steps that {who} begins with" in said.networks[0].note
+        assert any(re.search(r"length .* at most [\d,]+ tokens", line) for line in lines(said))
+    assert not any("at most" in line for line in lines(examine_run(tiny())) if "length" in line)
+
+
+def test_parts_of_few_rounds_send_the_moments_as_often_as_the_whole_run(tmp_path):
+    """Moments are sent in every third and sixth round, of which a part of one round has none or all."""
+    steps = {str(step): 2 if step % 5 == 0 else 3 for step in range(30) if step % 5 in (0, 2)}
+    given = {"rule__name": "local_sgd", "topology__name": "complete", "schedule__inner_every": [3, 6]}
+    config = single(run__steps=30, run__local_steps=steps, run__eval_every=0, **given)
+    simulate(config, tmp_path)
+    trace = read_trace(tmp_path)
+    assert examine_run(config).sent_bytes == pytest.approx(trace.sent_bytes.sum() / 3 / trace.rounds, rel=0.01)
 
 
 def test_of_a_run_with_many_parts_each_that_is_priced_stands_for_its_neighbours(monkeypatch: pytest.MonkeyPatch):

@@ -191,6 +191,7 @@ def test_a_run_that_cannot_be_repeated_is_refused_with_the_reason(tmp_path):
     reasons = {
         "run.adapt": tiny(run__adapt="link", network__link={"step_s": 1.0, "uplink_bps": 1e6, "downlink_bps": 1e6}),
         "--replay": served(server__name="heloco"),
+        "run.batched": tiny(run__batched=3),
         "all_reduce": tiny(run__reduction="all_reduce", rule__name="diloco", topology__name="complete"),
         "asynchronous": tiny(run__wait=False, network__link={"step_s": 1.0, "uplink_bps": 1e6, "downlink_bps": 1e6}),
     }

@@ -131,7 +131,7 @@ class StoreStatus(NamedTuple):
     closed_by: int | None
     """The slot that closed the last round; with a server, that added the last event."""
     age_s: float | None
-    """Its age, by the clock of that machine."""
+    """Its age, by the clock of that machine; negative where that is ahead of the clock here."""
     states: list[int]
     """The rounds with a stored state; of a server, its events."""
     workers: list[SlotStatus]
@@ -165,7 +165,7 @@ def store_status(url: str, *, peers: Path | None = None, now_s: float | None = N
         steps, counted = (0, False) if last is None else (last.steps[slot], slot in last.parts)
         workers.append(SlotStatus(slot, standing, 0 if life is None else life + 1, steps, counted))
     now_s = time.time() if now_s is None else now_s
-    closer, age_s = (None, None) if last is None else (last.closer[0], max(0.0, now_s - last.time_s))
+    closer, age_s = (None, None) if last is None else (last.closer[0], now_s - last.time_s)
     closed = seen.newest + 1 if not run.has_server else 0 if event is None else event.rounds
     return StoreStatus(url, run.rounds, closed, closer, age_s, sorted(seen.states), workers, run.has_server)
 

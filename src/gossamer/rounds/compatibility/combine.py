@@ -105,7 +105,23 @@ def warnings_of(c: Combination) -> tuple[str, ...]:
         unstable = stability.stability_warning(rule, c.topology, c.schedule.merge)
         if unstable is not None and c.rule.at is not None:
             unstable = f"at inner step {step}, {unstable}"
-    return tuple(sentence for sentence in (unstable, coding.lossy_warning(c)) if sentence is not None)
+    return tuple(one for one in (unstable, coding.lossy_warning(c), _unaudited(c)) if one is not None)
+
+
+def _unaudited(c: Combination) -> str | None:
+    """A warning of hashes that `gossamer audit` will not compare."""
+    real = c.driver == "train"
+    given = {
+        "run.adapt": bool(c.adapt),
+        "run.batched": c.batched > 1,
+        "run.reduction": real and c.reduction != "ordered",
+    }
+    if not c.hashes or not (some := [key for key, on in given.items() if on]):
+        return None
+    return (
+        f"record.hash is true, and gossamer audit cannot compute a run with {some[0]} again, so that the hashes serve nothing; "
+        f"remove {some[0]} or record.hash"
+    )
 
 
 def method_of(c: Combination, *, compile: bool = False) -> Method:

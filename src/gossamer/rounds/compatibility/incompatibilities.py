@@ -163,8 +163,9 @@ _RULES = (
         "gradients and local steps",
         lambda c: c.rule.site == "gradients" and c.driver != "library" and c.full_steps not in (None, 1),
         lambda c: (
-            f"rule '{c.rule.name}' exchanges gradients in every inner step and run.local_steps is {c.local_steps}; "
-            "set run.local_steps = 1, or use a rule with a local phase such as 'diloco'"
+            f"rule '{c.rule.name}' exchanges gradients in every inner step and run.local_steps "
+            f"{'is' if c.timetable is None else 'reaches'} {c.full_steps}; set run.local_steps = 1, or use a rule with a "
+            "local phase such as 'diloco'"
         ),
     ),
     Incompatibility(

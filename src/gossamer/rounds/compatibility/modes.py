@@ -11,6 +11,7 @@ from gossamer.rounds.compatibility.combination import Combination, Incompatibili
 from gossamer.rounds.schedule import Schedule
 from gossamer.rounds.updates import topology_of_updates
 from gossamer.rules import Rule
+from gossamer.settings.over_time import changes
 from gossamer.settings.user_code import is_code
 
 _INNER = ("adamw", "accum_adamw", "qh_adopt", "sgd")
@@ -91,6 +92,12 @@ _FEATURES = {
 _CHANGING = _Given(
     lambda c: c.timetable is not None,
     lambda c: "run.local_steps changes over the run",
+)
+_CHANGING_RULE = _Given(
+    lambda c: c.rule.at is not None,
+    lambda c: (
+        f"{next(f'rule.{name}' for name, value in c.rule.options.items() if changes(value))} changes over the run"
+    ),
 )
 _SYNCHRONOUS_START = _Given(
     lambda c: c.synchronous_steps > 0,
@@ -173,6 +180,11 @@ def store_obstacle(rule: Rule, codec: Codec, schedule: Schedule) -> str | None:
     if not exchanges_once(rule, schedule):
         return "a round has several exchanges, or one that does not end with it"
     return None if rule.adapted is None else "its local steps adapt"
+
+
+def _unequal(c: Combination) -> list[tuple[int, ...]]:
+    """The local steps of each stretch of rounds in which not all workers take as many."""
+    return [one for one in c.all_local_steps if isinstance(one, tuple) and len({*one}) > 1]
 
 
 def _late(c: Combination) -> bool:
@@ -275,6 +287,11 @@ MODES: tuple[Incompatibility, ...] = (
             "asynchronous": "without rounds at whose begin they would change; give one number, or one per worker",
             "adapt": "which decides on them too; remove one of the two",
         },
+    ),
+    *_rows(
+        "changing numbers of a rule",
+        _CHANGING_RULE,
+        {"asynchronous": "without rounds at whose begin it would change; give a number"},
     ),
     *_rows(
         "synchronous start",
@@ -425,10 +442,10 @@ MODES: tuple[Incompatibility, ...] = (
     ),
     Incompatibility(
         "constant batch and local steps",
-        lambda c: c.constant_batch and any(isinstance(one, tuple) and len({*one}) > 1 for one in c.all_local_steps),
+        lambda c: c.constant_batch and bool(_unequal(c)),
         lambda c: (
-            f"data.constant_batch is true and run.local_steps is {c.local_steps}, but all workers share the batches of one step; "
-            "give one number of local steps"
+            f"data.constant_batch is true and run.local_steps has {list(_unequal(c)[0])}, but all workers share the batches of "
+            "one step; give one number of local steps"
         ),
     ),
     Incompatibility(

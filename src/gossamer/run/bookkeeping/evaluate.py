@@ -235,7 +235,7 @@ def publish(
         "parameters": f"{x.numel():,}",
         **run.lineage.of,
         "rounds": f"{finished:,} of {run.rounds:,}",
-        "tokens of all rounds": f"{sum(run.worker_tokens):,}",
+        "tokens of all rounds": f"{'at most ' if run.loop.adapt or run.loop.elastic else ''}{sum(run.worker_tokens):,}",
         "validation loss": f"{loss:.4f} nats a token" if math.isfinite(loss) else "not known",
         "run": run.digest,
         "gossamer": __version__,

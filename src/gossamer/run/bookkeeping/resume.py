@@ -83,12 +83,24 @@ def history(run: RunSettings, folder: Path) -> History:
     kept = [key for key in changes if not may_change(key)]
     if kept:
         key = min(kept, key=lambda key: key.partition(".")[0] not in _FIRST)
-        was, now = ("not set" if value is None else f"{value!r:.60}" for value in changes[key])
+        was, now = _apart(*changes[key])
         raise ConfigError(
             f"{key} is {was} in '{folder}' and {now} now, but a resumed run keeps it; may change: "
             f"{', '.join(CHANGEABLE)}; start again with another --out for anything else"
         )
     return History(run, before, read_branches(folder), changes)
+
+
+def _apart(one: Any, other: Any) -> tuple[str, str]:
+    """Two values in words, of long ones what is around their first difference.
+
+    >>> _apart(None, 3), _apart(["/a/long/path/of/a/text.txt", "/b/c.txt"], ["/a/long/path/of/a/text.txt", "/b/d.txt"])
+    (('not set', '3'), ("...t', '/b/c.txt']", "...t', '/b/d.txt']"))
+    """
+    was, now = ("not set" if value is None else repr(value) for value in (one, other))
+    alike = next((k for k, (a, b) in enumerate(zip(was, now, strict=False)) if a != b), min(len(was), len(now)))
+    start, dots = (alike - 8, "...") if alike > 30 else (0, "")
+    return f"{dots}{was[start : start + 60]}", f"{dots}{now[start : start + 60]}"
 
 
 def lineage_of(run: RunSettings, folder: Path) -> Lineage:

@@ -199,8 +199,12 @@ class LoopSettings:
         timetable = timetable_of(self.entries, self.steps)
         fewer, last = timetable.begin(timetable.rounds), timetable.at(timetable.rounds).full_steps
         if fewer != self.steps:
+            start = f"run.synchronous_steps = {self.synchronous_steps} and " if self.synchronous_steps else ""
+            some = local_steps_entries(self.local_steps)
+            one = list(some[0][1]) if isinstance(some[0][1], tuple) else some[0][1]
+            given = over_time.line("run.local_steps", some) if len(some) > 1 else f"run.local_steps = {one}"
             whole = (
-                f"where no round ends with {over_time.line('run.local_steps', self.entries)}"
+                f"where no round ends with {start}{given}"
                 if timetable.changes
                 else f"which is not a multiple of run.local_steps = {last}"
             )

@@ -17,7 +17,7 @@ from gossamer.data.token_files import opened_binaries
 from gossamer.data.tokenizer import Tokenizer, local_tokenizer, vocabulary
 from gossamer.errors import ConfigError, DataError, GossamerError, installs
 from gossamer.layout import Layout, Leaf
-from gossamer.network.links import doubts_of
+from gossamer.network.links import Network, doubts_of
 from gossamer.network.pricing import price
 from gossamer.network.timeline import spread_s
 from gossamer.optimizers.inner import InnerConfig, without_momentum
@@ -143,7 +143,7 @@ class Examined(NamedTuple):
     """Factor by which the disagreement of the workers is predicted to change per round; None where nothing is predicted."""
     rounds: int
     tokens: int
-    """Tokens of all workers together."""
+    """Tokens of all workers together; at most, where local steps adapt."""
     warnings: tuple[str, ...]
     processes: int = 0
     """Number of processes in a real run: one for each stage of a worker, without the server."""
@@ -163,6 +163,8 @@ class Examined(NamedTuple):
     """The workers that each of the machines with keys may fill."""
     code: tuple[str, ...] = ()
     """The user's Python code that the run names. It is not imported, so nothing is known of it."""
+    adapts: bool = False
+    """Whether local steps adapt while the run trains, so that workers may train on fewer tokens."""
 
     @property
     def worker_bytes(self) -> int:
@@ -207,6 +209,7 @@ def examine_run(config: RunConfig, refused: Mapping[Verb, Sequence[str]] | None 
         text=text,
         passes=passes,
         documents=documents,
+        adapts=bool(_adapts(run)),
     )
 
 
@@ -263,13 +266,36 @@ def _text_files(run: RunSettings, vocab_size: int | None) -> tuple[tuple[TextFil
         return (), None, [str(error)]
     sizes = [sum(path.stat().st_size for path in one.files) for one in sources]
     text = [TextFiles(one.source, len(one.files), size, one.left_out) for one, size in zip(sources, sizes, strict=True)]
-    if most is not None and sum(most) <= run.data.seq_len:
-        fewest = (
-            f"the text of data.source {run.data.source!r:.60} has {sum(sizes):,} bytes and at most {sum(most)} tokens, but one "
-            f"window needs data.seq_len + 1 = {run.data.seq_len + 1}; give more text, or lower data.seq_len"
-        )
+    if most is not None and (fewest := _too_few(run, most, sum(sizes))) is not None:
         return tuple(text), None, [fewest]
     return tuple(text), most, []
+
+
+def _too_few(run: RunSettings, most: Sequence[int], size: int) -> str | None:
+    """Why some worker has no window of text, by the most tokens that each source can have; None where it may have one.
+
+    Args: `size` are the bytes of all sources.
+    """
+    data, window = run.data, run.data.seq_len + 1
+    needs = f"but one window needs data.seq_len + 1 = {window}"
+    if sum(most) < window:
+        return (
+            f"the text of data.source {data.source!r:.60} has {size:,} bytes and at most {sum(most)} tokens, {needs}; give more "
+            "text, or lower data.seq_len"
+        )
+    if isinstance(data.shards, tuple):
+        tokens, worker = min((most[place], worker) for worker, place in enumerate(data.shards))
+        if tokens < window:
+            return (
+                f"the training text of worker {worker} is data.source {data.sources[data.shards[worker]]!r:.60} and has at most "
+                f"{tokens} tokens, {needs}; give more text, none that a source before it has too, or raise data.max_bytes"
+            )
+    elif data.shards == "contiguous" and (tokens := sum(most) // run.workers) < window:
+        return (
+            f"the training text of one of {run.workers} workers has at most {tokens} tokens, {needs}; give more text, lower "
+            "data.seq_len, or set data.shards = 'iid'"
+        )
+    return None
 
 
 def _read_of(sources: Sequence[SourceFiles], max_bytes: int | None) -> Iterator[Path]:
@@ -489,16 +515,19 @@ def counted(run: ResolvedRun, layout: Layout, rounds: int | None = None) -> Coun
     """
     parts = run.parts_of_run()
     if parts == [run]:
-        return _counted(run, layout, rounds)
+        return _counted(run, layout, rounds, run.rounds)
     whole = sum(part.rounds for part in parts)
     weighed = [(part, part.rounds) for part in parts] if len(parts) <= _MOST_PARTS else _representative(parts)
-    each, shares = [_counted(part, layout, rounds) for part, _ in weighed], [count / whole for _, count in weighed]
-
+    # A part of few rounds may lie anywhere in the period of what is sent: it is counted by whole periods too.
+    each, shares = (
+        [_counted(part, layout, rounds, whole) for part, _ in weighed],
+        [count / whole for _, count in weighed],
+    )
     return Counted(
         _mean([one.sent_bytes for one in each], shares),
         max(one.most_bytes for one in each),
         tuple(max(rows, key=lambda row: row.copies) for rows in zip(*(one.kept for one in each), strict=True)),
-        tuple(_mean_network(some, shares) for some in zip(*(one.networks for one in each), strict=True)),
+        tuple(_mean_network(some, shares, run) for some in zip(*(one.networks for one in each), strict=True)),
         each[-1].warnings,
     )
 
@@ -507,7 +536,7 @@ def _mean(values: Sequence[float], shares: Sequence[float]) -> float:
     return math.fsum(share * value for value, share in zip(values, shares, strict=True))
 
 
-def _mean_network(parts: Sequence[OnNetwork], shares: Sequence[float]) -> OnNetwork:
+def _mean_network(parts: Sequence[OnNetwork], shares: Sequence[float], run: ResolvedRun) -> OnNetwork:
     """A round on one network, averaged over the parts of a run by their shares of its rounds; unknown where one of them is."""
     seconds = list[float]()
     for part in parts:
@@ -517,7 +546,10 @@ def _mean_network(parts: Sequence[OnNetwork], shares: Sequence[float]) -> OnNetw
     round_s = _mean(seconds, shares)
     computing_s = _mean([(part.utilisation or 0.0) * s for part, s in zip(parts, seconds, strict=True)], shares)
     spread_s = math.hypot(*(share * part.spread_s for part, share in zip(parts, shares, strict=True)))
-    note = f"the mean of {len(parts)} parts of the run"
+    note = "; ".join(filter(None, (_adapts(run), f"the mean of {len(parts)} parts of the run")))
+    first_s = _first_change_s(run.networks[parts[-1].name])
+    if first_s < round_s * run.rounds:
+        note += f", each priced as from the start, and the network changes after {digits_text(first_s)} s"
     return parts[-1]._replace(round_s=round_s, utilisation=computing_s / round_s, spread_s=spread_s, note=note)
 
 
@@ -538,7 +570,7 @@ def _representative(parts: Sequence[ResolvedRun]) -> list[tuple[ResolvedRun, flo
     return weighed
 
 
-def _counted(run: ResolvedRun, layout: Layout, rounds: int | None) -> Counted:
+def _counted(run: ResolvedRun, layout: Layout, rounds: int | None, most: int) -> Counted:
     size = _BYTES * layout.numel
 
     def kept(what: str, copies: float) -> Copies:
@@ -561,7 +593,7 @@ def _counted(run: ResolvedRun, layout: Layout, rounds: int | None) -> Counted:
         # Real processes measure their own seconds.
         priced = () if run.network is None else (_on_a_clock(run, sent.sent_bytes, size),)
         return Counted(sent.sent_bytes, sent.most_bytes, tuple(rows), priced)
-    rounds, few = extent(run, m, whole := _rounds(run, m, rounds))
+    rounds, few = extent(run, m, whole := _rounds(run, m, rounds, most))
     sent, entries = play_rounds(run, m, layout, rounds, few)
     rows += [
         kept("outer state", sent.state_copies),
@@ -584,14 +616,14 @@ def _counted(run: ResolvedRun, layout: Layout, rounds: int | None) -> Counted:
     return Counted(sent.sent_bytes, sent.most_bytes, tuple(rows), networks, warnings)
 
 
-def _rounds(run: RunSettings, m: Method, given: int | None) -> int:
-    """The number of rounds to play: about as many as asked for in whole periods, and not more than the run has."""
+def _rounds(run: RunSettings, m: Method, given: int | None, most: int) -> int:
+    """The number of rounds to play: about as many as asked for in whole periods, and not more than `most`."""
     period, some = period_of(run, m), ROUNDS if given is None else given
     drawn = any(network.jitter for network in run.networks.values()) or m.topology.name == "random"
     if drawn and given is None and run.networks and run.workers <= _FEW_WORKERS:
         some = _DRAWN_ROUNDS
     some = 1 if run.workers > _MANY_WORKERS else some
-    return min(run.rounds, period * -(-some // period))
+    return min(most, period * -(-min(some, run.rounds) // period))
 
 
 def _message_bytes(entries: Sequence[Entry]) -> int:
@@ -604,7 +636,20 @@ def _message_bytes(entries: Sequence[Entry]) -> int:
     return max(held)
 
 
-def _priced(run: RunSettings, name: str, entries: Sequence[Entry], m: Method, layout: Layout) -> OnNetwork:
+def _adapts(run: ResolvedRun) -> str:
+    """A note about the price of a run whose local steps adapt."""
+    m = run.method
+    adapts = (
+        "run.adapt" if run.loop.adapt else "the rule" if isinstance(m, Method) and m.rule.adapted is not None else ""
+    )
+    return f"at the local steps that {adapts} begins with" if adapts else ""
+
+
+def _first_change_s(network: Network) -> float:
+    return min((change.at_s for change in network.changes), default=math.inf)
+
+
+def _priced(run: ResolvedRun, name: str, entries: Sequence[Entry], m: Method, layout: Layout) -> OnNetwork:
     """A round on a network, by the trace that the played rounds would leave."""
     network = run.networks[name]
     if network.step_s is None:
@@ -616,9 +661,7 @@ def _priced(run: RunSettings, name: str, entries: Sequence[Entry], m: Method, la
     except ConfigError as error:  # it describes other workers, which is no fault: a run in rounds does not need it
         return OnNetwork(name, None, None, None, f"unknown: {error}")
     rounds = trace.rounds / m.sends_per_round
-    adapts = "run.adapt" if run.loop.adapt else "the rule" if m.rule.adapted is not None else ""
-    note = f"at the local steps that {adapts} begins with" if adapts else ""
-    first_s = min((change.at_s for change in network.changes), default=math.inf)
+    note, first_s = _adapts(run), _first_change_s(network)
     if first_s < timeline.total_s / rounds * run.rounds and rounds < run.rounds:
         changes = f"the network changes after {digits_text(first_s)} s"
         note = f"{note}{'; ' if note else ''}of the first {rounds:g} rounds, and {changes}"

@@ -160,6 +160,12 @@ def _repeatable(run: ResolvedRun, folder: Path, *, real: bool) -> ResolvedRun:
         raise refuse(
             "run.reduction is 'all_reduce', whose order of summation is the backend's", "use run.reduction = 'ordered'"
         )
+    if run.loop.batched > 1:
+        raise refuse(
+            f"run.batched is {run.loop.batched}, so that several workers were computed at once, and an audit trains each alone, "
+            "which may round otherwise",
+            "set run.batched = 1",
+        )
     machines = {one.machine for one in read_machines(folder)}
     for kind in ("torch", "processor"):
         if len(values := sorted({str(getattr(one, kind)) for one in machines})) > 1:
