@@ -236,9 +236,8 @@ def _block_codec(
         generator = torch.Generator(x.device).manual_seed(key) if draws and not x.is_meta else None
         for start, stop in spans(x, block):
             blocks = as_blocks(x[start:stop], block)
-            block_scales = scale(
-                blocks[:, : stop - start]
-            )  # the last block is a separate slab: its padding does not count
+            # The last block is a separate slab: its padding does not count.
+            block_scales = scale(blocks[:, : stop - start])
             scales[start // block : num_blocks(stop, block)] = block_scales
             ratio = blocks / block_scales.float().masked_fill_(block_scales == 0, 1.0)[:, None]
             packed = pack_codes(code(ratio, generator).view(-1), bits)

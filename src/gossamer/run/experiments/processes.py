@@ -298,12 +298,8 @@ def _was_stopped(config: RunConfig, folder: Path) -> bool:
     except (ConfigError, DataError):
         return False
     # One with a final checkpoint but no outcome has an incomplete record.
-    return (
-        alike
-        and 0
-        < max(checkpoint.rounds(folder / "checkpoints", settings_of(config).owners[0]), default=0)
-        < config.length.rounds
-    )
+    newest = max(checkpoint.rounds(folder / "checkpoints", settings_of(config).owners[0]), default=0)
+    return alike and 0 < newest < config.length.rounds
 
 
 def _empty(folder: Path) -> None:

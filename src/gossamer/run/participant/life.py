@@ -187,9 +187,8 @@ class Participant(ABC, Generic[Connections]):
                 if unreadable is not None:
                     raise DataError(saved_when_unreadable(unreadable, self.folder))
             except KeyboardInterrupt:
-                failed = (
-                    not self.asked.is_set()
-                )  # a requested stop: a requested stop: the others need not wait for it, and it may come back
+                # After a requested stop the others need not wait for it, and it may come back.
+                failed = not self.asked.is_set()
                 raise KeyboardInterrupt(self._ended_amid()) from None
             finally:
                 self.asked.saves = None  # the slot may belong to another process now

@@ -123,9 +123,8 @@ class _Replay:
             for exchange in worker.loop.pop_rest():
                 exchange.finish()
                 worker.replica.recompute()
-            if (
-                end.behind < run.rounds or not end.trained
-            ):  # a worker saves when it leaves, or when its peers have ended
+            # A worker saves when it leaves, or when its peers have ended.
+            if end.behind < run.rounds or not end.trained:
                 self._save(worker, end.behind if end.left else run.rounds)
 
     def _validate(self) -> dict[str, Any]:

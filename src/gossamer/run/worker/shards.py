@@ -104,9 +104,8 @@ class Shards:
         self._model.eval()
         with self._translate_errors(), torch.no_grad(), computing(self._run, self._device):
             losses = [loss(self._model, batch).item() for batch in batches]
-        reshard(
-            self._model
-        )  # parameters gathered by a forward pass without backward would be stale after the next step
+        # Parameters gathered by a forward pass without backward would be stale after the next step.
+        reshard(self._model)
         return math.fsum(losses) / len(losses)
 
     def end_round(self, operations: Sequence[Sequence[Operation]]) -> list[list[Operation]]:
@@ -130,9 +129,8 @@ class Shards:
         rows: Callable[[Tensor, tuple[int, ...]], Tensor],
     ) -> dict[str, Any]:
         shapes = {id(shard): tuple(p.shape) for shard, p in zip(self._own.parameters(), self._parameters, strict=True)}
-        full = [
-            shapes[id(p)] for group in self.optimizer().param_groups for p in group["params"]
-        ]  # numbered as in the state
+        # The state numbers its tensors in this order.
+        full = [shapes[id(p)] for group in self.optimizer().param_groups for p in group["params"]]
         inner = state["inner"]
         return {
             **state,

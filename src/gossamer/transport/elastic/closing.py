@@ -463,9 +463,8 @@ class Closing:
         elif report.round > self.round and report.last is not None:
             self._close_what_is_held(report.last)
         elif report.round < self.round or self._leader != self.members.me:
-            self._answer(
-                sender, report.round, now
-            )  # only the leader gets reports unasked: this one asks for all positions
+            # Only the leader gets reports unasked: this one asks for all positions.
+            self._answer(sender, report.round, now)
         self.tick(now)
 
     def _answer(self, sender: int, round: int, now: float) -> None:
@@ -489,9 +488,8 @@ class Closing:
             if self.members.me in workers and not takes_part:
                 self.fail(attempt, now)  # it refers to an earlier process of this slot
         elif attempt < self._attempt:
-            self._send(
-                sender, LetterKind.REPORT, _plain(self._own_report)
-            )  # it leads and does not know of the later one
+            # It leads and does not know of the later one.
+            self._send(sender, LetterKind.REPORT, _plain(self._own_report))
 
     def _heard_closed(self, sender: int, closed: _Closed, now: float) -> None:
         self._places[sender] = _Place(closed.round + 1, None, closed)

@@ -307,9 +307,8 @@ def reached_store(host: str, port: int, timeout_s: float) -> TCPStore:
     """The store at this address. Raises OSError or RuntimeError when it cannot be reached within `timeout_s`."""
     where = host
     if leads_to_itself(host):
-        if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get(
-            "WORLD_SIZE"
-        ):  # if equal, all processes are on this machine
+        # If equal, all processes are on this machine.
+        if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
             log.warning("%s", advised(host))
         where = address_towards(host)  # where the host on this machine listens
     # torch would print a stack trace for each failed attempt.
