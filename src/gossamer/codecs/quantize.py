@@ -225,10 +225,8 @@ def _block_codec(
         if not draws and (passes := passes_for(x)) is not None:
             # Torch has the order of the sums of magnitudes: piece by piece, so that their second reader finds them in the cache.
             for start, stop in spans(x, block, 4 * SLAB) if bits == 1 else ((0, x.numel()),):
-                block_scales, here = (
-                    scales[start // block : num_blocks(stop, block)],
-                    codes[start * bits // 8 : num_bytes(stop, bits)],
-                )
+                block_scales = scales[start // block : num_blocks(stop, block)]
+                here = codes[start * bits // 8 : num_bytes(stop, bits)]
                 if bits == 1:
                     block_scales[:] = scale(x[start:stop].view(block_scales.numel(), -1))
                 passes(name, x[start:stop], stop - start, block, here, block_scales)

@@ -23,9 +23,9 @@ from gossamer.record.lineage import Lineage
 from gossamer.record.locks import holding
 from gossamer.record.logs.pipeline_work import PipelineWork, write_pipeline
 from gossamer.record.logs.seconds import recorded_s
-from gossamer.record.logs.stage_seconds import StageLog, end_logs_of_others, stage_log
+from gossamer.record.logs.stage_seconds import end_logs_of_others, stage_lines, stage_log
 from gossamer.record.progress import echo, quieted
-from gossamer.record.whole_files import atomic_write, make_folder
+from gossamer.record.whole_files import Appender, atomic_write, make_folder
 from gossamer.rounds.setup import Setup, in_sides
 from gossamer.rounds.stopwatch import Stopwatch
 from gossamer.run.bookkeeping.evaluate import Probe
@@ -280,9 +280,8 @@ def _train_rounds(
     board = Board(member.entries, member.rank, member.ranks, patience_s=min(2.0, run.loop.timeout_s / 4))
     record, log_of_stages = _record(store, member, worker, start.cut, open_), None
     if trainer.stages is not None:
-        log_of_stages = open_.enter_context(
-            stage_log(store.folder, member.worker, member.part, member.parts, start.cut)
-        )
+        log_of_stages = stage_log(store.folder, member.worker, member.part, member.parts, start.cut)
+        open_.callback(log_of_stages.close)
     save = _saver(store.path, line, worker, board, first, copy, writes=_writes(store, member))
     journal = Journal(run, lambda: record, _validator(run, trainer), save, kind="validation")
     if not first:
@@ -320,7 +319,7 @@ def _train_rounds(
 
 
 def _trained_round(
-    trainer: _Trainer, round: int, run: RunSettings, log_of_stages: StageLog | None
+    trainer: _Trainer, round: int, run: RunSettings, log_of_stages: Appender | None
 ) -> tuple[RoundReport, list[Delivery]]:
     """A round of this process, with deliveries, seconds in the stopwatch and the log of its stages."""
     worker, transports, stopwatch, stages, pipe = trainer
@@ -342,12 +341,12 @@ def _trained_round(
 
 
 def _end_in_stages(
-    stages: LocalStages, log_of_stages: StageLog, report: RoundReport, round: int, worker: int
+    stages: LocalStages, log_of_stages: Appender, report: RoundReport, round: int, worker: int
 ) -> RoundReport:
     """The round's report with the payloads of all stages, after logging this process's."""
     sent = sum(one.sent_bytes for some in report.operations for one in some)
     report = report._replace(operations=stages.end_round(report.operations))
-    log_of_stages.log(stages.seconds(round, worker, sent))
+    log_of_stages.write(stage_lines([stages.seconds(round, worker, sent)]))
     return report
 
 

@@ -482,15 +482,19 @@ class SlotHolder(Generic[P]):
         """Creates the state of this round, and removes what is older than the last state but one."""
         yield from self._create(state_name(self.round), head, body)
         yield from self._look(None)
-        states = sorted(self.seen.states | {self.round})
+        yield from self._remove_older(self.seen.states)
+
+    def _remove_older(self, known: set[int], slot: int = -1) -> Steps[None]:
+        """Removes what is older than the last state but one of those known: of this slot, or of all together."""
+        states = sorted(known | {self.round})
         if len(states) < 2:
             return
         # Commits stay: they are small, record the run, and keep a slow worker from closing an old round once more.
         first, until = (states[0] if len(states) > 2 else 0), states[-2]
-        yield from self._remove_rounds(first, until)
+        yield from self._remove_rounds(first, until, f"{slot:05d}" if slot >= 0 else "")
         for state in states[:-2]:  # last, so that one that dies here leaves what the next begins with
-            yield from self._remove(state_name(state))
-            self.seen.states.discard(state)
+            yield from self._remove(state_name(state, slot))
+            known.discard(state)
 
     def _remove_rounds(self, first: int, until: int, sender: str = "") -> Steps[None]:
         """Removes the messages, of one sender where it is given, and the means of some rounds, but no names of others."""
@@ -967,15 +971,8 @@ class Attendance(SlotHolder[StoreWorker]):
         if body is None:
             return
         yield from self._create(state_name(self.round, self.slot), {"slot": self.slot}, body)
-        states = sorted(self.seen.holders[self.slot] | {self.round})
         self.seen.holders[self.slot].add(self.round)
-        if len(states) < 2:
-            return
-        first, until = (states[0] if len(states) > 2 else 0), states[-2]
-        yield from self._remove_rounds(first, until, f"{self.slot:05d}")
-        for state in states[:-2]:
-            yield from self._remove(state_name(state, self.slot))
-            self.seen.holders[self.slot].discard(state)
+        yield from self._remove_older(self.seen.holders[self.slot], self.slot)
 
     # --- the store ----------------------------------------------------------------------------------------------------
 
