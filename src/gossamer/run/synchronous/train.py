@@ -256,6 +256,35 @@ def _trainer(
     return _Trainer(worker, (*transports,), stopwatch, stages, pipe)
 
 
+class _StopReasons:
+    """The reasons for which this process wants all to stop after a round: a request, its stream, or cuts that do not suit."""
+
+    def __init__(self, asked: Asked, slow: SlowStages | None) -> None:
+        self._asked, self._slow, self._is_uneven = asked, slow, False
+        self.unreadable: DataError | None = None
+        """The error of its stream, which ends the run after a round."""
+
+    def has_any(self) -> bool:
+        """Whether there is a reason."""
+        return self._asked.is_set() or self.unreadable is not None or self._is_uneven
+
+    def read_ahead(self, replica: Replica, round: int, rounds: int) -> None:
+        """Reads the batches of the next rounds, unless the stream has failed."""
+        if self.unreadable is not None:
+            return
+        try:
+            replica.read_ahead(round, rounds)
+        except DataError as error:
+            log.warning("%s; all workers are asked to stop after a round and to save", error)
+            self.unreadable = error
+
+    def compare_stages(self) -> None:
+        """Looks whether other cuts would suit the processes better, where they may vary."""
+        if self._slow is not None and not self._is_uneven and self._slow.noticed():
+            log.warning("a process is slow; all are asked to stop after a round, and to start again with other cuts")
+            self._is_uneven = True
+
+
 def _train_rounds(
     trainer: _Trainer,
     start: Start,
@@ -287,23 +316,15 @@ def _train_rounds(
     if not first:
         journal.begin(worker=member.worker)
     stopped: int | None = None
-    unreadable: DataError | None = None
     asked.left_s, asked.at_once = lambda: worker.replica.phase_left_s, False
-    slow, uneven = SlowStages(run, board) if varies else None, False
-    stopping = open_.enter_context(Stopping(member, lambda: asked.is_set() or unreadable is not None or uneven, first))
+    reasons = _StopReasons(asked, SlowStages(run, board) if varies else None)
+    stopping = open_.enter_context(Stopping(member, reasons.has_any, first))
     stopwatch.start()
     for round in range(first, run.rounds):
-        if unreadable is None:
-            try:
-                worker.replica.read_ahead(round, min(AHEAD, round - first + 1, run.rounds - round))
-            except DataError as error:
-                log.warning("%s; all workers are asked to stop after a round and to save", error)
-                unreadable = error
+        reasons.read_ahead(worker.replica, round, min(AHEAD, round - first + 1, run.rounds - round))
         report, deliveries = _trained_round(trainer, round, run, log_of_stages)
         journal.log(worker, round, report)
-        if slow is not None and not uneven and slow.noticed():
-            log.warning("a process is slow; all are asked to stop after a round, and to start again with other cuts")
-            uneven = True
+        reasons.compare_stages()
         if worker.pacer is not None and round + 1 < run.rounds:
             _adapt(worker, report, deliveries, board, worker.loop.method.topology)
         # After local steps have adapted, so that a checkpoint here has those of the next round.
@@ -315,7 +336,7 @@ def _train_rounds(
             break
     for transport in trainer.transports:
         transport.close()
-    return stopped, unreadable
+    return stopped, reasons.unreadable
 
 
 def _trained_round(
