@@ -109,11 +109,11 @@ def trained(
     enough: Callable[[], bool] = lambda: False,
 ) -> "dict[str, PointResult | None]":
     """Trains the runs of an experiment, and shows their progress; see `gossamer.run.experiments.compare.train_all`."""
-    from gossamer.record.locks import holding
+    from gossamer.record.locks import locked
     from gossamer.run.experiments.compare import train_all
 
     # A second comparison would remove and retrain the runs that are in progress in the first.
-    with holding(out, None), output.watching(out), output.showing() as terminal, leaving(ALL_SAVE) as asked:
+    with locked(out, None), output.watching(out), output.showing() as terminal, leaving(ALL_SAVE) as asked:
 
         def follow(run: "Point") -> None:
             terminal.follow(run.label, folders[run.label], run.config.record.print_every)

@@ -218,7 +218,7 @@ def _begun(
     made: "RunPlan", some: "Sequence[Candidate]", folder: Path, seconds: float, jobs: int
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Writes a race that fits the seconds into its folder; returns its experiment file, and why candidates are left out."""
-    from gossamer.record.locks import holding
+    from gossamer.record.locks import locked
     from gossamer.run.config.experiment_file import points
     from gossamer.run.config.resolve import resolve
     from gossamer.run.experiments.race import courses, document, written_race
@@ -228,7 +228,7 @@ def _begun(
     text = document(course, made, made.options.source)
     for run in points(text):
         resolve(run.config)
-    with holding(folder, None):
+    with locked(folder, None):
         _must_be_new(folder)  # again, as a second race may have begun meanwhile
         written_race(folder, course, made, text)
     return text, dict(course.left)

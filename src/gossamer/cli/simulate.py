@@ -59,10 +59,10 @@ def command(
             if replay is None:
                 train_here(config, parts, folder, resume=resumed, file=file)
             else:
-                from gossamer.record.locks import holding
+                from gossamer.record.locks import locked
                 from gossamer.run.replay.replay import replay as repeat
 
-                with holding(folder, None):
+                with locked(folder, None):
                     repeat(lambda real: resolve(config, parts, real=real), folder, replay)
         page, runs = folder / "report.html", {config.name: folder}
         rows = write_pages(runs, page, config.network, command=f"gossamer report {quote(str(folder))}")

@@ -184,7 +184,7 @@ class RunPool:
             for member in ended:
                 member.key = None
             ends = [(key, end) for key, end in results if end is not None]
-        self._warn(ends)
+        self._report_warnings(ends)
         return ends
 
     def _train_here(self) -> tuple[Any, RunEnd]:
@@ -195,7 +195,7 @@ class RunPool:
             self._began(key)
         return key, _trained(config, folder, trunk, warns=self._began is not None, asked=self._asked)
 
-    def _warn(self, ends: Iterable[tuple[Any, RunEnd]]) -> None:
+    def _report_warnings(self, ends: Iterable[tuple[Any, RunEnd]]) -> None:
         """Reports each warning of other processes once."""
         for key, end in ends if self._began is not None else ():
             for sentence in end.warnings:

@@ -22,7 +22,7 @@ from gossamer.errors import ConfigError, GossamerError, LostConnectionError, Pee
 from gossamer.record.addresses import Address, read_addresses, write_address
 from gossamer.record.fault import Fault
 from gossamer.record.lineage import Lineage
-from gossamer.record.locks import holding
+from gossamer.record.locks import locked
 from gossamer.record.progress import say
 from gossamer.run.bookkeeping.resume import History, Resume, lineage_of, resumed
 from gossamer.run.bookkeeping.which_round import (
@@ -159,7 +159,7 @@ def started(
         keys=keys,
     )
     me = member.worker
-    open_.enter_context(holding(folder, me))  # before it reads valid lines of the folder, and truncates the rest
+    open_.enter_context(locked(folder, me))  # before it reads valid lines of the folder, and truncates the rest
     past = resumed(run, folder, resume)
     # Listens before publishing its address, as readers may connect at once.
     listener, address = listening_towards(os.environ["MASTER_ADDR"])

@@ -20,7 +20,7 @@ from gossamer.record.addresses import Address, write_address
 from gossamer.record.fault import Fault
 from gossamer.record.folder import RunFolder, Unrecorded
 from gossamer.record.lineage import Lineage
-from gossamer.record.locks import holding
+from gossamer.record.locks import locked
 from gossamer.record.logs.pipeline_work import PipelineWork, write_pipeline
 from gossamer.record.logs.seconds import recorded_s
 from gossamer.record.logs.stage_seconds import end_logs_of_others, stage_lines, stage_log
@@ -113,7 +113,7 @@ def train(run: ResolvedRun, folder: Path, *, resume: Resume = False, meeting: Me
     with leaving(f"{member.name(member.rank)} is asked to leave after its round") as asked:
         asked.at_once = True
         try:
-            with holding(folder, member.worker, member.part, member.parts):
+            with locked(folder, member.worker, member.part, member.parts):
                 train_member(run, folder, member, keys, resume=resume, asked=asked, varies=meeting is not None)
                 if meeting is not None:
                     meeting.dismiss()

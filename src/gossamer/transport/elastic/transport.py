@@ -618,9 +618,9 @@ class ElasticTransport:
                     self.redial.ended.add(entry.nonce)
                 raise
 
-        return self._add(entry.slot, opened)
+        return self._add_link(entry.slot, opened)
 
-    def _add(self, peer: int, opened: Callable[[], Channel]) -> PeerConnection:
+    def _add_link(self, peer: int, opened: Callable[[], Channel]) -> PeerConnection:
         link = PeerConnection(peer, self._owner, opened, self._greeting())
         self._links.setdefault(peer, []).append(link)
         return link
@@ -639,7 +639,7 @@ class ElasticTransport:
             self._accepted.admit(channel, f"worker {peer} at {whose}")
             with self.changed:
                 if not self._closed.is_set():
-                    self._add(peer, lambda: channel)
+                    self._add_link(peer, lambda: channel)
                     return
             self._accepted.release(channel)  # its handshake was running while this process closed its connections
             channel.close()

@@ -23,7 +23,7 @@ _OUT_OF_DATE = (9, 10)
 """OpenSSL's errors for a certificate that is not valid yet, or expired."""
 
 
-def must_encrypt(sock: socket.socket, deadline: float) -> None:
+def must_begin_tls(sock: socket.socket, deadline: float) -> None:
     """Checks the first byte before a TLS state is created, so that a flood of strangers is cheap.
 
     Raises: RefusedError if it is not a handshake, OSError if none arrives in time.
