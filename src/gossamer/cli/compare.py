@@ -71,7 +71,7 @@ def command(
     """
     with experiment_and_folder(file, overrides, out, scale, "such as configs/demo.toml") as (document, out):
         from gossamer.report.figures import check_figure
-        from gossamer.report.page.page import write_pages
+        from gossamer.report.page.page import write_report
         from gossamer.report.results import PointResult
         from gossamer.report.table import has_diverged
         from gossamer.run.config.experiment_file import figure, points
@@ -89,7 +89,7 @@ def command(
         words += [word for one in overrides for word in ("--set", one)]
         lines = [ended[run.label] for run in runs]
         lost = [run.label for run, line in zip(runs, lines, strict=True) if line is not None and has_diverged(line.row)]
-        rows = write_pages(folders, page, None, command=shlex.join(map(str, words)), notes=doubts, lost=lost)
+        rows = write_report(folders, page, None, command=shlex.join(map(str, words)), notes=doubts, lost=lost)
         outcomes = [
             PointResult(run.method, run.at, run.seed, row, line and line.origin)
             for run, row, line in zip(runs, rows, lines, strict=True)

@@ -192,14 +192,14 @@ def _written_page(
     runs: "Sequence[Point]", folders: Mapping[str, Path], ended: "Sequence[PointResult]", folder: Path
 ) -> Path:
     """Writes the page of the runs that have ended."""
-    from gossamer.report.page.page import write_pages
+    from gossamer.report.page.page import write_report
     from gossamer.run.experiments.race import FILE
 
     report, done = folder / "report.html", {(one.method, one.seed) for one in ended}
     shown = {run.label: folders[run.label] for run in runs if (run.method, run.seed) in done}
     lost = {(one.method, one.seed) for one in ended if one.row["loss"] is None}
     labels = [run.label for run in runs if (run.method, run.seed) in lost]
-    write_pages(shown, report, None, command=shlex.join(["gossamer", "compare", str(folder / FILE)]), lost=labels)
+    write_report(shown, report, None, command=shlex.join(["gossamer", "compare", str(folder / FILE)]), lost=labels)
     return report
 
 

@@ -59,10 +59,6 @@ class Assessment(NamedTuple):
     disagreement: float
     """Consensus distance per parameter, `sqrt((1/n) Σ_i ||x_i - x̄||² / P)`."""
 
-    def figures(self) -> dict[str, Any]:
-        """Its fields in a line of metrics."""
-        return self._asdict()
-
 
 class Result(NamedTuple):
     """The result of a finished simulation."""
@@ -341,5 +337,5 @@ def _note(
         round=finished - 1,
         step=run.timetable.begin(finished),
         tokens=run.step_tokens * steps,
-        **result.figures(),
+        **result._asdict(),
     )

@@ -129,7 +129,7 @@ class _Replay:
 
     def _validate(self) -> dict[str, Any]:
         replicas = [worker.replica for worker in self._present or self._repeat.workers]
-        return assess([r.evaluated for r in replicas], self._probes, [r.buffers for r in replicas]).figures()
+        return assess([r.evaluated for r in replicas], self._probes, [r.buffers for r in replicas])._asdict()
 
     def _save_all(self, finished: int) -> None:
         self._worker_threads.each(lambda worker: self._save(worker, finished), self._present)
