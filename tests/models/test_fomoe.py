@@ -13,7 +13,7 @@ from gossamer.models import ModelConfig, build_model
 from gossamer.models.experts import keep_experts
 from gossamer.models.holders import holders_of
 from gossamer.models.llama import logits_of, loss
-from gossamer.models.sizes import ExpertsConfig, tensors
+from gossamer.models.sizes import ExpertsConfig, parameter_shapes
 from gossamer.optimizers.inner import InnerConfig, build_optimizer
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
@@ -81,7 +81,7 @@ def run(tmp_path_factory):
 
 def test_a_mixture_has_the_parameters_that_are_counted_without_building_it():
     built = [(name, tuple(p.shape)) for name, p in mixture().named_parameters()]
-    assert built == [*tensors(MIXTURE, 256)]
+    assert built == [*parameter_shapes(MIXTURE, 256)]
 
 
 def test_tokens_skip_an_expert_that_is_not_here_as_if_its_weights_were_zero():

@@ -11,7 +11,7 @@ from commands import Command, free_port, run
 from gossamer.errors import ConfigError
 from gossamer.record import locks
 from gossamer.record.checkpoint import rounds
-from gossamer.record.locks import holding, must_be_idle
+from gossamer.record.locks import locked, must_be_idle
 from gossamer.run.config.run_file import dump
 from gossamer.run.simulated.simulate import simulate
 from tiny import single
@@ -31,25 +31,25 @@ def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_second_process_is_refused_until_the_first_has_ended_and_others_are_not(tmp_path: Path) -> None:
-    with holding(tmp_path, 3):
+    with locked(tmp_path, 3):
         words = f"is under way, as process {os.getpid()} on .* trains in it; wait for its end, stop it first, or name"
-        with pytest.raises(ConfigError, match=words), holding(tmp_path, 3):
+        with pytest.raises(ConfigError, match=words), locked(tmp_path, 3):
             pass
         with pytest.raises(ConfigError, match=words):
             must_be_idle(tmp_path)
-        with holding(tmp_path, 3, strict=False), holding(tmp_path, 2), holding(tmp_path, 3, part=1, parts=2):
+        with locked(tmp_path, 3, strict=False), locked(tmp_path, 2), locked(tmp_path, 3, part=1, parts=2):
             pass
     must_be_idle(tmp_path)
-    with holding(tmp_path, 3):
+    with locked(tmp_path, 3):
         pass
 
 
 def test_a_process_that_writes_for_all_workers_and_one_of_a_worker_refuse_each_other(tmp_path: Path) -> None:
     for first, second in ((3, None), (None, 3)):
         with (
-            holding(tmp_path, first),
+            locked(tmp_path, first),
             pytest.raises(ConfigError, match=f"as process {os.getpid()} on"),
-            holding(tmp_path, second),
+            locked(tmp_path, second),
         ):
             pass
     must_be_idle(tmp_path)
@@ -57,7 +57,7 @@ def test_a_process_that_writes_for_all_workers_and_one_of_a_worker_refuse_each_o
 
 def test_one_that_ends_before_it_has_written_anything_leaves_no_folder_behind(tmp_path: Path) -> None:
     def fails_after(*written: str) -> None:
-        with holding(tmp_path / "run", None):
+        with locked(tmp_path / "run", None):
             for name in written:
                 (tmp_path / "run" / name).touch()
             raise ConfigError("it cannot work")
@@ -73,12 +73,12 @@ def test_where_the_file_system_has_no_locks_nobody_is_refused(tmp_path: Path, mo
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr("fcntl.flock", refuse)
-    with holding(tmp_path, 0), holding(tmp_path, 0):
+    with locked(tmp_path, 0), locked(tmp_path, 0):
         must_be_idle(tmp_path)
 
 
 def test_a_lock_file_that_says_something_else_is_not_repeated(tmp_path: Path) -> None:
-    with holding(tmp_path, None):
+    with locked(tmp_path, None):
         (tmp_path / ".lock").write_text("\x1b[31mred")
         with pytest.raises(ConfigError, match="as another process trains in it"):
             must_be_idle(tmp_path)
@@ -118,20 +118,20 @@ def test_a_run_under_way_is_not_resumed_a_second_time_and_goes_on(kind: str, tmp
 
 def test_a_worker_on_its_own_machine_refuses_to_train_what_another_process_here_trains(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(dump(single(workers=1, run__elastic=True)))
-    with holding(tmp_path / "real", 0):
+    with locked(tmp_path / "real", 0):
         words = ("--rank", 0, "--of", 1, "--address", f"127.0.0.1:{free_port()}")
         code, said = Command("train", tmp_path / "run.toml", "--out", tmp_path / "real", *words).finish()
         assert code == 2 and f"as process {os.getpid()} on" in said, said
         code, said = run("simulate", tmp_path / "run.toml", "--out", tmp_path / "simulated")
         assert code == 0, said
-    with holding(tmp_path / "simulated", None):
+    with locked(tmp_path / "simulated", None):
         code, said = run("simulate", "--resume", tmp_path / "simulated")
         assert code == 2 and f"as process {os.getpid()} on" in said, said
 
 
 def test_a_replay_refuses_a_folder_that_another_process_writes(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(dump(single()))
-    with holding(tmp_path / "again", None):
+    with locked(tmp_path / "again", None):
         code, said = run("simulate", tmp_path / "run.toml", "--out", tmp_path / "again", "--replay", tmp_path)
         assert code == 2 and f"as process {os.getpid()} on" in said, said
 
@@ -140,7 +140,7 @@ def test_a_replay_refuses_a_folder_that_another_process_writes(tmp_path: Path) -
 def test_an_experiment_under_way_is_not_begun_or_resumed_a_second_time(verb: str, more: str, tmp_path: Path) -> None:
     variant = '[[variant]]\nlabel = "GASLoC"\nrule.name = "gasloc"\n'
     (tmp_path / "some.toml").write_text(dump(single()) + variant + more)
-    with holding(tmp_path / "some", None):
+    with locked(tmp_path / "some", None):
         for resume in ([], ["--resume"]):
             code, said = run(verb, tmp_path / "some.toml", "--out", tmp_path / "some", *resume)
             assert code == 2 and f"'{tmp_path / 'some'}' is under way, as process {os.getpid()} on" in said, said
@@ -148,13 +148,13 @@ def test_an_experiment_under_way_is_not_begun_or_resumed_a_second_time(verb: str
 
 def test_a_simulation_under_way_is_not_resumed_from_python(tmp_path: Path) -> None:
     simulate(single(), tmp_path, until=1)
-    with holding(tmp_path, None), pytest.raises(ConfigError, match="is under way"):
+    with locked(tmp_path, None), pytest.raises(ConfigError, match="is under way"):
         simulate(single(), tmp_path, resume=True)
     assert simulate(single(), tmp_path, resume=True).over
 
 
 def test_a_simulation_in_python_does_not_go_on_while_another_process_has_its_folder(tmp_path: Path) -> None:
     run_here = simulate(single(), tmp_path, until=1)
-    with holding(tmp_path, None), pytest.raises(ConfigError, match="is under way"):
+    with locked(tmp_path, None), pytest.raises(ConfigError, match="is under way"):
         run_here.go_on()
     assert run_here.rounds == 1 and run_here.go_on().over

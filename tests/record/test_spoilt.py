@@ -39,7 +39,7 @@ from gossamer.run.config.document import parse_overrides as words_as_settings
 from gossamer.run.config.experiment_file import figure, points
 from gossamer.run.config.layouts import layout_for
 from gossamer.run.config.resolve import settings_of
-from gossamer.run.config.run_file import dump, parse, parse_faults
+from gossamer.run.config.run_file import dump, parse, survey
 from gossamer.run.simulated.simulate import simulate
 from gossamer.run.worker.stages.timing import pipeline_work
 from gossamer.transport.processes.local import run_local
@@ -114,7 +114,7 @@ def planned(call: Callable[[], object]) -> None:
 def test_a_mutated_run_or_experiment_file_has_faults_and_nothing_else(name: str, data: st.DataObject) -> None:
     changed = mutate(DOCUMENTS[name], data, JUNK)
     planned(lambda: parse(changed))
-    assert all(parse_faults(changed)) or parse_faults(changed) == []
+    assert all(survey(changed).faults) or survey(changed).faults == []
     planned(lambda: figure(changed))
     if name != "methods":  # which is a run of every method, described in the same words as the others
         planned(lambda: points(changed, scale=data.draw(st.sampled_from(["", "tiny"]))))

@@ -17,7 +17,7 @@ from gossamer.cli import main
 from gossamer.errors import ConfigError, DataError, PeerError, TransportError
 from gossamer.record.addresses import Address, write_address
 from gossamer.record.folder import RecordConfig, RunFolder
-from gossamer.record.locks import holding
+from gossamer.record.locks import locked
 from gossamer.record.logs.outcomes import Begun, Ended, Life, OutcomeWriter, RoundOutcome
 from gossamer.record.logs.seconds import RoundSeconds
 from gossamer.record.logs.trace import Entry as TraceEntry
@@ -177,7 +177,7 @@ def test_a_worker_whose_process_here_has_ended_is_gone_whoever_has_its_port_now(
             (tmp_path / "secret").write_text(SECRET.decode())
             (tmp_path / "secret").chmod(0o600)
             write_address(tmp_path, Address(1, f"127.0.0.1:{other.getsockname()[1]}", RUN))
-        with holding(tmp_path, 1):
+        with locked(tmp_path, 1):
             assert run_status(tmp_path).workers[1].standing == ("alive" if kind == "rounds" else "unknown")
             later = run_status(tmp_path, now_s=time.time() + 13).workers[1]  # as of a process that was stopped
             assert later.standing == ("silent" if kind == "rounds" else "unknown") and later.age_s > 12

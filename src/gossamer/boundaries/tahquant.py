@@ -103,17 +103,6 @@ def tahquant(
     )
 
 
-def tahquant_bytes(boundary: Boundary, shape: tuple[int, int, int], rotated: int) -> int:
-    """The bytes of a payload of `tahquant` with so many rotated tiles.
-
-    >>> tahquant_bytes(tahquant(granularity="token"), (1, 1000, 1024), 0) * 8 / (1000 * 1024)
-    4.3176015625
-    """
-    o = boundary.options
-    plan = _Plan(o["tile"], o["bits"], o["low_bits"], o["high_share"], o["granularity"] == "token")
-    return _bytes(plan, shape, rotated)
-
-
 def _sizes(plan: _Plan, shape: tuple[int, int, int], rotated: int) -> tuple[int, ...]:
     """The bytes of each part of a payload, in order."""
     tiles, units, _ = plan.counts(shape)

@@ -81,7 +81,7 @@ def _rows(run: "Examined") -> Iterator[tuple[str, str | None]]:
     yield "disagreement", _known(run.disagreement, "x {:.3f} per round, predicted".format)
     most_tokens = f"{'at most ' if run.adapts else ''}{run.tokens:,} tokens"
     yield "length", f"{run.rounds:,} round{'s' if run.rounds > 1 else ''}, {most_tokens}"
-    yield "peers", _peers(run.peers) if run.peers else None
+    yield "peers", _peers_in_words(run.peers) if run.peers else None
     yield from (("Python code", f"{name}, which is not imported here") for name in run.code)
     yield from (("this machine", sentence) for sentence in run.here)
     yield from ((f"not {verb}", sentence) for verb, sentences in run.refused.items() for sentence in sentences)
@@ -119,10 +119,10 @@ _KINDS = {
 }
 
 
-def _peers(peers: Mapping[str, Sequence[int]]) -> str:
+def _peers_in_words(peers: Mapping[str, Sequence[int]]) -> str:
     """The slots that each machine may fill.
 
-    >>> _peers({"berlin": range(0, 4), "paris": range(4, 5), "hub": range(5, 5)})
+    >>> _peers_in_words({"berlin": range(0, 4), "paris": range(4, 5), "hub": range(5, 5)})
     'encrypted: berlin is workers 0 to 3, paris is worker 4, hub is no worker'
     """
     words = [

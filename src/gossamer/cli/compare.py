@@ -71,7 +71,7 @@ def command(
     """
     with experiment_and_folder(file, overrides, out, scale, "such as configs/demo.toml") as (document, out):
         from gossamer.report.figures import check_figure
-        from gossamer.report.page.page import write_pages
+        from gossamer.report.page.page import write_report
         from gossamer.report.results import PointResult
         from gossamer.report.table import has_diverged
         from gossamer.run.config.experiment_file import figure, points
@@ -89,7 +89,7 @@ def command(
         words += [word for one in overrides for word in ("--set", one)]
         lines = [ended[run.label] for run in runs]
         lost = [run.label for run, line in zip(runs, lines, strict=True) if line is not None and has_diverged(line.row)]
-        rows = write_pages(folders, page, None, command=shlex.join(map(str, words)), notes=doubts, lost=lost)
+        rows = write_report(folders, page, None, command=shlex.join(map(str, words)), notes=doubts, lost=lost)
         outcomes = [
             PointResult(run.method, run.at, run.seed, row, line and line.origin)
             for run, row, line in zip(runs, rows, lines, strict=True)
@@ -109,11 +109,11 @@ def trained(
     enough: Callable[[], bool] = lambda: False,
 ) -> "dict[str, PointResult | None]":
     """Trains the runs of an experiment, and shows their progress; see `gossamer.run.experiments.compare.train_all`."""
-    from gossamer.record.locks import holding
+    from gossamer.record.locks import locked
     from gossamer.run.experiments.compare import train_all
 
     # A second comparison would remove and retrain the runs that are in progress in the first.
-    with holding(out, None), output.watching(out), output.showing() as terminal, leaving(ALL_SAVE) as asked:
+    with locked(out, None), output.watching(out), output.showing() as terminal, leaving(ALL_SAVE) as asked:
 
         def follow(run: "Point") -> None:
             terminal.follow(run.label, folders[run.label], run.config.record.print_every)

@@ -54,14 +54,14 @@ def command(
     if local is None:
         written = _measured(file, overrides, out, links_only=links_only, max_bytes=int(max_bytes), test_s=test_s)
         if written and (output.json or not output.quiet):
-            _show(out, output)
+            _print_network(out, output)
         return 0
     if not links_only:  # so that a mistake in the run is reported once, before any process is started
         _run_of(file, overrides, among.of if among else local)
     options = ["--out", str(out), "--max-bytes", str(max_bytes), "--test-s", str(test_s), "--quiet"]
     code = _started(file, overrides, local, [*options, *(["--links-only"] if links_only else [])], among)
     if not code and (among is None or among.first == 0):
-        _show(out, output)
+        _print_network(out, output)
     return code
 
 
@@ -138,7 +138,7 @@ def _links(network: "Network") -> str:
     )
 
 
-def _show(out: Path, output: Output) -> None:
+def _print_network(out: Path, output: Output) -> None:
     """Prints the content of a network file."""
     from gossamer.network.links import read_network, to_options
 

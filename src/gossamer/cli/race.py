@@ -192,14 +192,14 @@ def _written_page(
     runs: "Sequence[Point]", folders: Mapping[str, Path], ended: "Sequence[PointResult]", folder: Path
 ) -> Path:
     """Writes the page of the runs that have ended."""
-    from gossamer.report.page.page import write_pages
+    from gossamer.report.page.page import write_report
     from gossamer.run.experiments.race import FILE
 
     report, done = folder / "report.html", {(one.method, one.seed) for one in ended}
     shown = {run.label: folders[run.label] for run in runs if (run.method, run.seed) in done}
     lost = {(one.method, one.seed) for one in ended if one.row["loss"] is None}
     labels = [run.label for run in runs if (run.method, run.seed) in lost]
-    write_pages(shown, report, None, command=shlex.join(["gossamer", "compare", str(folder / FILE)]), lost=labels)
+    write_report(shown, report, None, command=shlex.join(["gossamer", "compare", str(folder / FILE)]), lost=labels)
     return report
 
 
@@ -218,7 +218,7 @@ def _begun(
     made: "RunPlan", some: "Sequence[Candidate]", folder: Path, seconds: float, jobs: int
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Writes a race that fits the seconds into its folder; returns its experiment file, and why candidates are left out."""
-    from gossamer.record.locks import holding
+    from gossamer.record.locks import locked
     from gossamer.run.config.experiment_file import points
     from gossamer.run.config.resolve import resolve
     from gossamer.run.experiments.race import courses, document, written_race
@@ -228,7 +228,7 @@ def _begun(
     text = document(course, made, made.options.source)
     for run in points(text):
         resolve(run.config)
-    with holding(folder, None):
+    with locked(folder, None):
         _must_be_new(folder)  # again, as a second race may have begun meanwhile
         written_race(folder, course, made, text)
     return text, dict(course.left)

@@ -39,12 +39,12 @@ def command(
 
     documents = [load_run(folder) for folder in folders]  # a folder without a run is refused before torch is imported
     from gossamer.data.settings import MANY_PASSES, passes_warning
-    from gossamer.report.page.page import write_pages
+    from gossamer.report.page.page import write_report
     from gossamer.run.config.run_file import parse
 
     runs = dict(zip(_labels(folders, documents), folders, strict=True))
     words = shlex.join(["gossamer", "report", *map(str, folders), "--out", str(out)])
-    rows = write_pages(runs, out, parse(documents[0]).network, command=words)
+    rows = write_report(runs, out, parse(documents[0]).network, command=words)
     for row in rows:
         if row["passes"] is not None and row["passes"] > MANY_PASSES:
             log.warning("%s: %s", row["method"], passes_warning(row["passes"]))

@@ -45,7 +45,7 @@ def command(
 
         file = run_file(replay)
     config, folder, resumed = run_and_folder(file, changes.words, out, resume)
-    from gossamer.report.page.page import write_pages
+    from gossamer.report.page.page import write_report
     from gossamer.run.config.resolve import resolve
 
     with output.silenced(), resume_hint(folder), output.watching(folder):
@@ -59,13 +59,13 @@ def command(
             if replay is None:
                 train_here(config, parts, folder, resume=resumed, file=file)
             else:
-                from gossamer.record.locks import holding
+                from gossamer.record.locks import locked
                 from gossamer.run.replay.replay import replay as repeat
 
-                with holding(folder, None):
+                with locked(folder, None):
                     repeat(lambda real: resolve(config, parts, real=real), folder, replay)
         page, runs = folder / "report.html", {config.name: folder}
-        rows = write_pages(runs, page, config.network, command=f"gossamer report {quote(str(folder))}")
+        rows = write_report(runs, page, config.network, command=f"gossamer report {quote(str(folder))}")
         print_runs(runs, rows, page, json=output.json)
 
 

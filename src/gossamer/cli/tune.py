@@ -50,14 +50,14 @@ def command(
                 f"--set got '{one}', but the runs of a search have the seeds of tune.seeds; set tune.seeds"
             )
     with experiment_and_folder(file, overrides, out, scale, "with a [tune] table") as (document, out):
-        from gossamer.record.locks import holding
+        from gossamer.record.locks import locked
         from gossamer.record.whole_files import atomic_write
         from gossamer.run.experiments.tune import contenders, tune, tuned_file
 
         jobs = runs_at_a_time(jobs)
         methods = contenders(document, scale=scale)
         check_experiment(method.config for method in methods)
-        with holding(out, None), output.silenced(), leaving(ALL_SAVE) as asked:
+        with locked(out, None), output.silenced(), leaving(ALL_SAVE) as asked:
             tuned = tune(methods, out, jobs=jobs, resume=resume, asked=asked.is_set)
     assert file is not None  # or it had been refused
     page, chosen = out / "tune.md", out / "tuned.toml"

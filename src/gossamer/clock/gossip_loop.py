@@ -76,11 +76,8 @@ class GossipRun(VirtualTimeLoop):
         codec = options.codec or exact()
         check(Combination(kind="no waiting", workers=len(learners), rule=rule, topology=topology, codec=codec))
         self.rule, self.topology, self.learners = rule, topology, learners
-        self._options, self._queue, self._durations = (
-            options,
-            EventQueue(self._perform),
-            Durations(network, len(learners)),
-        )
+        self._options, self._queue = options, EventQueue(self._perform)
+        self._durations = Durations(network, len(learners))
         self._phases = Phases(self._queue, self._durations, learners, options, self._publish, self._change)
         first = topology.mixing(0)
         self._workers = [GossipWorker(i, rule, learner, first) for i, learner in enumerate(learners)]

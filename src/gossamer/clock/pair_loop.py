@@ -108,11 +108,8 @@ class PairRun(VirtualTimeLoop):
         if rule.settle is not None:
             rule = rule.settle(*conditions(len(learners), rates))
         self.rule, self.learners = rule, learners
-        self._options, self._queue, self._durations = (
-            options,
-            EventQueue(self._perform),
-            Durations(network, len(learners)),
-        )
+        self._options, self._queue = options, EventQueue(self._perform)
+        self._durations = Durations(network, len(learners))
         self._phases = Phases(self._queue, self._durations, learners, options, self._end_phase, self._change)
         self._pairs = sorted(rates)
         self._edges = list(itertools.accumulate(rates[pair] for pair in self._pairs))

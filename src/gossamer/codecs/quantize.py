@@ -225,10 +225,8 @@ def _block_codec(
         if not draws and (passes := passes_for(x)) is not None:
             # Torch has the order of the sums of magnitudes: piece by piece, so that their second reader finds them in the cache.
             for start, stop in spans(x, block, 4 * SLAB) if bits == 1 else ((0, x.numel()),):
-                block_scales, here = (
-                    scales[start // block : num_blocks(stop, block)],
-                    codes[start * bits // 8 : num_bytes(stop, bits)],
-                )
+                block_scales = scales[start // block : num_blocks(stop, block)]
+                here = codes[start * bits // 8 : num_bytes(stop, bits)]
                 if bits == 1:
                     block_scales[:] = scale(x[start:stop].view(block_scales.numel(), -1))
                 passes(name, x[start:stop], stop - start, block, here, block_scales)
@@ -236,9 +234,8 @@ def _block_codec(
         generator = torch.Generator(x.device).manual_seed(key) if draws and not x.is_meta else None
         for start, stop in spans(x, block):
             blocks = as_blocks(x[start:stop], block)
-            block_scales = scale(
-                blocks[:, : stop - start]
-            )  # the last block is a separate slab: its padding does not count
+            # The last block is a separate slab: its padding does not count.
+            block_scales = scale(blocks[:, : stop - start])
             scales[start // block : num_blocks(stop, block)] = block_scales
             ratio = blocks / block_scales.float().masked_fill_(block_scales == 0, 1.0)[:, None]
             packed = pack_codes(code(ratio, generator).view(-1), bits)

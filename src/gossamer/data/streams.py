@@ -80,9 +80,9 @@ class StreamCorpus:
     def _at(self, worker: int, step: int) -> "_Ahead":
         """A worker's batches, positioned at this step."""
         packed = self._train[worker]
-        if step < packed.step:
+        if step < packed.batches_taken:
             packed.restore(START)
-        while packed.step < step:
+        while packed.batches_taken < step:
             packed.take()
         return packed
 
@@ -99,7 +99,7 @@ class StreamCorpus:
 
     def state(self) -> dict[str, Any]:
         """See `Corpus.state`; the positions of the workers that have read anything here."""
-        streams = {str(worker): packed.state() for worker, packed in enumerate(self._train) if packed.step}
+        streams = {str(worker): packed.state() for worker, packed in enumerate(self._train) if packed.batches_taken}
         return {"streams": streams, "reading": _READING}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -307,8 +307,8 @@ class _Ahead:
         self._state = packed.state()
 
     @property
-    def step(self) -> int:
-        """How many batches were taken."""
+    def batches_taken(self) -> int:
+        """The number of batches that were taken."""
         return self._state["step"]
 
     def state(self) -> dict[str, Any]:

@@ -330,9 +330,8 @@ def _content(sources: Sequence[SourceFiles], cache: Path) -> str:
                     file_hash = hashlib.file_digest(file, hashlib.blake2b).hexdigest()
             except OSError as error:
                 raise DataError(f"'{path}' cannot be read ({error}); correct it, or leave it out") from error
-            digest.update(
-                f"{file_hash} {''.join(path.suffixes[-2:]).lower()}\n".encode()
-            )  # the suffix gives the format
+            # The suffix gives the format.
+            digest.update(f"{file_hash} {''.join(path.suffixes[-2:]).lower()}\n".encode())
     with contextlib.suppress(OSError):  # a read-only cache works too; the text is then hashed each time
         cache.mkdir(parents=True, exist_ok=True)
         scratch = known.with_name(f".{known.name}.{os.getpid()}.{threading.get_ident()}")

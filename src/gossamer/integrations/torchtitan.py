@@ -121,10 +121,8 @@ class _SiteLoader(BaseDataLoader):
 
     def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **options: Any) -> None:
         (site, sites), (n, rank) = site_of(os.environ.get(SITE)), (1, 0) if config.same else (dp_world_size, dp_rank)
-        self._inner, self._rounds = (
-            config.inner.build(dp_world_size=n * sites, dp_rank=n * site + rank, **options),
-            config.rounds,
-        )
+        self._inner = config.inner.build(dp_world_size=n * sites, dp_rank=n * site + rank, **options)
+        self._rounds = config.rounds
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._inner:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gossamer.errors import ConfigError, DiskError
 from gossamer.record.folder import RecordConfig, RunFolder
-from gossamer.record.locks import holding
+from gossamer.record.locks import locked
 from gossamer.record.logs.seconds import recorded_s
 from gossamer.record.logs.trace import Entry, Operation
 from gossamer.rounds.compatibility.combine import Method
@@ -91,7 +91,7 @@ class Recording(Recorder):
         if self._opened is not None:
             return
         with contextlib.ExitStack() as opened, _in_own_words():
-            opened.enter_context(holding(self._into, self.worker))
+            opened.enter_context(locked(self._into, self.worker))
             before_s = recorded_s(self._into, self.worker, first_round)  # before these lines are cut
             self._files = opened.enter_context(
                 RunFolder(

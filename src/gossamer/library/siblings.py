@@ -94,9 +94,8 @@ class Siblings:
         (numbers[self._lane.shard],) = struct.unpack("<q", struct.pack("<d", value))
         total = 0.0
         for bits in self._least(_Place.SUM, numbers, "a sum over the shards"):
-            total += struct.unpack("<d", struct.pack("<q", bits))[
-                0
-            ]  # not `sum`, which corrects itself from Python 3.12 on
+            # Not `sum`, which corrects itself from Python 3.12 on.
+            total += struct.unpack("<d", struct.pack("<q", bits))[0]
         return total
 
     def from_first(self, choose: Callable[[], Sequence[int] | None], operation: str) -> list[int]:

@@ -342,9 +342,8 @@ class ElasticSite:
 
     def _host(self, channel: Channel) -> None:
         try:
-            self._boundary(
-                None
-            )  # before, this object may be incomplete: the transport's threads begin with the transport
+            # Until then this object may be incomplete: the transport's threads begin with the transport.
+            self._boundary(None)
         except PeerError as error:
             log.info("site %d serves nobody yet: %s", self.lane.worker, error)
         else:

@@ -202,7 +202,7 @@ class ModelConfig:
         return SIZES[self.size]._replace(**{name: value for name, value in overrides.items() if value is not None})
 
 
-def tensors(config: ModelConfig, vocab_size: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def parameter_shapes(config: ModelConfig, vocab_size: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Name and shape of each parameter of `build_model(config, vocab_size, ...)`, in its order, without building it.
 
     Raises: ConfigError for a vocabulary without tokens.
@@ -289,4 +289,4 @@ def parameter_count(config: ModelConfig, vocab_size: int) -> int:
     >>> parameter_count(ModelConfig(size="134m"), 32_000)
     134105856
     """
-    return sum(math.prod(shape) for _, shape in tensors(config, vocab_size))
+    return sum(math.prod(shape) for _, shape in parameter_shapes(config, vocab_size))

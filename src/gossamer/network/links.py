@@ -341,11 +341,8 @@ def links_of(network: Network, workers: int, where: str = "network") -> Links:
     for place, name in enumerate(names):
         site[list(network.sites[name].workers)] = place
     count = max(len(names), 1)
-    latency_s, bandwidth_bps, loss = (
-        np.zeros((count, count)),
-        np.full((count, count), math.inf),
-        np.zeros((count, count)),
-    )
+    latency_s, loss = np.zeros((count, count)), np.zeros((count, count))
+    bandwidth_bps = np.full((count, count), math.inf)
     for route in network.routes:
         a, b = map(names.index, route.between)
         latency_s[a, b] = latency_s[b, a] = route.latency_s

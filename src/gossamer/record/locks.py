@@ -30,7 +30,7 @@ _NAME = ".lock"
 
 
 @contextlib.contextmanager
-def holding(folder: Path, worker: int | None, part: int = 0, parts: int = 1, *, strict: bool = True) -> Iterator[None]:
+def locked(folder: Path, worker: int | None, part: int = 0, parts: int = 1, *, strict: bool = True) -> Iterator[None]:
     """Locks the files of a worker, or one part of it, in a run folder; None locks those of all workers.
 
     Args: `strict` refuses if another process holds the lock; else this one continues without it, for example when it

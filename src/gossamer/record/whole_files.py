@@ -65,9 +65,8 @@ class Appender:
         """Appends one line, which ends in a line break."""
         rest = line.encode()
         with writing(self._path):
-            if not os.fstat(
-                self._file.fileno()
-            ).st_nlink:  # the file was deleted: it would grow unseen, and vanish at the end
+            # The file was deleted: it would grow unseen, and vanish at the end.
+            if not os.fstat(self._file.fileno()).st_nlink:
                 raise DiskError(
                     f"'{self._path}' was removed while the run was writing it, so the record of its earlier rounds is lost; "
                     "bring it back and go on with --resume, or start again with another --out"

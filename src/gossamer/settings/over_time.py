@@ -113,7 +113,7 @@ def in_force(value: Mapping[Any, Any], step: int, steps: int) -> float:
     return value["to"] + (value["from"] - value["to"]) * (1 + math.cos(math.pi * share)) / 2
 
 
-def moments(value: Mapping[Any, Any], steps: int) -> list[int]:
+def change_steps(value: Mapping[Any, Any], steps: int) -> list[int]:
     """The inner steps at which a table changes; for a shape, 33 of them, spread evenly over the run."""
     if "shape" in value:
         return [(steps or value.get("steps", 0)) * k // 32 for k in range(33)]

@@ -469,7 +469,7 @@ def _sentence(items: list[ErrorDetails], place: _Place, where: str, root: Any) -
         key = first["ctx"]["discriminator"].strip("'")  # pyright: ignore[reportTypedDictNotRequiredAccess]
         known = [tag for member in get_args(_bare(hint)) for tag in get_args(_bare(_hints(member)[key]))]
         return choose(key, str(given.get(key)), known)
-    if isinstance(given, str) and (names := _names(hint)):
+    if isinstance(given, str) and (names := _allowed_names(hint)):
         return choose(name, given, names) + "; correct the name"
     for item in items:  # for a list, the single faulty item is shown
         if item["type"] != "missing" and (within := _within(path, item["loc"])):
@@ -519,7 +519,7 @@ def words_of(hint: Any, name: str = "") -> str:
         return words + with_unit
     bare = _bare(hint)
     origin, arguments = get_origin(bare), get_args(bare)
-    if names := _names(hint):
+    if names := _allowed_names(hint):
         return "one of " + ", ".join(names) if len(names) > 1 else f'"{names[0]}"'
     if origin in (typing.Union, types.UnionType):
         one, *more = (words_of(part, name) for part in arguments if part is not type(None))
@@ -563,7 +563,7 @@ def _bounds_text(extras: list[Any]) -> str:
     return f"{low} and{high}" if low and high else low or high
 
 
-def _names(hint: Any) -> list[str]:
+def _allowed_names(hint: Any) -> list[str]:
     """The names that a field allows, where it allows only names."""
     if table := next((one.names for one in _extras(hint) if isinstance(one, OneOf)), None):
         return table
@@ -571,7 +571,7 @@ def _names(hint: Any) -> list[str]:
     if get_origin(bare) is Literal:
         return [*map(str, get_args(bare))]
     parts = [part for part in get_args(bare) if part is not type(None) and get_origin(_bare(part)) is not tuple]
-    return _names(parts[0]) if get_origin(bare) in (typing.Union, types.UnionType) and len(parts) == 1 else []
+    return _allowed_names(parts[0]) if get_origin(bare) in (typing.Union, types.UnionType) and len(parts) == 1 else []
 
 
 def _is_table(bare: Any) -> bool:

@@ -168,12 +168,8 @@ def _imports(file: Path, root: Path) -> Iterator[Path]:
     """The files below a folder that the statements of a file import."""
     try:
         statements = [*ast.walk(ast.parse(file.read_bytes()))]
-    except (
-        SyntaxError,
-        ValueError,
-        RecursionError,
-        MemoryError,
-    ):  # a compiled library, or a file that cannot be imported
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        # A compiled library, or a file that cannot be imported.
         return
     for one in statements:
         if isinstance(one, ast.Import):

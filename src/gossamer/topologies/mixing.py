@@ -111,9 +111,8 @@ def from_edges(n: int, edges: Iterable[tuple[int, int, float]], sums: Literal["r
     order = np.lexsort((then, first))
     counts, terms = np.bincount(first, minlength=n), weight[order]
     self_weights = 1.0 - np.bincount(first[order], terms, n)
-    if (
-        more := np.flatnonzero(counts > 2)
-    ).size:  # summed as Python does, which since 3.12 is not one term after the other
+    # Python itself sums these, since from 3.12 on it does not add one term after the other.
+    if (more := np.flatnonzero(counts > 2)).size:
         values, ends = terms.tolist(), counts.cumsum()
         self_weights[more] = [1.0 - sum(values[a:b]) for a, b in zip((ends - counts)[more], ends[more], strict=True)]
     everybody = np.arange(n)

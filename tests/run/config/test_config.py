@@ -25,7 +25,7 @@ from gossamer.run.config.document import parse_overrides as overrides
 from gossamer.run.config.experiment_file import drafts, folder_name, points
 from gossamer.run.config.json_schema import json_schema
 from gossamer.run.config.resolve import document_faults
-from gossamer.run.config.run_file import FIRST_KEYS, LEFT_OUT_AT, RunConfig, digest, dump, parse, parse_faults
+from gossamer.run.config.run_file import FIRST_KEYS, LEFT_OUT_AT, RunConfig, digest, dump, parse, survey
 from gossamer.settings import schema
 from gossamer.settings.fields import NEUTRAL
 from gossamer.settings.options import Decay, options_of
@@ -121,13 +121,13 @@ def test_all_faults_of_a_run_file_are_found_at_once_and_parse_raises_the_first()
         "network.wan.changes[0]: a change names worker None and site None but must name one of the two",
         "unknown key 'modle'; did you mean 'model'?",
     ]
-    found = parse_faults(wrong)
+    found = survey(wrong).faults
     assert len(found) == len(expected), found
     assert all(one.startswith(start) for one, start in zip(found, expected, strict=True)), found
     with pytest.raises(ConfigError) as caught:
         parse(wrong)
     assert str(caught.value) == found[0]
-    assert parse_faults(document()) == []
+    assert survey(document()).faults == []
 
 
 def test_faults_of_one_table_hide_none_of_another_and_what_rests_on_a_fault_is_not_said():
@@ -150,7 +150,7 @@ def test_faults_of_one_table_hide_none_of_another_and_what_rests_on_a_fault_is_n
 
 def test_a_table_yields_all_of_its_own_faults():
     wrong = {"batch_size": 2, "global_batch": 8, "cache": "x", "source": "hf:a/b", "windows": 3}
-    assert [one.split()[0] for one in parse_faults({**document(workers=4), "data": wrong})] == [
+    assert [one.split()[0] for one in survey({**document(workers=4), "data": wrong}).faults] == [
         "data.batch_size",
         "data.windows",
         "data.cache",
@@ -174,12 +174,12 @@ def test_a_table_yields_all_of_its_own_faults():
     ],
 )
 def test_a_mistaken_key_or_value_is_named_by_its_place_and_by_where_it_belongs(document, sentence):
-    (found,) = parse_faults(document)
+    (found,) = survey(document).faults
     assert found.startswith(sentence)
 
 
 def test_an_unknown_key_names_the_tables_of_experiments_among_the_allowed():
-    (found,) = parse_faults({"variants": {}})
+    (found,) = survey({"variants": {}}).faults
     assert "did you mean 'variant'?" in found
     assert {"variant", "sweep", "figure", "tune", "scale", "method"} <= {
         *found.partition("Allowed: ")[2].split("; ")[0].split(", ")
@@ -188,7 +188,7 @@ def test_an_unknown_key_names_the_tables_of_experiments_among_the_allowed():
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/../b", "/tmp/x", "a//b", "..\\x", "a\nb", "a\0b"])
 def test_a_name_that_leads_out_of_the_folder_of_runs_is_refused(name):
-    (found,) = parse_faults({"name": name})
+    (found,) = survey({"name": name}).faults
     assert found.startswith(f"name is {name!r} but must be a name for the folder of the run")
     assert folder_name(name) not in (".", "..")
 
@@ -200,7 +200,7 @@ def test_a_label_longer_than_the_name_of_a_folder_may_be_is_shortened_to_a_name_
 
 def test_a_swept_path_makes_a_name_and_no_path():
     (draft,) = drafts({**document(), "sweep": {"data.source": ["../text/a.txt"]}})
-    assert not parse_faults(draft.document) and "source=../text/a.txt" in draft.label
+    assert not survey(draft.document).faults and "source=../text/a.txt" in draft.label
 
 
 @pytest.mark.parametrize("read", [load_document, read_network])
@@ -227,7 +227,7 @@ def test_a_file_may_begin_with_a_byte_order_mark_and_one_in_utf_16_is_called_so(
     ],
 )
 def test_what_is_no_run_at_all_is_a_fault_too(document, sentence):
-    (found,) = parse_faults(document)
+    (found,) = survey(document).faults
     assert sentence in found
     with pytest.raises(ConfigError) as caught:
         parse(document)

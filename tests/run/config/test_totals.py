@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from gossamer.errors import ConfigError
 from gossamer.models.sizes import parameter_count
 from gossamer.run.config.experiment_file import points
-from gossamer.run.config.run_file import RunConfig, digest, dump, parse, parse_faults
+from gossamer.run.config.run_file import RunConfig, digest, dump, parse, survey
 from gossamer.settings.schema import parse_toml
 from tiny import document
 
@@ -107,4 +107,4 @@ def test_a_resolved_run_has_steps_and_batches_alone() -> None:
 def test_totals_that_do_not_come_out_even_are_refused_in_a_sentence(written: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         parse(written)
-    assert len(parse_faults(written)) == 1
+    assert len(survey(written).faults) == 1

@@ -31,8 +31,7 @@ from gossamer.run.config.document import EXPERIMENT, flat, load_document
 from gossamer.run.config.experiment_file import drafts
 from gossamer.run.config.layouts import layout_for
 from gossamer.run.config.resolve import resolve, run_faults, settings_of
-from gossamer.run.config.run_file import parse
-from gossamer.run.config.run_file import parse_faults as faults_of_keys
+from gossamer.run.config.run_file import parse, survey
 from gossamer.run.planning import check
 from gossamer.run.planning.check import examine_document, examine_run, inner_copies
 from gossamer.run.simulated.simulate import simulate
@@ -67,7 +66,7 @@ def test_every_file_that_comes_with_gossamer_can_start(path, capsys):
         others = [one for one in others if not any(isinstance(own, str) and is_code(own) for own in flat(one).values())]
         found, wrong = examine_document(first)
         assert not wrong and all("per worker" in "\n".join(lines(one)) for one in found)
-        assert not [sentence for one in others for sentence in faults_of_keys(one) or run_faults(parse(one))]
+        assert not [sentence for one in others for sentence in survey(one).faults or run_faults(parse(one))]
         return
     assert main(["check", str(path)]) == 0
     out, err = capsys.readouterr()

@@ -146,7 +146,7 @@ def test_until_somebody_dies_an_elastic_run_has_the_bits_of_its_simulation(churn
     lives = [
         life for lives in read_outcomes(root / "real").values() for life in lives
     ]  # whoever met it then has lost it
-    death = min(outcome.round for life in lives for outcome in life.rounds if outcome.lost)
+    death = min(outcome.round for life in lives for outcome in life.rounds if outcome.missed | outcome.unsure)
     simulate(config, tmp_path, until=death)
     calm = trained(tmp_path)
     real = {key: line for key, line in trained(root / "real").items() if key[1] < death}

@@ -35,7 +35,7 @@ from gossamer.run.replay.served import replay_server
 from gossamer.run.served.protocol import Terms
 from gossamer.run.served.served_worker import work
 from gossamer.run.served.server import serve
-from gossamer.run.served.session import open_session
+from gossamer.run.served.session import Pushed, open_session
 from gossamer.run.simulated.simulate import simulate
 from gossamer.run.worker.task import task_of
 from gossamer.transport import wire
@@ -726,7 +726,7 @@ def test_a_server_answers_before_it_has_validated_and_saved_and_records_the_same
             greeted = [reply for i in range(2) for reply in session.join(i, [], 0.0)]
             assert len(greeted) == 2
             for k, push in enumerate(pushes):
-                (reply,) = session.push(k % 2, 0, push, 0, k + 1.0, k + 1.0)
+                (reply,) = session.hear(k % 2, Pushed(0, push, 0, k + 1.0), k + 1.0)
                 assert reply.terms.round == (k + 1) // 2
                 if k == 1:  # a round has ended and its worker has its answer
                     store = tmp_path / where / "checkpoints"

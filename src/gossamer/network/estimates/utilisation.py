@@ -211,17 +211,6 @@ def _sends(setting: Setting) -> dict[int, list[int]]:
     return {step: sorted(layers, reverse=True) for step, layers in sends.items()}
 
 
-def bandwidth_needed(setting: Setting, target: float, bandwidths_bps: ArrayLike = BANDWIDTHS_BPS) -> float | None:
-    """The smallest of the given bandwidths at which a target utilisation is reached; None where none is enough.
-
-    Raises: ConfigError for a target outside (0, 1] or a bandwidth below 1.
-
-    >>> f"{bandwidth_needed(setting_of('1b', 'diloco'), 0.95) / 1e9:.1f} Gbit/s"
-    '23.3 Gbit/s'
-    """
-    return bandwidth_table(setting, (target,), bandwidths_bps)[0].bandwidth_bps
-
-
 class BandwidthNeeded(NamedTuple):
     """A row of `bandwidth_table`."""
 
@@ -237,6 +226,9 @@ def bandwidth_table(
     """The bandwidth that each target utilisation needs.
 
     Raises: ConfigError for a target outside (0, 1] or a bandwidth below 1.
+
+    >>> [f"{row.bandwidth_bps / 1e9:.1f} Gbit/s" for row in bandwidth_table(setting_of("1b", "diloco"), [0.95])]
+    ['23.3 Gbit/s']
     """
     targets = tuple(targets)
     for target in targets:

@@ -180,20 +180,6 @@ def balanced_local_steps(
     return max(1, math.ceil(all_reduce_s(bits, nodes, across) / inner_s * (1 - 1e-12)))
 
 
-def loss_fit(parameters: float, replicas: int = 1) -> float:
-    """The loss that DiLoCo reaches on C4 with 20 tokens a parameter and H = 30: `19.226 · N^-0.0985 · M^0.0116` nats a token.
-
-    Source: arXiv 2503.09799, fitted from 35M to 2.4B parameters and 1 to 8 replicas.
-    Fails when: there are more; for 10B it predicts a loss that is 4 % too low.
-
-    >>> round(loss_fit(1.3e9, replicas=2), 2), round(loss_fit(1.3e9, replicas=8), 2)  # measured there: 2.46, 2.49
-    (2.45, 2.49)
-    """
-    check_values(Positive, parameters=parameters)
-    check_values(Count, replicas=replicas)
-    return 19.226 * parameters**-0.0985 * replicas**0.0116
-
-
 def data_parallel_fit(parameters: float) -> float:
     """The loss that data parallelism reaches on C4 with 20 tokens a parameter: `18.129 · N^-0.0953` nats a token.
 
@@ -239,7 +225,7 @@ def diloco_gap(parameters: float, replicas: int) -> float:
 
 
 def inner_lr_fit(parameters: float, replicas: int = 1) -> float:
-    """The best learning rate of DiLoCo's AdamW: `22256 · N^-0.8827 · M^0.2929`. Source: as `loss_fit`.
+    """The best learning rate of DiLoCo's AdamW: `22256 · N^-0.8827 · M^0.2929`. Source: as `diloco_gap`.
 
     >>> f"{inner_lr_fit(1e9, replicas=2):.1e}"
     '3.1e-04'
@@ -252,7 +238,7 @@ def inner_lr_fit(parameters: float, replicas: int = 1) -> float:
 def batch_tokens_fit(parameters: float, replicas: int = 1) -> float:
     """The best batch of DiLoCo, of all replicas together: `2048 · 0.00709 · N^0.4695 · M^0.3399` tokens.
 
-    Source: as `loss_fit`. Differs: the unit, sequences of 2048 tokens, is our reading; only with it does this fit agree with
+    Source: as `diloco_gap`. Differs: the unit, sequences of 2048 tokens, is our reading; only with it does this fit agree with
         the separate one for two replicas, `15.75 · N^0.479` tokens.
 
     >>> f"{batch_tokens_fit(1e9, replicas=2):.2g}", f"{15.75 * 1e9**0.479:.2g}"

@@ -21,7 +21,7 @@ from pydantic import Field
 from gossamer.errors import ConfigError
 from gossamer.record.jsonl import folder_lines, json_line, keep_before
 from gossamer.record.logs.event_log import row_lines
-from gossamer.record.whole_files import LineWriter, make_folder, worker_suffix
+from gossamer.record.whole_files import Appender, make_folder, worker_suffix
 
 STAGES_FILE = "stages.jsonl"
 """The file of a simulation."""
@@ -56,15 +56,7 @@ def stage_lines(seconds: Iterable[StageSeconds]) -> str:
     return "".join(json_line({k: v for k, v in one._asdict().items() if v is not None}) for one in seconds)
 
 
-class StageLog(LineWriter):
-    """Writes the seconds of one process, a line for each round."""
-
-    def log(self, seconds: StageSeconds) -> None:
-        """Appends a line."""
-        self._file.write(stage_lines([seconds]))
-
-
-def stage_log(folder: Path, worker: int, part: int, parts: int, resume_round: int | None) -> StageLog:
+def stage_log(folder: Path, worker: int, part: int, parts: int, resume_round: int | None) -> Appender:
     """The log of one process; a resumed run drops the lines of this round and later ones.
 
     Raises: ConfigError when a new run would mix with an old one.
@@ -78,7 +70,7 @@ def stage_log(folder: Path, worker: int, part: int, parts: int, resume_round: in
                 f"{quote(str(folder))}"
             )
         keep_before(path, resume_round)
-    return StageLog(path)
+    return Appender(path)
 
 
 def end_logs_of_others(folder: Path, worker: int, parts: int, resume_round: int) -> None:

@@ -320,15 +320,8 @@ def line_of(entry: Entry) -> str:
     return f'{json_line(phase)[:-2]},"ops":[{",".join(map(_text_of, entry.operations))}]}}\n'
 
 
-def entry_of(line: bytes | str, where: str) -> Entry:
-    """The entry of a line of a trace file; errors name `where`.
-
-    Raises: DataError for a missing or unknown key, a wrong type, or a number out of bounds.
-    """
-    return _entry(TRACE_LINES.parse(line, where), where)
-
-
-def _entry(line: _Line, where: str) -> Entry:
+def entry_of(line: _Line, where: str) -> Entry:
+    """The entry of a line of `TRACE_LINES`. Raises: DataError, which names `where`, for operations that contradict the line."""
     worker = line["worker"]
     operations = []
     for part in line["ops"]:
@@ -389,7 +382,7 @@ def read_trace(run_folder: Path, *, messages: bool = True, seen: Seen | None = N
         phases = (line for _, _, line in folder_lines(run_folder, "trace", _PHASES))
         return from_entries(Entry(one["round"], one["worker"], one["steps"], one["compute_s"], ()) for one in phases)
     return from_entries(
-        _entry(line, where) for _, where, line in folder_lines(run_folder, "trace", TRACE_LINES, seen=seen)
+        entry_of(line, where) for _, where, line in folder_lines(run_folder, "trace", TRACE_LINES, seen=seen)
     )
 
 

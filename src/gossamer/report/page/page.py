@@ -39,6 +39,8 @@ def write_report(
 ) -> list[dict[str, Any]]:
     """Writes a self-contained page with conclusions, table, curves, pairs and seconds, settings and samples.
 
+    Next to it is its table, named after it (`table_of`).
+
     Returns: the rows of its table (`gossamer.report.table.summary_rows`), in the order of `runs`.
 
     Equal folders give equal pages. The date is that of the newest record.
@@ -74,23 +76,10 @@ def write_report(
     )
     contents["moments"] = _moments(followed)
     page = whole_page(title, finite(contents), html_table(rows), "\n".join(_details(loaded)))
+    make_folder(Path(out_html).parent)
     atomic_write(Path(out_html), page.encode())
-    return [*row_of.values()]
-
-
-def write_pages(
-    runs: Mapping[str, Path],
-    page: Path,
-    networks: Mapping[str, Network] | None,
-    *,
-    command: str = "",
-    notes: Sequence[str] = (),
-    lost: Collection[str] = (),
-) -> list[dict[str, Any]]:
-    """Writes the page, and next to it its table, named after it; returns the rows of the table. Raises: as `write_report`."""
-    make_folder(page.parent)
-    rows = write_report(runs, page, networks, command=command, notes=notes, lost=lost)
-    atomic_write(table_of(page), markdown_table(rows).encode())
+    rows = [*row_of.values()]
+    atomic_write(table_of(Path(out_html)), markdown_table(rows).encode())
     return rows
 
 

@@ -85,8 +85,10 @@ class _Axes:
         sums = np.nansum(run.sent.values(), axis=1) if run.sent.rows else np.zeros(0)
         self._entries, self._sent = run.sent.rounds(), sums.cumsum() / run.here
         self.sent_bytes = float(self._sent[-1]) if len(self._sent) else None
-        self._steps, self._tokens = _most(run.steps.rounds(), run.steps.values()), _tokens(run)
-        self.clocks = {name or MEASURED: _most(grid.rounds(), grid.values()) for name, grid in run.clock.items()}
+        self._steps, self._tokens = _largest_by_round(run.steps.rounds(), run.steps.values()), _tokens(run)
+        self.clocks = {
+            name or MEASURED: _largest_by_round(grid.rounds(), grid.values()) for name, grid in run.clock.items()
+        }
         for name, end_s in priced.items():
             if name not in self.clocks:
                 self.clocks[name] = np.arange(len(end_s)), end_s
@@ -118,7 +120,9 @@ class _Axes:
         return rates
 
 
-def _most(rounds: NDArray[np.int64], values: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def _largest_by_round(
+    rounds: NDArray[np.int64], values: NDArray[np.float64]
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """The largest value of any worker in each round; rounds without any are left out."""
     known = np.isfinite(values).any(axis=1)
     most = np.where(np.isfinite(values), values, -np.inf)[known].max(axis=1) if known.any() else np.zeros(0)
@@ -249,7 +253,7 @@ def _round_s(run: FollowedRun) -> float:
     grid = run.clock.get(None)
     if grid is None or not grid.rows:
         return 0.0
-    rounds, end_s = _most(grid.rounds(), grid.values())
+    rounds, end_s = _largest_by_round(grid.rounds(), grid.values())
     return float(end_s[-1]) / (int(rounds[-1]) + 1) if len(rounds) else 0.0
 
 

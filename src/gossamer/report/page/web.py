@@ -140,7 +140,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     timeout = 20
 
     def do_GET(self) -> None:
-        if (asked := self._asked()) is None:
+        if (asked := self._requested()) is None:
             return
         page, last, query = asked
         if last in ASSETS:
@@ -161,7 +161,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         if not isinstance(self.server, Page) or not self.server.deeds:
             return self._refuse(HTTPStatus.NOT_IMPLEMENTED, "this server only answers")
-        if (asked := self._asked()) is None:
+        if (asked := self._requested()) is None:
             return
         page, last, _ = asked
         if last not in page.deeds:
@@ -176,7 +176,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return self._refuse(HTTPStatus.BAD_REQUEST, str(error))
         self._answer("application/json", body)
 
-    def _asked(self) -> "tuple[Page, str, dict[str, str]] | None":
+    def _requested(self) -> "tuple[Page, str, dict[str, str]] | None":
         """The requested name; None if it was refused."""
         page = self.server
         assert isinstance(page, Page)

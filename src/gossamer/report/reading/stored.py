@@ -101,9 +101,8 @@ def stored_run(url: str, peers: Path | None = None) -> StoredRun:
         key, raw = bucket.get(KEY_OBJECT, MOST_HEAD_BYTES), bucket.get("run", MOST_HEAD_BYTES)
         if key is not None and keys is not None:
             seal = opened_key(keys, key)
-        elif (
-            key is not None and raw is not None and not _opens(seal, raw)
-        ):  # else 'key' is a file of others in a plain store
+        elif key is not None and raw is not None and not _opens(seal, raw):
+            # A store whose run opens without it is plain, and its 'key' is a file of others.
             raise ConfigError(
                 f"the run in the store '{url}' has [peers], and is encrypted; give its run file with --peers RUN.toml, on a "
                 "machine whose key it lists"

@@ -30,8 +30,8 @@ def rules_over_time(rule: Rule, steps: int) -> list[tuple[int, Rule]]:
     if (at := rule.at) is None:
         return [(0, rule)]
     changing = [value for value in rule.options.values() if over_time.changes(value)]
-    moments = sorted({step for value in changing for step in over_time.moments(value, steps)})
-    return [(step, at(step, steps)) for step in moments]
+    steps_of_change = sorted({step for value in changing for step in over_time.change_steps(value, steps)})
+    return [(step, at(step, steps)) for step in steps_of_change]
 
 
 class Combination(NamedTuple):

@@ -33,6 +33,7 @@ from gossamer.run.config.resolved import RunSettings
 from gossamer.run.config.user_parts import BUILT_IN, UserParts
 from gossamer.run.worker.numerics import deterministic, threads_of, using_threads
 from gossamer.run.worker.stages.checkpoints import Store
+from gossamer.run.worker.stages.in_one_process import computing
 from gossamer.run.worker.task import Task, buffers_of, on_device, task_of
 from gossamer.run.worker.turns import Turns
 from gossamer.settings.user_code import is_code
@@ -58,10 +59,6 @@ class Assessment(NamedTuple):
     disagreement: float
     """Consensus distance per parameter, `sqrt((1/n) Σ_i ||x_i - x̄||² / P)`."""
 
-    def figures(self) -> dict[str, Any]:
-        """Its fields in a line of metrics."""
-        return self._asdict()
-
 
 class Result(NamedTuple):
     """The result of a finished simulation."""
@@ -86,8 +83,7 @@ class Probe:
         self.model = task.model().to(device)
         self.x = attach(self.model, _layout(self.model, run))
         self.buffers = buffers_of(self.model)
-        is_users = run.model.own or run.model.loss is not None
-        self._own = is_users
+        self._is_users = run.model.own or run.model.loss is not None
         self.turns: Turns | None = None
         """As those of `Replica`."""
         self.batches = [on_device(batch, device) for batch in task.data.validation(run.loop.eval_batches)]
@@ -103,7 +99,7 @@ class Probe:
 
     def _in_turn(self, act: Callable[[], T]) -> T:
         """The result of model and loss, serialised with others if they are the user's and draw random numbers."""
-        if not self._own:
+        if not self._is_users:
             return act()
         if self.turns is not None:
             return self.turns.call(act, contextlib.nullcontext, lambda: lambda: None)  # `act` sets the buffers itself
@@ -117,9 +113,7 @@ class Probe:
         for buffer, given in zip(self.buffers, buffers, strict=False):
             buffer.copy_(given)
         self.model.eval()
-        bf16 = self.run.inner.autocast == "bf16"
-        autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=bf16)
-        with torch.no_grad(), autocast, using_threads(self.threads), deterministic():
+        with torch.no_grad(), computing(self.run, self.device), using_threads(self.threads), deterministic():
             yield
 
 
@@ -147,7 +141,7 @@ class Probes:
     """
 
     def __init__(self, probes: Sequence[Probe], each: Each | None = None) -> None:
-        self._each: Each = _in_turn if each is None else each
+        self._each: Each = _one_by_one if each is None else each
         self._idle: SimpleQueue[Probe] = SimpleQueue()
         for probe in probes:
             self._idle.put(probe)
@@ -156,20 +150,18 @@ class Probes:
 
     def losses(self, models: Iterable[Weights]) -> list[float]:
         """The validation loss of each model."""
-        return self._map_probes(lambda probe, weights: probe.loss(*weights), models)
 
-    def _map_probes(self, compute: Callable[[Probe, Weights], Any], models: Iterable[Weights]) -> list[Any]:
-        def one(weights: Weights) -> Any:
+        def loss(weights: Weights) -> float:
             probe = self._idle.get()
             try:
-                return compute(probe, weights)
+                return probe.loss(*weights)
             finally:
                 self._idle.put(probe)
 
-        return self._each(one, models)
+        return self._each(loss, models)
 
 
-def _in_turn(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+def _one_by_one(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
     return [function(item) for item in items]
 
 
@@ -345,5 +337,5 @@ def _note(
         round=finished - 1,
         step=run.timetable.begin(finished),
         tokens=run.step_tokens * steps,
-        **result.figures(),
+        **result._asdict(),
     )

@@ -70,7 +70,7 @@ def note_inputs(run: RunSettings, task: Task, folder: Path, worker: int | None, 
         "format": 1,
         "gossamer": __version__,
         "digest": run.digest,
-        "settings": _plain(run.decisive),
+        "settings": _as_json(run.decisive),
         "found": common_inputs(task, run.parts),
         "own": _first_batches(run, task, worker),
         "code": code,
@@ -110,12 +110,12 @@ def _first_batches(run: RunSettings, task: Task, worker: int | None) -> dict[str
 _FIRST_BATCH = "the first batch of worker"
 
 
-def _plain(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     """The value after a JSON round trip."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(part) for key, part in value.items()}
+        return {str(key): _as_json(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
+        return [_as_json(part) for part in value]
     is_plain = (
         value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
     )
@@ -264,7 +264,7 @@ def why_settings_differ(folder: Path, now: RunSettings, digests: Collection[str]
             f"they were written under settings with the digest {shown}, and those of run.toml have {now.digest}: run.toml was "
             "changed by hand, or they are of another run, or of another version of gossamer; restore what they belong to"
         )
-    then, here = one["settings"], _plain(now.decisive)
+    then, here = one["settings"], _as_json(now.decisive)
     keys = sorted(key for key in then.keys() | here.keys() if then.get(key) != here.get(key))
     if not keys:
         return (

@@ -100,7 +100,7 @@ def _lateness(trace: Trace, timeline: Timeline) -> tuple[Floats, Integers]:
         due, began_s = _due(trace, timeline, start_s, ready_s, at, end, overlap)
         rows.append((left_s - began_s, due, end, np.where(means, behind, other)))
     lateness, due, end, whose = (np.concatenate(column) for column in zip(*rows, strict=True))
-    order = np.argsort(lateness, kind="stable")  # sorted so that sorted so that the latest is written last
+    order = np.argsort(lateness, kind="stable")  # the latest is written last
     late_s[due[order], end[order]] = lateness[order]
     peer[due[order], end[order]] = whose[order]
     return late_s, peer

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gossamer.layout import Layout, Leaf, arrange, in_parts
 from gossamer.models.holders import Holders, holders_of
-from gossamer.models.sizes import ModelConfig, tensors
+from gossamer.models.sizes import ModelConfig, parameter_shapes
 from gossamer.rounds.mean_model import mean_of
 from gossamer.run.config.resolved import RunSettings
 
@@ -99,7 +99,7 @@ def arranged(layout: Layout, run: RunSettings) -> tuple[Layout, Spans]:
 def layout_for(model: ModelConfig, vocab_size: int) -> Layout:
     """The layout of the built-in model with this vocabulary, which is not built."""
     leaves, start = [], 0
-    for name, shape in tensors(model, vocab_size):
+    for name, shape in parameter_shapes(model, vocab_size):
         leaves.append(Leaf(name, shape, start, start + math.prod(shape)))
         start = leaves[-1].stop
     return Layout(tuple(leaves), start)

@@ -15,7 +15,7 @@ from gossamer.data.settings import DataConfig
 from gossamer.data.tokenizer import vocabulary
 from gossamer.errors import ConfigError, DataError, MissingPackageError
 from gossamer.layout import Pattern, fragment_of
-from gossamer.models.sizes import ModelConfig, crossing, in_subspace, tensors
+from gossamer.models.sizes import ModelConfig, crossing, in_subspace, parameter_shapes
 from gossamer.models.stages import cutting_faults, minimax, must_be_enough, piece_of, work_of_pieces
 from gossamer.rounds.schedule import Schedule
 from gossamer.run.config.choice import Choice, NamedIn
@@ -196,7 +196,7 @@ def work_of_layers(model: ModelConfig, data: DataConfig) -> list[float]:
         words = _vocabulary(data.tokenizer)
     except (DataError, MissingPackageError):  # reported when training starts
         words = None
-    return [*map(float, work_of_pieces(tensors(model, words or 256), range(1, model.shape.layers)))]
+    return [*map(float, work_of_pieces(parameter_shapes(model, words or 256), range(1, model.shape.layers)))]
 
 
 def by_stage(codec: Codec, pipeline: PipelineConfig, model: ModelConfig, data: DataConfig) -> Codec:

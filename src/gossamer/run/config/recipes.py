@@ -369,7 +369,7 @@ def recipes() -> Mapping[str, Recipe]:
     ready = {name: Recipe({}) for table in _TABLES.values() for name in table if not missing(table[name])}
     by_name = {}
     for name, row in {**ready, **METHODS}.items():
-        kind, base = _origin(name, row)
+        kind, base = _kind_and_name(name, row)
         factory = _TABLES[kind][base]
         settings = {**_required_settings(kind, factory()), f"{kind}.name": base, **row.settings}
         by_name[name] = Recipe(
@@ -399,7 +399,7 @@ def missing(factory: Callable[..., Any]) -> list[str]:
     return [option.name for option in options_of(factory) if option.needed]
 
 
-def _origin(name: str, row: Recipe) -> tuple[str, str]:
+def _kind_and_name(name: str, row: Recipe) -> tuple[str, str]:
     """The kind of method, and the name in the table of that kind."""
     for kind, table in _TABLES.items():
         if f"{kind}.name" in row.settings or name in table:
@@ -449,18 +449,18 @@ def made_of(settings: Mapping[str, Any]) -> str:
     for head in _NAMED:
         if f"{head}.name" in settings:
             options_of_head = [
-                f"{k.partition('.')[2]} = {_value(v)}" for k, v in settings.items() if k.startswith(f"{head}.")
+                f"{k.partition('.')[2]} = {_toml_of(v)}" for k, v in settings.items() if k.startswith(f"{head}.")
             ]
             options = ", ".join(one for one in options_of_head if not one.startswith("name = "))
             parts.append(f"{head} `{settings[f'{head}.name']}{f'({options})' if options else ''}`")
     rest = (item for item in settings.items() if item[0].partition(".")[0] not in _NAMED)
-    return ", ".join([*parts, *(f"`{key} = {_value(value)}`" for key, value in rest)])
+    return ", ".join([*parts, *(f"`{key} = {_toml_of(value)}`" for key, value in rest)])
 
 
-def _value(value: Any) -> str:
+def _toml_of(value: Any) -> str:
     """A value in TOML."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{k} = {_value(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{k} = {_toml_of(v)}" for k, v in value.items()) + "}"
     return json.dumps(value)
 
 

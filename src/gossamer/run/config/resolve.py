@@ -61,10 +61,7 @@ def resolve(config: RunConfig, parts: UserParts = BUILT_IN, *, real: bool = Fals
     if facts.kind == "rounds":
         method = method_of(facts, compile=config.run.compile)
         method = method._replace(codec=by_stage(method.codec, config.pipeline, config.model, config.data))
-        network, warnings = (
-            facts.pacing_network,
-            (*warnings, *_unheard(config), *_routed(config)),
-        )
+        network, warnings = facts.pacing_network, (*warnings, *_unheard(config), *_routed(config))
     elif facts.kind == "server":
         method = WithServer(make(parts, "server", config), facts.codec)
     elif facts.pair is not None:

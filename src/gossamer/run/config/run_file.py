@@ -438,11 +438,6 @@ def parse(document: Mapping[str, Any]) -> RunConfig:
     return build(RunConfig, _completed(document))
 
 
-def parse_faults(document: Mapping[str, Any]) -> list[str]:
-    """Everything that keeps a document from being a run, one sentence each, of which `parse` raises the first."""
-    return survey(document).faults
-
-
 class Survey(NamedTuple):
     """The findings about a document that may have faults."""
 

@@ -128,10 +128,8 @@ class ElasticRounds(Participant[ElasticTransport]):
     def begin(self) -> None:
         """See `Participant`."""
         rendezvous, members, transport = self.rendezvous, self.rendezvous.members, self.transport
-        begun, joins = (
-            Begun(rendezvous.after, rendezvous.after, rendezvous.donor, 0, members.own.incarnation),
-            self.joins,
-        )
+        begun = Begun(rendezvous.after, rendezvous.after, rendezvous.donor, 0, members.own.incarnation)
+        joins = self.joins
         taken: Begun | None = None
         if joins:
             newest = transport.first_round(self.run.loop.timeout_s) - 1

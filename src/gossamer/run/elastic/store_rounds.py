@@ -18,7 +18,7 @@ from typing import Any
 from gossamer.errors import CheckpointError, ConfigError, GossamerError
 from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder
-from gossamer.record.locks import holding
+from gossamer.record.locks import locked
 from gossamer.record.logs.outcomes import OUTCOMES, Begun, Ended, RoundOutcome
 from gossamer.record.logs.seconds import recorded_s
 from gossamer.record.packed import packable_snapshot, packed, unpacked
@@ -123,7 +123,7 @@ class StoreWork(RoundsInStore):
         """See `StoreWorker`."""
         self.slot, self.life = slot, life
         # A hung process may hold the lock after it has lost its slot to this one.
-        self._open.enter_context(holding(self._folder, slot, strict=False))
+        self._open.enter_context(locked(self._folder, slot, strict=False))
         use_recorded_threads(self._run, self._folder, slot)
         self._make()
         self.most_bytes = 128 * self._replica.layout.numel + (1 << 24)

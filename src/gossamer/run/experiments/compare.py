@@ -1,5 +1,6 @@
 """Training the runs of a comparison, several at a time, each with a line in `outcomes.jsonl` as soon as it has ended."""
 
+import contextlib
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ from gossamer.errors import ConfigError, DataError
 from gossamer.record.jsonl import records
 from gossamer.record.origin import Origin, origin
 from gossamer.record.progress import say
-from gossamer.record.whole_files import LineWriter, atomic_write, make_folder
+from gossamer.record.whole_files import Appender, atomic_write, make_folder
 from gossamer.report.reading.runs import diverged_row
 from gossamer.report.results import PointResult, read_results, result_lines
 from gossamer.report.table import summary_rows
@@ -97,7 +98,8 @@ def train_all(
     places = {place_in_experiment(run) for run in runs}
     of_others = [line for place, line in lines.items() if place not in places]
     atomic_write(file, result_lines([*of_others, *(line for line in over.values() if line is not None)]).encode())
-    with _Lines(file) as written, RunPool(jobs, began=lambda label: began(waiting[label]), asked=asked) as apart:
+    pool = RunPool(jobs, began=lambda label: began(waiting[label]), asked=asked)
+    with contextlib.closing(Appender(file)) as written, pool as apart:
         for label, run in waiting.items():
             trunk = file.parent / "trunks" / trunks[label] if trunks[label] and jobs == 1 else None
             apart.add(label, run.config, folders[label], trunk)
@@ -106,7 +108,7 @@ def train_all(
                 run = waiting[label]
                 computed = origin(digest(run.config), ended.seconds, ended.text)
                 over[label] = line = _result(run, folders, computed, diverged=ended.loss is None)
-                written.write(line)
+                written.write(result_lines([line]))
                 on_end(run, ended)
             if enough():
                 apart.drop()
@@ -210,14 +212,6 @@ def _copy(place: Path, here: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
     shutil.copytree(place, part)
     part.rename(here)
-
-
-class _Lines(LineWriter):
-    """Writes `outcomes.jsonl`."""
-
-    def write(self, result: PointResult) -> None:
-        """Appends one line."""
-        self._file.write(result_lines([result]))
 
 
 def _in_turn(runs: Sequence[Point]) -> list[Point]:

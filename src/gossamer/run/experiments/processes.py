@@ -184,7 +184,7 @@ class RunPool:
             for member in ended:
                 member.key = None
             ends = [(key, end) for key, end in results if end is not None]
-        self._warn(ends)
+        self._report_warnings(ends)
         return ends
 
     def _train_here(self) -> tuple[Any, RunEnd]:
@@ -195,7 +195,7 @@ class RunPool:
             self._began(key)
         return key, _trained(config, folder, trunk, warns=self._began is not None, asked=self._asked)
 
-    def _warn(self, ends: Iterable[tuple[Any, RunEnd]]) -> None:
+    def _report_warnings(self, ends: Iterable[tuple[Any, RunEnd]]) -> None:
         """Reports each warning of other processes once."""
         for key, end in ends if self._began is not None else ():
             for sentence in end.warnings:
@@ -298,12 +298,8 @@ def _was_stopped(config: RunConfig, folder: Path) -> bool:
     except (ConfigError, DataError):
         return False
     # One with a final checkpoint but no outcome has an incomplete record.
-    return (
-        alike
-        and 0
-        < max(checkpoint.rounds(folder / "checkpoints", settings_of(config).owners[0]), default=0)
-        < config.length.rounds
-    )
+    newest = max(checkpoint.rounds(folder / "checkpoints", settings_of(config).owners[0]), default=0)
+    return alike and 0 < newest < config.length.rounds
 
 
 def _empty(folder: Path) -> None:

@@ -214,9 +214,8 @@ def _entrant(course: Course, made: RunPlan, candidate: Candidate, rounds: int) -
     def seconds(steps: int) -> float:
         return _round_s(course, made, candidate, of_each(steps))
 
-    beyond_s = candidate.round_s - seconds(
-        most
-    )  # of a plan, whose rounds are others; the difference of two rounds is taken
+    # The rounds of a plan are longer than those of a race: of shorter ones only the difference is taken.
+    beyond_s = candidate.round_s - seconds(most)
     low, low_s, high, high_s = fewest, seconds(fewest) + beyond_s, most, candidate.round_s
     if low_s > left_s:
         return whole

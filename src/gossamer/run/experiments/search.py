@@ -167,13 +167,13 @@ class _State:
         """What is missing around the best, and then around the second; before that the pairs of the first grid, each once."""
         tried = {trial.setting.outer for trial in self.losses}
         if new := [pair for pair in self._space.outers if pair not in tried]:
-            return [
-                GridPoint(one.doublings, pair) for one in self._without_diverged(leading[:1], rung) for pair in new
-            ] or (self._neighbours(leading[0], rung))
+            best = self._without_diverged(leading[:1], rung)
+            return [GridPoint(one.doublings, pair) for one in best for pair in new] or self._neighbours(
+                leading[0], rung
+            )
         for one in leading:
-            outer = rung == 0 and self._without_diverged(
-                [one], rung
-            )  # a later rung has the pairs that this one leaves it
+            # Pairs are tried on the first rung alone: a later one has those that it leaves.
+            outer = rung == 0 and self._without_diverged([one], rung)
             around = [*self._untried_next_to(one, _ETA), *self._untried_next_to(one, _GAMMA)] if outer else []
             if missing := [*self._neighbours(one, rung), *around]:
                 return missing

@@ -11,7 +11,7 @@ from tempfile import mkdtemp
 from typing import Any, NamedTuple, Unpack, cast
 
 from gossamer.errors import ConfigError, TrainingError
-from gossamer.report.page.page import write_pages
+from gossamer.report.page.page import write_report
 from gossamer.run.config.document import flat
 from gossamer.run.experiments.compare import doubts_about
 from gossamer.run.simulated.keywords import Keywords, Run
@@ -81,7 +81,7 @@ class Sweep:
         networks = next((one.run.config.network for one in self.runs if one.run is not None), {})
         lost = {label for label, one in zip(labels, self.runs, strict=True) if one.run is None}
         folders = dict(zip(labels, self._folders, strict=True))
-        write_pages(folders, Path(path), networks, notes=self._notes, lost=lost)
+        write_report(folders, Path(path), networks, notes=self._notes, lost=lost)
         return Path(path)
 
     def __repr__(self) -> str:

@@ -4,6 +4,7 @@ The methods are searched at the same time (`gossamer.run.experiments.search`), s
 them have the same seeds, and with them the same initial parameters, order of data and matchings.
 """
 
+import contextlib
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from gossamer.errors import ConfigError
 from gossamer.record.jsonl import json_line, records
 from gossamer.record.origin import Origin, origin
 from gossamer.record.progress import say
-from gossamer.record.whole_files import LineWriter, atomic_write, make_folder
+from gossamer.record.whole_files import Appender, atomic_write, make_folder
 from gossamer.run.config.document import with_settings
 from gossamer.run.config.experiment_file import OuterValues, TuneConfig, Variant, base_and_variants, folder_name
 from gossamer.run.config.recipes import TABLES
@@ -265,7 +266,7 @@ def tune(
     make_folder(out)
     origin("", None)  # caches the commit before the first run
     atomic_write(file, "".join(map(json_line, lines)).encode())  # without a killed process's partial line
-    with _Outcomes(file) as kept, RunPool(jobs, asked=asked) as apart:
+    with contextlib.closing(Appender(file)) as kept, RunPool(jobs, asked=asked) as apart:
         while True:
             for label, method in searches.items():
                 for trial, seed in method.ready():
@@ -277,7 +278,8 @@ def tune(
             for (label, trial, seed), ended in apart.ended():
                 method = searches[label]
                 outcome = _outcome(method.contender, trial, seed, ended)
-                kept.write(outcome)
+                kept.write(json_line(outcome))
+                _report(outcome)
                 method.end(trial, seed, outcome)
     return [
         Tuned(method.contender, method.result, method.losses)
@@ -307,18 +309,13 @@ def searched(methods: Sequence[Contender], outcomes: Path) -> list[Tuned]:
     return tuned
 
 
-class _Outcomes(LineWriter):
-    """Writes `outcomes.jsonl`, and reports progress."""
-
-    def write(self, outcome: RunOutcome) -> None:
-        """Appends one line."""
-        self._file.write(json_line(outcome))
-        loss = f"loss {outcome['loss']:.4f}" if outcome["loss"] is not None else outcome["error"]
-        outer = "" if outcome["outer"] is None else " outer {:g}, {:g},".format(*outcome["outer"])
-        say(
-            f"{outcome['method']}: lr {outcome['lr']:g},{outer} {outcome['tokens']:,} tokens, seed {outcome['seed']}: {loss} "
-            f"({outcome['origin']['seconds']:.0f} s)"
-        )
+def _report(outcome: RunOutcome) -> None:
+    loss = f"loss {outcome['loss']:.4f}" if outcome["loss"] is not None else outcome["error"]
+    outer = "" if outcome["outer"] is None else " outer {:g}, {:g},".format(*outcome["outer"])
+    say(
+        f"{outcome['method']}: lr {outcome['lr']:g},{outer} {outcome['tokens']:,} tokens, seed {outcome['seed']}: {loss} "
+        f"({outcome['origin']['seconds']:.0f} s)"
+    )
 
 
 _OUTCOMES = Records[RunOutcome](RunOutcome)

@@ -36,15 +36,17 @@ def far_in_rounds(lives: Mapping[int, Sequence[Life]], rounds: int) -> HowFar:
         i: max((r for life in of_slot for r in (life.begun.after, *(one.round + 1 for one in life.rounds))), default=0)
         for i, of_slot in lives.items()
     }
-    ends = {i: of_slot[-1].ended for i, of_slot in lives.items() if of_slot}
-    return HowFar(behind, {i: None if end is None else end.why for i, end in ends.items()}, rounds)
+    return HowFar(behind, _whys(lives), rounds)
 
 
 def far_in_phases(order: Mapping[int, Sequence[OrderLife]]) -> HowFar:
     """Progress from the order of events of an asynchronous run."""
-    ends = {i: of_slot[-1].ended for i, of_slot in order.items() if of_slot}
-    behind = {i: phases_in(of_slot) for i, of_slot in order.items()}
-    return HowFar(behind, {i: None if end is None else end.why for i, end in ends.items()}, None)
+    return HowFar({i: phases_in(of_slot) for i, of_slot in order.items()}, _whys(order), None)
+
+
+def _whys(lives: Mapping[int, Sequence[Life | OrderLife]]) -> dict[int, str | None]:
+    ends = {i: of_slot[-1].ended for i, of_slot in lives.items() if of_slot}
+    return {i: None if end is None else end.why for i, end in ends.items()}
 
 
 def exit_status(codes: Mapping[int, int], lost: Mapping[int, int], far: HowFar) -> ExitStatus:

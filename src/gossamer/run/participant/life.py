@@ -20,7 +20,7 @@ from torch import Tensor
 from gossamer.errors import DataError, GossamerError
 from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder
-from gossamer.record.locks import holding
+from gossamer.record.locks import locked
 from gossamer.record.logs.seconds import recorded_s
 from gossamer.record.packed import Snapshot, packable_snapshot, unpacked
 from gossamer.record.progress import say
@@ -187,9 +187,8 @@ class Participant(ABC, Generic[Connections]):
                 if unreadable is not None:
                     raise DataError(saved_when_unreadable(unreadable, self.folder))
             except KeyboardInterrupt:
-                failed = (
-                    not self.asked.is_set()
-                )  # a requested stop: a requested stop: the others need not wait for it, and it may come back
+                # After a requested stop the others need not wait for it, and it may come back.
+                failed = not self.asked.is_set()
                 raise KeyboardInterrupt(self._ended_amid()) from None
             finally:
                 self.asked.saves = None  # the slot may belong to another process now
@@ -422,7 +421,7 @@ def _take_part(
         while True:
             if join is not None:
                 # A hanging process may hold the lock: the others have reassigned its slot, and it requests another.
-                open_.enter_context(holding(folder, rendezvous.members.me, strict=False))
+                open_.enter_context(locked(folder, rendezvous.members.me, strict=False))
             try:
                 return kind(run, folder, task, rendezvous, asked).live()
             except SlotTakenError:

@@ -22,7 +22,7 @@ from gossamer.errors import ConfigError, GossamerError, LostConnectionError, Pee
 from gossamer.record.addresses import Address, read_addresses, write_address
 from gossamer.record.fault import Fault
 from gossamer.record.lineage import Lineage
-from gossamer.record.locks import holding
+from gossamer.record.locks import locked
 from gossamer.record.progress import say
 from gossamer.run.bookkeeping.resume import History, Resume, lineage_of, resumed
 from gossamer.run.bookkeeping.which_round import (
@@ -159,16 +159,14 @@ def started(
         keys=keys,
     )
     me = member.worker
-    open_.enter_context(holding(folder, me))  # before it reads valid lines of the folder, and truncates the rest
+    open_.enter_context(locked(folder, me))  # before it reads valid lines of the folder, and truncates the rest
     past = resumed(run, folder, resume)
     # Listens before publishing its address, as readers may connect at once.
     listener, address = listening_towards(os.environ["MASTER_ADDR"])
-    nonce = secrets.randbits(NONCE_BITS)
     own = Own(KeptRounds({})) if past is None else start_facts.own(me, past)
-    settings, common = run_settings(run, task), f"{key:016x} {start_facts.word}"
-    stated = agree(
-        member, common, [address, nonce, encode_kept(own.kept), own.more], settings=settings, timeout_s=wait_s
-    )
+    common = f"{key:016x} {start_facts.word}"
+    mine = [address, secrets.randbits(NONCE_BITS), encode_kept(own.kept), own.more]
+    stated = agree(member, common, mine, settings=run_settings(run, task), timeout_s=wait_s)
     known = [fact_of(slot, value, start_facts) for slot, value in enumerate(stated)]
 
     def read(round: int) -> dict[int, Fault | None]:
@@ -182,23 +180,28 @@ def started(
         kept = {slot: one.kept for slot, one in enumerate(known)}
         speaks = start_facts.one_round and me == 0
         start = begin_or_resume(store, task, past, Agreement(kept, read, start_facts.pick, speaks))
-        after, kept = start.round, start.choice.kept
-        newest = after if start_facts.one_round else _own_round(own, kept[me], after)
+        newest = start.round if start_facts.one_round else _own_round(own, start.choice.kept[me], start.round)
         lineage = start.go_on([me], back_to=newest)
     finally:  # also on refusal, so that each reports the reason rather than a lost store
         part(member, wait_s)
     warn_of_loopback(address, [one.address for one in known])
-    held = {slot: one.whole for slot, one in kept.items()}
-    # If each resumes from its own round, one too far behind takes the newest state, like a newcomer.
-    has_own = after in held[me] if start_facts.one_round else newest >= max(0, after - run.loop.rejoin_rounds)
-    donor = me if has_own or after == 0 else next(slot for slot in held if after in held[slot])
-    facts = [one.fact for one in known]
-    how_far = [start_facts.progress(slot, facts, held, after) for slot in range(run.workers)]
+    held = {slot: one.whole for slot, one in start.choice.kept.items()}
+    donor = _donor(run, start_facts, held, me, start.round, newest)
     endpoint = Endpoint(listener, key, member.secret, wait_s, run.loop.round_deadline_s, keys)
     announce(folder, Address(me, address, key))
-    members = Members(limits_of(run), me, _entries(known, how_far))
-    content = own.content if donor == me and after else None
-    return RendezvousResult(members, endpoint, lineage, after, donor, past is not None, content)
+    entries = _entries(run, start_facts, known, held, start.round)
+    content = own.content if donor == me and start.round else None
+    members = Members(limits_of(run), me, entries)
+    return RendezvousResult(members, endpoint, lineage, start.round, donor, past is not None, content)
+
+
+def _donor(
+    run: RunSettings, start_facts: StartFacts[Any], held: Mapping[int, Held], me: int, after: int, newest: int
+) -> int:
+    """Whose state this process begins with, where the run resumes after a round and its own newest one is `newest`."""
+    # If each resumes from its own round, one too far behind takes the newest state, like a newcomer.
+    has_own = after in held[me] if start_facts.one_round else newest >= max(0, after - run.loop.rejoin_rounds)
+    return me if has_own or after == 0 else next(slot for slot in held if after in held[slot])
 
 
 def _own_round(own: Own, kept: KeptRounds, after: int) -> int:
@@ -206,15 +209,21 @@ def _own_round(own: Own, kept: KeptRounds, after: int) -> int:
     return max(kept.whole, default=-1 if own.content is None or not after else 0)
 
 
-def _entries(known: Sequence["Stated[Any]"], how_far: Sequence[Progress]) -> Iterator[SlotEntry]:
-    """The initial entry of each slot; empty ones come last."""
-    for slot, (since, round, steps) in enumerate(how_far):
-        empty = SlotEntry(slot, 0, 0, MemberStatus.LEFT, since, "", round, steps)
-        yield (
-            empty
-            if slot >= len(known)
-            else empty._replace(nonce=known[slot].nonce, status=MemberStatus.ALIVE, address=known[slot].address)
-        )
+def _entries(
+    run: RunSettings,
+    start_facts: StartFacts[Fact],
+    known: Sequence["Stated[Fact]"],
+    held: Mapping[int, Held],
+    after: int,
+) -> Iterator[SlotEntry]:
+    """The entry of each slot where the run starts after a round; those without a process come last."""
+    facts = [one.fact for one in known]
+    for slot in range(run.workers):
+        since, round, steps = start_facts.progress(slot, facts, held, after)
+        entry = SlotEntry(slot, 0, 0, MemberStatus.LEFT, since, "", round, steps)
+        if slot < len(known):
+            entry = entry._replace(nonce=known[slot].nonce, status=MemberStatus.ALIVE, address=known[slot].address)
+        yield entry
 
 
 def join_run(run: RunSettings, folder: Path, key: int, where: str, others: Sequence[str] = ()) -> RendezvousResult:

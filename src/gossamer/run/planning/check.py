@@ -454,9 +454,8 @@ def _lacking(run: RunSettings) -> Iterator[str]:
     try:
         device_of(run.loop.device)
         if run.pipeline.stages > 1:
-            from gossamer.run.worker.stages.torch_stage import (
-                must_have_schedules,
-            )  # which imports the pipelines of torch
+            # It imports the pipelines of torch.
+            from gossamer.run.worker.stages.torch_stage import must_have_schedules
 
             must_have_schedules()
     except ConfigError as error:

@@ -70,10 +70,8 @@ def optima(
     replicas = 1 if method == "data parallel" else min(replicas, _MOST_REPLICAS)
     if not is_published(parameters):
         return _measured(method, steps, local_steps, muon)
-    lr, batch = (
-        inner_lr_fit(max(parameters, _SMALLEST), replicas),
-        batch_tokens_fit(max(parameters, _SMALLEST), replicas),
-    )
+    fitted = max(parameters, _SMALLEST)
+    lr, batch = inner_lr_fit(fitted, replicas), batch_tokens_fit(fitted, replicas)
     lr *= min(1.0, math.sqrt(batch_tokens / batch))
     inner = {
         "clip": 1.0,

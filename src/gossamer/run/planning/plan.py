@@ -659,10 +659,8 @@ def run_toml(
             parallelism, which has no local steps.
     """
     chosen = plan.best if candidate is None else candidate
-    local_steps, rounds = (
-        chosen.local_steps,
-        plan.rounds_of(chosen) if steps is None else -(-steps // chosen.full_steps),
-    )
+    local_steps = chosen.local_steps
+    rounds = plan.rounds_of(chosen) if steps is None else -(-steps // chosen.full_steps)
     best, parts = optima_of(plan, chosen, rounds), method_tables(chosen)
     parts["rule"] |= best.rule
     document: dict[str, Any] = {

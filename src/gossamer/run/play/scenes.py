@@ -220,10 +220,8 @@ def _cast(studio: Studio, begun: _Begun, conditions: Conditions, there: Sequence
 
     everyone, cast = _crew(studio, run, membership), list[Worker]()
     for i in there:
-        worker, state = (
-            everyone[i],
-            copy.deepcopy(begun.states[i]),
-        )  # an optimizer would modify the given tensors
+        # A copy, as an optimizer would modify the given tensors.
+        worker, state = everyone[i], copy.deepcopy(begun.states[i])
         if state["outer"] is None:
             worker.replica.x.copy_(state["x"])
             worker.replica.restore(state)

@@ -164,7 +164,7 @@ class _Replayed:
             self.loss = self._validate(over, xs, buffers)
 
     def _validate(self, over: int, xs: Sequence[Tensor], buffers: Sequence[Sequence[Tensor]]) -> float:
-        figures = assess(xs, Probes([self._probe]), buffers).figures()
+        figures = assess(xs, Probes([self._probe]), buffers)._asdict()
         if over or not self.tokens:  # else it is in the first round, after validation of the initial values
             step = over * self.run.full_steps
             self.record.log("eval", round=over - 1, step=step, tokens=self.tokens, **figures)

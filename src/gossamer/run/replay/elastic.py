@@ -123,14 +123,13 @@ class _Replay:
             for exchange in worker.loop.pop_rest():
                 exchange.finish()
                 worker.replica.recompute()
-            if (
-                end.behind < run.rounds or not end.trained
-            ):  # a worker saves when it leaves, or when its peers have ended
+            # A worker saves when it leaves, or when its peers have ended.
+            if end.behind < run.rounds or not end.trained:
                 self._save(worker, end.behind if end.left else run.rounds)
 
     def _validate(self) -> dict[str, Any]:
         replicas = [worker.replica for worker in self._present or self._repeat.workers]
-        return assess([r.evaluated for r in replicas], self._probes, [r.buffers for r in replicas]).figures()
+        return assess([r.evaluated for r in replicas], self._probes, [r.buffers for r in replicas])._asdict()
 
     def _save_all(self, finished: int) -> None:
         self._worker_threads.each(lambda worker: self._save(worker, finished), self._present)

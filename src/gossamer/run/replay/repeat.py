@@ -17,14 +17,14 @@ from torch import Tensor
 from gossamer.errors import ConfigError
 from gossamer.record import checkpoint
 from gossamer.record.lineage import Lineage
-from gossamer.record.logs.outcomes import Begun
+from gossamer.record.logs.outcomes import OUTCOMES, Begun
 from gossamer.record.machines import Threads
 from gossamer.record.packed import packed, unpacked
 from gossamer.rounds.compatibility.combine import Method
 from gossamer.rounds.exchange import Each
 from gossamer.rounds.loop import EVERYONE, Membership
 from gossamer.run.replay.driver import Actor, Missing, contradiction, follow
-from gossamer.run.replay.script import Message, Script, outcomes_file
+from gossamer.run.replay.script import Message, Script
 from gossamer.run.replay.stretches import Stretch, stretch_of
 from gossamer.run.simulated.rounds import make_workers, train_together
 from gossamer.run.worker.replica import Replica
@@ -146,7 +146,7 @@ class Repeat:
             steps, logged_steps = worker.replica.steps_taken, turn.outcomes[worker.index].steps
             if self._logged and steps != logged_steps:
                 raise contradiction(
-                    outcomes_file(self.recorded, worker.index),
+                    OUTCOMES.path(self.recorded, worker.index),
                     f"worker {worker.index}",
                     f"round {round}",
                     f"it has {logged_steps} inner steps behind it, and {steps} follow from how it began",
@@ -255,7 +255,7 @@ class _BeginActor(Actor[Begun]):
 
     def __init__(self, repeat: Repeat, slot: int, span: range) -> None:
         begun = [life.begun for life in repeat.script.lives[slot] if life.begun.round in span]
-        super().__init__(slot, f"worker {slot}", outcomes_file(repeat.recorded, slot), begun)
+        super().__init__(slot, f"worker {slot}", OUTCOMES.path(repeat.recorded, slot), begun)
         self._repeat, self._slot = repeat, slot
 
     def named(self, event: Begun) -> str:
@@ -289,7 +289,7 @@ class _TrainingActor(Actor[int]):
 
     def __init__(self, repeat: Repeat, span: range, each: Each) -> None:
         rounds = sorted(round for round in repeat.script.turns if round in span)
-        super().__init__("rounds", "all workers", outcomes_file(repeat.recorded), rounds)
+        super().__init__("rounds", "all workers", repeat.recorded / "outcomes-*.jsonl", rounds)
         self._repeat, self._each = repeat, each
         self.reports: Reports = []
         """The reports of the last round."""

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from gossamer.errors import ConfigError, DataError
 from gossamer.record.folder import store_file
-from gossamer.record.logs.outcomes import Begun, ExchangeOutcome, Life, RoundOutcome, read_outcomes
-from gossamer.record.whole_files import worker_suffix
+from gossamer.record.logs.outcomes import OUTCOMES, Begun, ExchangeOutcome, Life, RoundOutcome, read_outcomes
 from gossamer.rounds.compatibility.combine import Method
 from gossamer.run.replay.driver import contradiction
 from gossamer.settings.over_time import Timetable
@@ -132,11 +131,6 @@ def calm(timetable: Timetable, workers: int, rounds: int) -> Script:
     return Script(turns, lives, set(), set(), {}, {})
 
 
-def outcomes_file(folder: Path, slot: int | None = None) -> Path:
-    """The path of a slot's log of outcomes, or of all slots'."""
-    return folder / f"outcomes{'-*' if slot is None else worker_suffix(slot)}.jsonl"
-
-
 def script_of(lives: Mapping[int, Sequence[Life]], method: Method, rounds: int, seed: int, recorded: Path) -> Script:
     """The script of a run of at most `rounds` rounds from its log of outcomes in this folder.
 
@@ -167,7 +161,7 @@ class _Reader:
                 self._count(process, outcome)
 
     def _contradiction(self, slot: int, round: int, why: str) -> DataError:
-        return contradiction(outcomes_file(self._recorded, slot), f"worker {slot}", f"round {round}", why)
+        return contradiction(OUTCOMES.path(self._recorded, slot), f"worker {slot}", f"round {round}", why)
 
     def _turn(self, round: int) -> RoundScript:
         return self.script.turns.setdefault(round, RoundScript({}, set(), {}, set()))

@@ -32,7 +32,7 @@ from gossamer.run.participant.agreement import HERE
 from gossamer.run.replay.driver import Actor, Contradiction, Missing, ends_early, follow
 from gossamer.run.replay.stretches import Stretch, stretches
 from gossamer.run.served.served_worker import ServedWorker, Trained
-from gossamer.run.served.session import Reply, ServerSession, open_session
+from gossamer.run.served.session import Pushed, Reply, ServerSession, open_session
 from gossamer.run.worker.numerics import threads_of, using_threads
 from gossamer.run.worker.task import Task, task_of
 from gossamer.transport.processes.launch import one_device
@@ -224,7 +224,8 @@ class _Server(Actor[ServerInput]):
             trained.push.message, layout, worker, item.phase, item.fragment, on=torch.device("cpu")
         )
         assert isinstance(message, Tensor)
-        self._receive(session.push(worker, item.fragment, message, size, item.time_s, item.time_s), item.time_s)
+        content = Pushed(item.fragment, message, size, item.time_s)
+        self._receive(session.hear(worker, content, item.time_s), item.time_s)
 
     def _receive(self, replies: Sequence[Reply], now_s: float) -> None:
         for reply in replies:

@@ -19,7 +19,7 @@ from gossamer.clock.saved import as_dicts, rebuilt, within
 from gossamer.clock.server_core import CoreState, ServerCore
 from gossamer.errors import CheckpointError, TransportError
 from gossamer.record.fault import FaultKind
-from gossamer.record.locks import holding
+from gossamer.record.locks import locked
 from gossamer.record.logs.arrivals import arrivals_file
 from gossamer.record.packed import packed, unpacked
 from gossamer.record.progress import say
@@ -52,7 +52,7 @@ def train_served_in_store(run: ResolvedRun, folder: Path, url: str) -> None:
     Raises: ConfigError, DataError, CheckpointError, PeerError, TrainingError.
     Cost: the state of the rule, in addition to that of a worker; it reads what all others push.
     """
-    with holding(folder, run.workers):
+    with locked(folder, run.workers):
         # How long a server expects workers that have not come is part of its decisions.
         bucket, terms, task = open_store(run, url, {"server": True, "timeout_s": run.loop.timeout_s})
         with leaving() as asked, contextlib.ExitStack() as open_:
@@ -107,7 +107,7 @@ class _StoreWorker:
     def _work(self) -> None:
         slot, life = self.attendance.slot, self.attendance.life
         # A hung process may hold the lock after it has lost its slot to this one.
-        with holding(self._folder, slot, strict=False):
+        with locked(self._folder, slot, strict=False):
             use_recorded_threads(self._run, self._folder, slot)
             self._replies.clear()
             self._letters.clear()

@@ -22,7 +22,7 @@ from gossamer.finite import must_be_finite
 from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder
 from gossamer.record.lineage import Lineage
-from gossamer.record.locks import holding
+from gossamer.record.locks import locked
 from gossamer.record.logs.events import EventWriter
 from gossamer.record.logs.seconds import recorded_s
 from gossamer.record.progress import say
@@ -204,7 +204,7 @@ def work(run: ResolvedRun, folder: Path, host: str, port: int, worker: int, *, r
     if resume:
         use_recorded_threads(run, folder, worker)
     # The server decides about duplicates; the lock only shows that this worker is running.
-    with holding(folder, worker, strict=False):
+    with locked(folder, worker, strict=False):
         _work(run, folder, host, port, worker, resume)
 
 

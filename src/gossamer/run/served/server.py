@@ -26,7 +26,7 @@ from gossamer.codecs import fitted
 from gossamer.codecs.message import decode_received, payload_like
 from gossamer.errors import RefusedError, TransportError
 from gossamer.layout import arrange, layout_of
-from gossamer.record.locks import holding
+from gossamer.record.locks import locked
 from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.inputs import note_inputs
 from gossamer.run.bookkeeping.resume import Resume, resumed
@@ -65,7 +65,7 @@ def serve(run: ResolvedRun, folder: Path, host: str, port: int, *, resume: Resum
     use_threads(run)
     if resume:
         use_recorded_threads(run, folder, run.workers)
-    with holding(folder, run.workers):
+    with locked(folder, run.workers):
         _serve(run, folder, host, port, resume)
 
 

@@ -70,17 +70,13 @@ class ServerSession:
         self._joined[worker] = Terms(0, 0, 0, 0, int(again), cut, restored, 0)
         return self._perform(self.core.join(worker))
 
-    def push(self, worker: int, fragment: int, message: Tensor, size: int, start_s: float, now_s: float) -> list[Reply]:
-        """The next push that the server expects of this worker has arrived, with `size` bytes."""
-        phase, _ = self.core.expected_push(worker) or (0, 0)
-        self.records.write("push", now_s, worker=worker, phase=phase, fragment=fragment)
-        self.records.log(Transfer("push", start_s, now_s, worker, SERVER, fragment, size))
-        push = self.core.counted(worker, fragment, message, self.run.step_tokens)
-        return self._perform(self.core.push(worker, push, now_s))
-
     def hear(self, worker: int, content: Pushed, now_s: float) -> list[Reply]:
-        """As `push`."""
-        return self.push(worker, *content, now_s)
+        """The next push that the server expects of this worker has arrived."""
+        phase, _ = self.core.expected_push(worker) or (0, 0)
+        self.records.write("push", now_s, worker=worker, phase=phase, fragment=content.fragment)
+        self.records.log(Transfer("push", content.start_s, now_s, worker, SERVER, content.fragment, content.bytes))
+        push = self.core.counted(worker, content.fragment, content.message, self.run.step_tokens)
+        return self._perform(self.core.push(worker, push, now_s))
 
     def leave(self, worker: int, reason: str | None, now_s: float) -> list[Reply]:
         """A worker is gone, with a reason (empty in a replay); None for one with no phase left."""

@@ -87,7 +87,7 @@ class Rounds:
         self._journal = Journal(
             run,
             lambda: self._record,
-            lambda: self._assessed().figures(),
+            lambda: self._assessed()._asdict(),
             lambda finished: _save(self.workers, folder, finished, lineage, self._worker_threads.each),
         )
         self._before, self._busy_s = _tokens(self.workers), 0.0

@@ -17,7 +17,7 @@ from gossamer.errors import ConfigError
 from gossamer.models.sizes import parameter_count
 from gossamer.record import checkpoint
 from gossamer.record.folder import newest_evaluation, read_metrics
-from gossamer.record.locks import holding
+from gossamer.record.locks import locked
 from gossamer.record.progress import say
 from gossamer.report.terminal import Terminal
 from gossamer.run.bookkeeping.evaluate import Result
@@ -87,7 +87,7 @@ def simulate(
         resolved, folder = resolve(config, parts), Path(mkdtemp(prefix="gossamer-")) if out is None else Path(out)
         if resume:  # objects given by keyword are trusted
             changed_code(resolved, folder, "resume", allowed=bool(KEYS.keys() & given.keys()))
-        with ExitStack() as unless_ended, Terminal() if progress else nullcontext() as terminal, holding(folder, None):
+        with ExitStack() as unless_ended, Terminal() if progress else nullcontext() as terminal, locked(folder, None):
             if out is None:
                 unless_ended.callback(shutil.rmtree, folder, ignore_errors=True)
             if terminal is not None:
@@ -118,7 +118,7 @@ def simulate_until_asked(
     Raises: as `simulate`; KeyboardInterrupt when it was asked to stop.
     """
     # Before the engine is created, which truncates records after the round of resumption.
-    with holding(folder, None):
+    with locked(folder, None):
         simulation = Simulation(config, engine_of(resolve(config, parts), folder, resume=resume, recorded=recorded))
         return simulation.go_on(until, asked=asked, is_held=True)
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from gossamer.data.corpus import text_fingerprint
 from gossamer.errors import CheckpointError, ConfigError, MissingPackageError, choose
 from gossamer.record.folder import read_metrics
-from gossamer.record.locks import holding
+from gossamer.record.locks import locked
 from gossamer.record.logs.trace import Trace, read_trace
-from gossamer.report.page.page import write_pages
+from gossamer.report.page.page import write_report
 from gossamer.run.bookkeeping.evaluate import Result, mean_buffers, model_with, union_of
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.config.run_file import RunConfig
@@ -137,7 +137,7 @@ class RecordedRun:
     def report(self, path: str | Path | None = None) -> Path:
         """Writes the report as one page, by default `report.html` in its folder; returns its path."""
         target = self.folder / "report.html" if path is None else Path(path)
-        write_pages({self.config.name: self.folder}, target, self.config.network)
+        write_report({self.config.name: self.folder}, target, self.config.network)
         return target
 
     def _lines(self, kind: str) -> Columns:
@@ -200,7 +200,7 @@ class Simulation(RecordedRun):
                 f"until got {until}; give the number of rounds to stop after, of {self.config.length.rounds}"
             )
         last = self.config.length.rounds if until is None else min(until, self.config.length.rounds)
-        with nullcontext() if is_held else holding(self.folder, None), self._engine.opened():
+        with nullcontext() if is_held else locked(self.folder, None), self._engine.opened():
             while self._engine.finished < last:
                 self._engine.advance()
                 if asked() and self._engine.finished < last:

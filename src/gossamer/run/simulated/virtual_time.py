@@ -184,7 +184,7 @@ class VirtualTimeSimulation:
         probe.threads = self._threads.at(self.run.owners[0], self.finished)
         if isinstance(run, ServerRun):
             return {"loss": probe.loss(run.model(), mean_buffers(buffers))}
-        return assess(run.models(), Probes([probe]), buffers).figures()
+        return assess(run.models(), Probes([probe]), buffers)._asdict()
 
 
 _Loop = ServerRun | PairRun | GossipRun

@@ -21,12 +21,12 @@ from gossamer.record.addresses import Address, write_address
 from gossamer.record.fault import Fault
 from gossamer.record.folder import RunFolder, Unrecorded
 from gossamer.record.lineage import Lineage
-from gossamer.record.locks import holding
+from gossamer.record.locks import locked
 from gossamer.record.logs.pipeline_work import PipelineWork, write_pipeline
 from gossamer.record.logs.seconds import recorded_s
-from gossamer.record.logs.stage_seconds import StageLog, end_logs_of_others, stage_log
+from gossamer.record.logs.stage_seconds import end_logs_of_others, stage_lines, stage_log
 from gossamer.record.progress import echo, quieted
-from gossamer.record.whole_files import atomic_write, make_folder
+from gossamer.record.whole_files import Appender, atomic_write, make_folder
 from gossamer.rounds.setup import Setup, in_sides
 from gossamer.rounds.stopwatch import Stopwatch
 from gossamer.run.bookkeeping.evaluate import Probe
@@ -114,7 +114,7 @@ def train(run: ResolvedRun, folder: Path, *, resume: Resume = False, meeting: Me
     with leaving(f"{member.name(member.rank)} is asked to leave after its round") as asked:
         asked.at_once = True
         try:
-            with holding(folder, member.worker, member.part, member.parts):
+            with locked(folder, member.worker, member.part, member.parts):
                 train_member(run, folder, member, keys, resume=resume, asked=asked, varies=meeting is not None)
                 if meeting is not None:
                     meeting.dismiss()
@@ -259,6 +259,35 @@ def _trainer(
     return _Trainer(worker, (*transports,), stopwatch, stages, pipe)
 
 
+class _StopReasons:
+    """The reasons for which this process wants all to stop after a round: a request, its stream, or cuts that do not suit."""
+
+    def __init__(self, asked: Asked, slow: SlowStages | None) -> None:
+        self._asked, self._slow, self._is_uneven = asked, slow, False
+        self.unreadable: DataError | None = None
+        """The error of its stream, which ends the run after a round."""
+
+    def has_any(self) -> bool:
+        """Whether there is a reason."""
+        return self._asked.is_set() or self.unreadable is not None or self._is_uneven
+
+    def read_ahead(self, replica: Replica, round: int, rounds: int) -> None:
+        """Reads the batches of the next rounds, unless the stream has failed."""
+        if self.unreadable is not None:
+            return
+        try:
+            replica.read_ahead(round, rounds)
+        except DataError as error:
+            log.warning("%s; all workers are asked to stop after a round and to save", error)
+            self.unreadable = error
+
+    def compare_stages(self) -> None:
+        """Looks whether other cuts would suit the processes better, where they may vary."""
+        if self._slow is not None and not self._is_uneven and self._slow.noticed():
+            log.warning("a process is slow; all are asked to stop after a round, and to start again with other cuts")
+            self._is_uneven = True
+
+
 def _train_rounds(
     trainer: _Trainer,
     start: Start,
@@ -283,31 +312,22 @@ def _train_rounds(
     board = Board(member.entries, member.rank, member.ranks, patience_s=min(2.0, run.loop.timeout_s / 4))
     record, log_of_stages = _record(store, member, worker, start.cut, open_), None
     if trainer.stages is not None:
-        log_of_stages = open_.enter_context(
-            stage_log(store.folder, member.worker, member.part, member.parts, start.cut)
-        )
+        log_of_stages = stage_log(store.folder, member.worker, member.part, member.parts, start.cut)
+        open_.callback(log_of_stages.close)
     save = _saver(store.path, line, worker, board, first, copy, writes=_writes(store, member))
     journal = Journal(run, lambda: record, _validator(run, trainer), save, kind="validation")
     if not first:
         journal.begin(worker=member.worker)
     stopped: int | None = None
-    unreadable: DataError | None = None
     asked.left_s, asked.at_once = lambda: worker.replica.phase_left_s, False
-    slow, uneven = SlowStages(run, board) if varies else None, False
-    stopping = open_.enter_context(Stopping(member, lambda: asked.is_set() or unreadable is not None or uneven, first))
+    reasons = _StopReasons(asked, SlowStages(run, board) if varies else None)
+    stopping = open_.enter_context(Stopping(member, reasons.has_any, first))
     stopwatch.start()
     for round in range(first, run.rounds):
-        if unreadable is None:
-            try:
-                worker.replica.read_ahead(round, min(AHEAD, round - first + 1, run.rounds - round))
-            except DataError as error:
-                log.warning("%s; all workers are asked to stop after a round and to save", error)
-                unreadable = error
+        reasons.read_ahead(worker.replica, round, min(AHEAD, round - first + 1, run.rounds - round))
         report, deliveries = _trained_round(trainer, round, run, log_of_stages)
         journal.log(worker, round, report)
-        if slow is not None and not uneven and slow.noticed():
-            log.warning("a process is slow; all are asked to stop after a round, and to start again with other cuts")
-            uneven = True
+        reasons.compare_stages()
         if worker.pacer is not None and round + 1 < run.rounds:
             _adapt(worker, report, deliveries, board, worker.loop.method.topology)
         # After local steps have adapted, so that a checkpoint here has those of the next round.
@@ -319,11 +339,11 @@ def _train_rounds(
             break
     for transport in trainer.transports:
         transport.close()
-    return stopped, unreadable
+    return stopped, reasons.unreadable
 
 
 def _trained_round(
-    trainer: _Trainer, round: int, run: RunSettings, log_of_stages: StageLog | None
+    trainer: _Trainer, round: int, run: RunSettings, log_of_stages: Appender | None
 ) -> tuple[RoundReport, list[Delivery]]:
     """A round of this process, with deliveries, seconds in the stopwatch and the log of its stages."""
     worker, transports, stopwatch, stages, pipe = trainer
@@ -345,12 +365,12 @@ def _trained_round(
 
 
 def _end_in_stages(
-    stages: LocalStages, log_of_stages: StageLog, report: RoundReport, round: int, worker: int
+    stages: LocalStages, log_of_stages: Appender, report: RoundReport, round: int, worker: int
 ) -> RoundReport:
     """The round's report with the payloads of all stages, after logging this process's."""
     sent = sum(one.sent_bytes for some in report.operations for one in some)
     report = report._replace(operations=stages.end_round(report.operations))
-    log_of_stages.log(stages.seconds(round, worker, sent))
+    log_of_stages.write(stage_lines([stages.seconds(round, worker, sent)]))
     return report
 
 

@@ -223,9 +223,8 @@ class Replica:
         if self.staged is not None and start == 0:
             self.staged.begin()
         for h in range(start, stop):
-            with (
-                deterministic()
-            ):  # excludes the following exchange, whose update would be recompiled under another switch
+            # The exchange after the step is outside: torch would compile its update again under another switch.
+            with deterministic():
                 value, count = self._backward(self.places or {self.index: self.steps_taken})
                 loss_must_be_finite(value, self, round)
                 losses.append(value)

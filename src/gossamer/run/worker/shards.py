@@ -8,14 +8,13 @@ gradients. Checkpoints hold the state of the whole worker, so that their readers
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossamer.errors import ConfigError, TransportError, first_line
+from gossamer.errors import ConfigError
 from gossamer.layout import Layout, layout_of
 from gossamer.library.dtensors import local, reshard
 from gossamer.library.flat import flat_of
@@ -27,9 +26,8 @@ from gossamer.run.config.layouts import arranged
 from gossamer.run.config.resolved import RunSettings
 from gossamer.run.worker.stages.checkpoints import Arranged
 from gossamer.run.worker.stages.in_one_process import computing
-from gossamer.transport.processes.backend import connected
 from gossamer.transport.processes.member import Member
-from gossamer.transport.processes.pipe import Pipe
+from gossamer.transport.processes.pipe import Pipe, group_of_worker
 
 _LOST = ("gloo", "nccl", "connection", "timed out", "timeout")
 """Texts in a collective's error that mean a lost peer; any other error in a step is not a peer's fault."""
@@ -104,9 +102,8 @@ class Shards:
         self._model.eval()
         with self._translate_errors(), torch.no_grad(), computing(self._run, self._device):
             losses = [loss(self._model, batch).item() for batch in batches]
-        reshard(
-            self._model
-        )  # parameters gathered by a forward pass without backward would be stale after the next step
+        # Parameters gathered by a forward pass without backward would be stale after the next step.
+        reshard(self._model)
         return math.fsum(losses) / len(losses)
 
     def end_round(self, operations: Sequence[Sequence[Operation]]) -> list[list[Operation]]:
@@ -130,9 +127,8 @@ class Shards:
         rows: Callable[[Tensor, tuple[int, ...]], Tensor],
     ) -> dict[str, Any]:
         shapes = {id(shard): tuple(p.shape) for shard, p in zip(self._own.parameters(), self._parameters, strict=True)}
-        full = [
-            shapes[id(p)] for group in self.optimizer().param_groups for p in group["params"]
-        ]  # numbered as in the state
+        # The state numbers its tensors in this order.
+        full = [shapes[id(p)] for group in self.optimizer().param_groups for p in group["params"]]
         inner = state["inner"]
         return {
             **state,
@@ -229,27 +225,12 @@ class Shards:
 
 def _collectives(member: Member, timeout_s: float) -> dist.ProcessGroup:
     """The device mesh of FSDP2's collectives, separate from the pipe's group, whose threads wait for messages."""
-    ranks = [member.rank_of(member.worker, part) for part in range(member.parts)]
     if member.device.type == "cuda" and dist.get_backend() != "nccl":
         raise ConfigError(
             f"run.shards is {member.parts} on GPUs and what carries the run is {dist.get_backend()}; FSDP2 needs NCCL, and so a "
             "GPU for each process: start no more processes than this machine has GPUs, or set run.device = 'cpu'"
         )
-    try:
-        made = connected(
-            member.store,
-            timeout_s,
-            lambda: dist.new_group(
-                ranks, timedelta(seconds=timeout_s), use_local_synchronization=True, group_desc="shards"
-            ),
-        )
-    except RuntimeError as error:
-        raise TransportError(
-            f"{member.name(member.rank)} could not connect to the other {member.parts - 1} of its worker ({first_line(error)}); "
-            "look at their logs, and check GLOO_SOCKET_IFNAME"
-        ) from error
-    assert isinstance(made, dist.ProcessGroup)
-    return made
+    return group_of_worker(member, timeout_s, "shards")
 
 
 def _length(rows: slice) -> int:

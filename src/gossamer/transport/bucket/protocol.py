@@ -482,15 +482,19 @@ class SlotHolder(Generic[P]):
         """Creates the state of this round, and removes what is older than the last state but one."""
         yield from self._create(state_name(self.round), head, body)
         yield from self._look(None)
-        states = sorted(self.seen.states | {self.round})
+        yield from self._remove_older(self.seen.states)
+
+    def _remove_older(self, known: set[int], slot: int = -1) -> Steps[None]:
+        """Removes what is older than the last state but one of those known: of this slot, or of all together."""
+        states = sorted(known | {self.round})
         if len(states) < 2:
             return
         # Commits stay: they are small, record the run, and keep a slow worker from closing an old round once more.
         first, until = (states[0] if len(states) > 2 else 0), states[-2]
-        yield from self._remove_rounds(first, until)
+        yield from self._remove_rounds(first, until, f"{slot:05d}" if slot >= 0 else "")
         for state in states[:-2]:  # last, so that one that dies here leaves what the next begins with
-            yield from self._remove(state_name(state))
-            self.seen.states.discard(state)
+            yield from self._remove(state_name(state, slot))
+            known.discard(state)
 
     def _remove_rounds(self, first: int, until: int, sender: str = "") -> Steps[None]:
         """Removes the messages, of one sender where it is given, and the means of some rounds, but no names of others."""
@@ -582,6 +586,20 @@ class SlotHolder(Generic[P]):
 
     def _remove(self, name: str) -> Steps[None]:
         yield from self._ask(Remove(name))
+
+
+class _OpenRound:
+    """What one worker knows of a round that it may have to close.
+
+    Args: `own` is the message that it has sent, at `since_s`.
+    """
+
+    def __init__(self, own: Item, since_s: float) -> None:
+        self.own, self.since_s = own, since_s
+        self.complete_s: float | None = None
+        """When the round could first be closed; None before."""
+        self.unsound = set[tuple[int, int]]()
+        """The slots and lives whose messages do not count."""
 
 
 class Attendance(SlotHolder[StoreWorker]):
@@ -799,31 +817,21 @@ class Attendance(SlotHolder[StoreWorker]):
     def _exchange(self, body: bytes) -> Steps[tuple[Commit, Any] | None]:
         """The commit of this round, with its mean or the messages of this worker's peers, if its message counts; else None."""
         terms, round = self.terms, self.round
-        begun = None if self._begun is None else self._begun._asdict()
-        head = {"steps": self._work.steps(), "begun": begun}
+        head = {"steps": self._work.steps(), "begun": None if self._begun is None else self._begun._asdict()}
         yield from self._create(message_name(round, self.slot, self.life), head, body)
-        start_s, whole_s, bad = self._clock(), None, set[tuple[int, int]]()
+        own = Item(head, memoryview(body))
+        open_round = _OpenRound(own, self._clock())
         unread_s = 0.0  # its own pauses since the round was closed
-        sent_item = Item(head, memoryview(body))
         while True:
             yield from self._look(round)
-            now = self._looked_s
-            commit = yield from self.read_commit(round) if self.seen.newest >= round else _no_steps()
-            if commit is None and self.seen.newest < round:
-                present = self.seen.messages[round] | {self.slot: self.life}
-                sent = {slot: life for slot, life in present.items() if (slot, life) not in bad}
-                late = now - start_s >= terms.deadline_s
-                if late or self.seen.live(now, terms.timeout_s) <= sent.keys():
-                    whole_s = now if whole_s is None else whole_s
-                    # One worker closes it, the others only if that takes long: otherwise n workers would read n messages each.
-                    order = sorted(sent, key=lambda slot: (slot - round) % terms.workers)
-                    if now - whole_s >= order.index(self.slot) * terms.timeout_s / 4:
-                        commit = yield from self._close(sent, sent_item, bad, late=late)
+            if self.seen.newest >= round:
+                commit = yield from self.read_commit(round)
+            else:
+                commit = yield from self._close_in_turn(open_round)
             if commit is not None:
-                part = commit.parts.get(self.slot)
-                if part is None or part.life != self.life:
+                if not self._counts(commit):
                     return None
-                ended = yield from (self._of_peers if terms.gossip else self._mean_of)(commit, sent_item)
+                ended = yield from (self._of_peers if terms.gossip else self._mean_of)(commit, own)
                 if ended is not None:
                     self._steps = ended[0].steps
                     return ended
@@ -840,18 +848,42 @@ class Attendance(SlotHolder[StoreWorker]):
                 shown = f"the outcome of round {round + 1}, or a later one up to '{commit_name(self.seen.newest)}',"
                 unread_s += yield from self._pause_for(shown, unread_s)
                 continue
-            pause_s = yield from self._pause(self._clock() - start_s)
+            pause_s = yield from self._pause(self._clock() - open_round.since_s)
             unread_s += pause_s if commit is not None else 0.0
 
-    def _close(
-        self, sent: Mapping[int, int], sent_item: Item, bad: set[tuple[int, int]], *, late: bool
-    ) -> Steps[Commit | None]:
-        """Closes this round over the readable messages; returns the outcome, which another worker may have decided."""
-        items: dict[int, Item] = {}
-        parts: dict[int, TakenPart] = {}
+    def _counts(self, commit: Commit) -> bool:
+        """Whether a round was closed over the message of this process, rather than without it or over one of another life."""
+        part = commit.parts.get(self.slot)
+        return part is not None and part.life == self.life
+
+    def _close_in_turn(self, open_round: _OpenRound) -> Steps[Commit | None]:
+        """Closes this round once all live workers have sent, or the deadline is over, and it is this worker's turn."""
+        terms, now = self.terms, self._looked_s
+        present = self.seen.messages[self.round] | {self.slot: self.life}
+        sent = {slot: life for slot, life in present.items() if (slot, life) not in open_round.unsound}
+        late = now - open_round.since_s >= terms.deadline_s
+        if not late and not self.seen.live(now, terms.timeout_s) <= sent.keys():
+            return None
+        if open_round.complete_s is None:
+            open_round.complete_s = now
+        # One worker closes it, the others only if that takes long: otherwise n workers would read n messages each.
+        order = sorted(sent, key=lambda slot: (slot - self.round) % terms.workers)
+        if now - open_round.complete_s < order.index(self.slot) * terms.timeout_s / 4:
+            return None
+        taken = yield from self._taken(sent, open_round, late=late)
+        return None if taken is None else (yield from self._close(taken))
+
+    def _taken(
+        self, sent: Mapping[int, int], open_round: _OpenRound, *, late: bool
+    ) -> Steps[dict[int, tuple[Item, TakenPart]] | None]:
+        """The sound messages among those sent, by slot; None where the round should stay open for others."""
+        taken: dict[int, tuple[Item, TakenPart]] = {}
         for slot, life in sorted(sent.items()):
-            name = message_name(self.round, slot, life)
-            item = sent_item if slot == self.slot else (yield from self._try_read(name))
+            item = (
+                open_round.own
+                if slot == self.slot
+                else (yield from self._try_read(message_name(self.round, slot, life)))
+            )
             if isinstance(item, TransportError):
                 self._work.say(str(item))
                 item = Item(None, memoryview(b""))
@@ -863,29 +895,33 @@ class Attendance(SlotHolder[StoreWorker]):
             if slot != self.slot and not (yield Do(partial(self._work.is_sound, self.round, item.body))):
                 part = None
             if part is None:
-                bad.add((slot, life))
+                open_round.unsound.add((slot, life))
                 self._work.say(f"round {self.round + 1}: what worker {slot} sent is not sound, and does not count")
             else:
-                items[slot], parts[slot] = item, part
-        if {slot for slot, _ in bad} & sent.keys() and not late:
+                taken[slot] = item, part
+        if {slot for slot, _ in open_round.unsound} & sent.keys() and not late:
             return None  # the workers to wait for may change now
+        return taken
+
+    def _close(self, taken: Mapping[int, tuple[Item, TakenPart]]) -> Steps[Commit | None]:
+        """Closes this round over these messages; returns the outcome, which another worker may have decided."""
         mean, sha256 = b"", ""
         if not self.terms.gossip:
-            mean = yield Do(partial(self._work.mean, self.round, {slot: item.body for slot, item in items.items()}))
+            mean = yield Do(
+                partial(self._work.mean, self.round, {slot: item.body for slot, (item, _) in taken.items()})
+            )
             sha256 = hashlib.sha256(mean).hexdigest()
         steps = [*self._steps]
-        for slot, part in parts.items():
+        for slot, (_, part) in taken.items():
             steps[slot] = part.steps
+        payload_bytes = {str(slot): len(item.body) for slot, (item, _) in taken.items()}
         head = {
-            "parts": {str(slot): _part_as_json(part) for slot, part in parts.items()},
+            "parts": {str(slot): _part_as_json(part) for slot, (_, part) in taken.items()},
             "steps": steps,
             "mean": sha256,
             "closer": [self.slot, self.life],
             "time_s": round(self._wall(), 3),
-            "payload_bytes": {
-                **{str(slot): len(item.body) for slot, item in items.items()},
-                **({"mean": len(mean)} if sha256 else {}),
-            },
+            "payload_bytes": payload_bytes | ({"mean": len(mean)} if sha256 else {}),
         }
         if sha256:
             yield from self._create(_mean(self.round, sha256), {}, mean)
@@ -967,15 +1003,8 @@ class Attendance(SlotHolder[StoreWorker]):
         if body is None:
             return
         yield from self._create(state_name(self.round, self.slot), {"slot": self.slot}, body)
-        states = sorted(self.seen.holders[self.slot] | {self.round})
         self.seen.holders[self.slot].add(self.round)
-        if len(states) < 2:
-            return
-        first, until = (states[0] if len(states) > 2 else 0), states[-2]
-        yield from self._remove_rounds(first, until, f"{self.slot:05d}")
-        for state in states[:-2]:
-            yield from self._remove(state_name(state, self.slot))
-            self.seen.holders[self.slot].discard(state)
+        yield from self._remove_older(self.seen.holders[self.slot], self.slot)
 
     # --- the store ----------------------------------------------------------------------------------------------------
 
@@ -1024,11 +1053,6 @@ def _one_by_one(run: object) -> dict[str, Any]:
     named = dict(run) if isinstance(run, Mapping) else {}
     settings = named.pop("settings", {})
     return {**settings, **named} if isinstance(settings, Mapping) else {**named, "settings": settings}
-
-
-def _no_steps() -> Steps[None]:
-    return None
-    yield
 
 
 def _part(life: Any, head: object, round: int, workers: int) -> TakenPart | None:

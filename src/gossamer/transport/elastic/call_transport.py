@@ -49,9 +49,7 @@ class CallTransport(ElasticTransport):
         """
         with self.changed:
             self._must_fill_its_slot()
-            alive = frozenset(entry.slot for entry in self.members.entries.values() if self._lives(entry.slot))
-            if number > self.core.round:
-                self.core.begin_round(number, alive, ())
+            alive = self._count_phases(number)
             self.core.announce()
             self._flush()
         return alive
@@ -62,9 +60,7 @@ class CallTransport(ElasticTransport):
         In the same letter: the number alone would imply one more phase, which this worker would begin next.
         """
         with self.changed:
-            alive = frozenset(entry.slot for entry in self.members.entries.values() if self._lives(entry.slot))
-            if number > self.core.round:
-                self.core.begin_round(number, alive, ())
+            self._count_phases(number)
             if leaves:
                 self.declare(MemberStatus.LEFT)
             else:
@@ -89,6 +85,13 @@ class CallTransport(ElasticTransport):
         """Sends the letters queued by the calls."""
         with self.changed:
             self._flush()
+
+    def _count_phases(self, number: int) -> frozenset[int]:
+        """Notes that this worker has completed `number` local phases; returns the workers that are alive."""
+        alive = frozenset(slot for slot in self.members.entries if self._lives(slot))
+        if number > self.core.round:
+            self.core.begin_round(number, alive, ())
+        return alive
 
     def _lives(self, slot: int) -> bool:
         return slot == self.worker or self.members.entries[slot].status == MemberStatus.ALIVE

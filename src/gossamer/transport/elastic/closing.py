@@ -187,7 +187,7 @@ class Closing:
         was_away, self.closed, self.left_out = self.left_out, False, False
         self._held = self._attempt = self._failed = -1
         if was_away:
-            self._send_all(LetterKind.REPORT, _plain(self._own_report))
+            self._report_to_all()
 
     def ready(self, now: float) -> None:
         """Records that the local phase is over."""
@@ -238,7 +238,7 @@ class Closing:
         values = json_from_peer(letter.content)
         self._spoke_s[letter.sender] = now
         match letter.kind, values:
-            case LetterKind.REPORT, _ if (report := self._report(values)) is not None:
+            case LetterKind.REPORT, _ if (report := self._read_report(values)) is not None:
                 if report.round >= 0:  # else it has not begun and there is no round to close
                     self._heard_report(letter.sender, report, now)
             case LetterKind.PROPOSAL, [*head, [*workers]] if (
@@ -267,9 +267,9 @@ class Closing:
         if again or leader != self._leader or now - self._said_s >= self._beat_s:
             self._said_s, self._leader = now, leader
             if self.left_out:
-                self._send_all(LetterKind.REPORT, _plain(self._own_report))
+                self._report_to_all()
             elif leader != self.members.me:
-                self._send(leader, LetterKind.REPORT, _plain(self._own_report))
+                self._report_to(leader)
         if leader == self.members.me and self._ready_s is not None and not self.closed and not self.left_out:
             self._reports[self.members.me] = self._own_report
             self._lead(alive, now)
@@ -399,7 +399,7 @@ class Closing:
                 return
         if (against or behind) and now - self._asked_s >= self._beat_s:
             self._asked_s = now
-            self._send_all(LetterKind.REPORT, _plain(self._own_report))  # they answer with their position
+            self._report_to_all()  # they answer with their position
         if self._only_leader_answers(against, now):
             self._leave_out(min(against))
             return
@@ -445,7 +445,7 @@ class Closing:
     def _leave_out(self, source: int | None) -> None:
         if not self.left_out:
             self.left_out, self.source, self._misses = True, source, self._misses + 1
-            self._send_all(LetterKind.REPORT, _plain(self._own_report))
+            self._report_to_all()
 
     def _proposal(self, proposed: Proposal) -> list[object]:
         return [self.round, self.history_hash, proposed.attempt, sorted(proposed.workers)]
@@ -459,13 +459,12 @@ class Closing:
             if report.returns:
                 self._returns_until_s[sender] = self._away_until_s[sender]
             if not self.left_out:
-                self._send(sender, LetterKind.REPORT, _plain(self._own_report))  # so that it knows what to wait for
+                self._report_to(sender)  # so that it knows what to wait for
         elif report.round > self.round and report.last is not None:
             self._close_what_is_held(report.last)
         elif report.round < self.round or self._leader != self.members.me:
-            self._answer(
-                sender, report.round, now
-            )  # only the leader gets reports unasked: this one asks for all positions
+            # Only the leader gets reports unasked: this one asks for all positions.
+            self._answer(sender, report.round, now)
         self.tick(now)
 
     def _answer(self, sender: int, round: int, now: float) -> None:
@@ -473,7 +472,7 @@ class Closing:
         before = self._answered.get(sender)
         if before is None or before[0] != round or now >= before[1] + self._beat_s:
             self._answered[sender] = round, now
-            self._send(sender, LetterKind.REPORT, _plain(self._own_report))
+            self._report_to(sender)
 
     def _heard_proposal(self, sender: int, place: _Closed, workers: list[int], now: float) -> None:
         round, history_hash, attempt = place
@@ -489,9 +488,8 @@ class Closing:
             if self.members.me in workers and not takes_part:
                 self.fail(attempt, now)  # it refers to an earlier process of this slot
         elif attempt < self._attempt:
-            self._send(
-                sender, LetterKind.REPORT, _plain(self._own_report)
-            )  # it leads and does not know of the later one
+            # It leads and does not know of the later one.
+            self._report_to(sender)
 
     def _heard_closed(self, sender: int, closed: _Closed, now: float) -> None:
         self._places[sender] = _Place(closed.round + 1, None, closed)
@@ -504,6 +502,12 @@ class Closing:
         if held and closed[:2] == (self.round, self.history_hash) and not self.left_out:
             self.closed = True
 
+    def _report_to(self, peer: int) -> None:
+        self._send(peer, LetterKind.REPORT, _plain(self._own_report))
+
+    def _report_to_all(self) -> None:
+        self._send_all(LetterKind.REPORT, _plain(self._own_report))
+
     def _send_all(self, kind: LetterKind, values: object) -> None:
         for j in sorted(self._living - {self.members.me}):
             self._send(j, kind, values)
@@ -515,7 +519,7 @@ class Closing:
 
     # The following bounds every number from another worker by this worker's own knowledge.
 
-    def _report(self, values: object) -> _Report | None:
+    def _read_report(self, values: object) -> _Report | None:
         match values:
             case [
                 int(round),

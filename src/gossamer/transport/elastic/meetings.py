@@ -133,9 +133,8 @@ class Meetings(Calls):
         elif letter.kind == LetterKind.ACCEPT and not current.sent:
             self._send_message(current)
         elif letter.kind == LetterKind.MESSAGE and current.received is None:
-            if not self._sound(
-                letter.body, peer
-            ):  # before the AGREE, without which the other end cannot count it either
+            # Before the AGREE, without which the other end cannot count it either.
+            if not self._sound(letter.body, peer):
                 self._send(peer, LetterKind.REFUSE, ticket)
                 self._close(current)
                 return

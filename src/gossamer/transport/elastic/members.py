@@ -228,9 +228,8 @@ class Members:
                 continue
             if before is None:
                 after = entry
-            elif (
-                unproven and not is_hearsay and before.rank > entry.rank
-            ):  # no process of the slot has ever reported itself
+            elif unproven and not is_hearsay and before.rank > entry.rank:
+                # No process of the slot has ever reported itself.
                 after = entry._replace(steps=max(before.steps, entry.steps))
             else:
                 after = merged(before, entry)
@@ -313,9 +312,8 @@ class Members:
         elif before is not None and entry.rank <= before.rank:
             return
         elif entry.status == MemberStatus.JOINING:
-            self._promised.add(
-                entry.slot
-            )  # so it comes last when slots are given; it reports itself once it has joined
+            # So it comes last when slots are given; it reports itself once it has joined.
+            self._promised.add(entry.slot)
         else:
             self.doubts[entry.slot] = entry
 

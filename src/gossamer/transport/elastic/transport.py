@@ -26,7 +26,7 @@ from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry,
 from gossamer.transport.elastic.newcomer import Applicant, Handover, host
 from gossamer.transport.elastic.redial import Redial
 from gossamer.transport.sockets.channel import Channel
-from gossamer.transport.sockets.connection import Endpoint, Owner, PeerConnection
+from gossamer.transport.sockets.connection import Endpoint, Owner, PeerConnection, finish_together
 from gossamer.transport.sockets.handshake import dial
 from gossamer.transport.sockets.header import NEWCOMER, WATCHER, LetterKind
 from gossamer.transport.sockets.letter import Letter, body_of
@@ -496,12 +496,7 @@ class ElasticTransport:
         self._listener.close()
         self._listener.hang_up()
         self._guests.close()
-        # Concurrently: several hanging peers cost this timeout only once.
-        enders = [threading.Thread(target=link.finish, args=(min(5.0, self._endpoint.timeout_s),)) for link in links]
-        for ender in enders:
-            ender.start()
-        for ender in enders:
-            ender.join()
+        finish_together(links, min(5.0, self._endpoint.timeout_s))
 
     def _flush(self) -> None:
         """Passes the core's outgoing letters to the links, and opens missing ones."""
@@ -623,9 +618,9 @@ class ElasticTransport:
                     self.redial.ended.add(entry.nonce)
                 raise
 
-        return self._add(entry.slot, opened)
+        return self._add_link(entry.slot, opened)
 
-    def _add(self, peer: int, opened: Callable[[], Channel]) -> PeerConnection:
+    def _add_link(self, peer: int, opened: Callable[[], Channel]) -> PeerConnection:
         link = PeerConnection(peer, self._owner, opened, self._greeting())
         self._links.setdefault(peer, []).append(link)
         return link
@@ -644,7 +639,7 @@ class ElasticTransport:
             self._accepted.admit(channel, f"worker {peer} at {whose}")
             with self.changed:
                 if not self._closed.is_set():
-                    self._add(peer, lambda: channel)
+                    self._add_link(peer, lambda: channel)
                     return
             self._accepted.release(channel)  # its handshake was running while this process closed its connections
             channel.close()

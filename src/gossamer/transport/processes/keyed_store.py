@@ -10,19 +10,17 @@ them.
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Callable
 
 from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from gossamer.errors import PeerError, RefusedError
+from gossamer.errors import PeerError
 from gossamer.transport.keys import Keys
 from gossamer.transport.processes.store import (
-    FIRST_PAUSE_S,
-    LONGEST_PAUSE_S,
     client_of,
     hosted_store,
     listening,
+    reached_in_time,
     reached_store,
 )
 from gossamer.transport.sockets.addresses import shown
@@ -79,21 +77,11 @@ class KeyedStore:
         Raises: OSError or RuntimeError when it cannot be reached within `timeout_s`; PeerError where the other end does
             not have the key of worker 0; ConfigError where this machine's key is not that of worker `me`.
         """
-        deadline, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
-        while True:
-            try:
-                left_s = max(FIRST_PAUSE_S, deadline - time.monotonic())
-                channel = dial(shown(host, port), b"", run=_RUN, me=me, timeout_s=left_s, keys=keys, whom=0)
-                break
-            except RefusedError:  # permanent
-                raise
-            except OSError:
-                if time.monotonic() + pause_s >= deadline:
-                    raise
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-        again = lambda: dial(shown(host, port), b"", run=_RUN, me=me, timeout_s=timeout_s, keys=keys, whom=0)  # noqa: E731
-        gate = _Gate(channel, again)
+
+        def dialled(left_s: float) -> Channel:
+            return dial(shown(host, port), b"", run=_RUN, me=me, timeout_s=left_s, keys=keys, whom=0)
+
+        gate = _Gate(reached_in_time(timeout_s, dialled), lambda: dialled(timeout_s))
         try:
             return cls(client_of("127.0.0.1", gate.port, timeout_s), gate)
         except BaseException:

@@ -97,9 +97,8 @@ def run_local(
         except KeyboardInterrupt:
             log.warning("%s", ASKED)
             _ask_to_leave(workers)
-            _outcome(
-                workers, grace_s, lambda rank, code: None, stopped=True
-            )  # a second signal would end them in the middle of a round
+            # A second signal would end them in the middle of a round.
+            _outcome(workers, grace_s, lambda rank, code: None, stopped=True)
             raise
 
 

@@ -84,6 +84,25 @@ def _tag(stream: Flow, size: int | None = None) -> int:
     return key(0, "pipe", *stream, -1 if size is None else size) >> 33
 
 
+def group_of_worker(member: Member, timeout_s: float, name: str, backend: str | None = None) -> dist.ProcessGroup:
+    """A process group of the processes of this worker. Raises TransportError when it cannot be made."""
+    ranks = [member.rank_of(member.worker, part) for part in range(member.parts)]
+    limit = timedelta(seconds=timeout_s)
+    try:
+        made = connected(
+            member.store,
+            timeout_s,
+            lambda: dist.new_group(ranks, limit, backend, use_local_synchronization=True, group_desc=name),
+        )
+    except RuntimeError as error:
+        raise TransportError(
+            f"{member.name(member.rank)} could not connect to the other {member.parts - 1} of its worker "
+            f"({first_line(error)}); look at their logs, and check GLOO_SOCKET_IFNAME"
+        ) from error
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
 class Pipe:
     """This process's connections to the others of its worker, created by all at the same time; `close` it.
 
@@ -100,26 +119,7 @@ class Pipe:
         """Seconds that this process has waited for others."""
         self._member, self._timeout_s = member, timeout_s
         self._patience = PeerWait(member, timeout_s)
-        ranks = [self._rank(part) for part in range(self.parts)]
-        try:
-            made = connected(
-                member.store,
-                timeout_s,
-                lambda: dist.new_group(
-                    ranks,
-                    timedelta(seconds=timeout_s),
-                    backend="gloo",
-                    use_local_synchronization=True,
-                    group_desc="stages",
-                ),
-            )
-        except RuntimeError as error:
-            raise TransportError(
-                f"{member.name(member.rank)} could not connect to the other {self.parts - 1} of its worker "
-                f"({first_line(error)}); look at their logs, and check GLOO_SOCKET_IFNAME"
-            ) from error
-        assert isinstance(made, dist.ProcessGroup)
-        self.group = made
+        self.group = group_of_worker(member, timeout_s, "stages", backend="gloo")
         self._receivers: dict[Flow, _Receiver] = {}
         self._sending: list[tuple[int, dist.Work, Tensor]] = []
 

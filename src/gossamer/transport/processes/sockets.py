@@ -13,7 +13,6 @@ import contextlib
 import queue
 import secrets
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -30,7 +29,7 @@ from gossamer.transport.processes.board import Cause, cause_of
 from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.waiting import GRACE_S, RoundTransport, TicketState, Way
 from gossamer.transport.sockets.channel import Channel
-from gossamer.transport.sockets.connection import CLOSED, Endpoint, Owner, PeerConnection
+from gossamer.transport.sockets.connection import CLOSED, Endpoint, Owner, PeerConnection, finish_together
 from gossamer.transport.sockets.handshake import dial
 from gossamer.transport.sockets.header import LIFE_LIMIT, WATCHER, LetterKind, Limits
 from gossamer.transport.sockets.letter import Letter
@@ -147,13 +146,8 @@ class SocketTransport(RoundTransport[TicketState]):
         self._listener.close()
         self._listener.hang_up()
         self._guests.close()
-        # Concurrently: several hanging peers cost this timeout only once.
         limit_s = 0.0 if at_once else min(_PARTING_S, self._endpoint.timeout_s)
-        enders = [threading.Thread(target=peer.connection.finish, args=(limit_s,)) for peer in self._peers.values()]
-        for ender in enders:
-            ender.start()
-        for ender in enders:
-            ender.join()
+        finish_together([peer.connection for peer in self._peers.values()], limit_s)
         self._exchanges.clear()
 
     # --- the connections ----------------------------------------------------------------------------------------------

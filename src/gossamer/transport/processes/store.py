@@ -26,7 +26,7 @@ from typing import NamedTuple, TypeVar
 
 from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from gossamer.errors import PeerError, TransportError, first_line
+from gossamer.errors import PeerError, RefusedError, TransportError, first_line
 from gossamer.transport.processes.interfaces import address_towards, advised, leads_to_itself
 from gossamer.transport.secret import CODE_BYTES, code
 from gossamer.transport.sockets.addresses import shown
@@ -307,23 +307,32 @@ def reached_store(host: str, port: int, timeout_s: float) -> TCPStore:
     """The store at this address. Raises OSError or RuntimeError when it cannot be reached within `timeout_s`."""
     where = host
     if leads_to_itself(host):
-        if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get(
-            "WORLD_SIZE"
-        ):  # if equal, all processes are on this machine
+        # If equal, all processes are on this machine.
+        if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
             log.warning("%s", advised(host))
         where = address_towards(host)  # where the host on this machine listens
     # torch would print a stack trace for each failed attempt.
+    reached_in_time(timeout_s, lambda left_s: socket.create_connection((where, port), left_s)).close()
+    return client_of(where, port, timeout_s)
+
+
+def reached_in_time(timeout_s: float, reach: Callable[[float], T]) -> T:
+    """The result of the first attempt that reaches a listener, which may begin to listen later.
+
+    Args: `reach` makes one attempt in at most so many seconds.
+    Raises: what the last attempt does; RefusedError at once, as another attempt would be refused too.
+    """
     deadline, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
     while True:
         try:
-            socket.create_connection((where, port), max(FIRST_PAUSE_S, deadline - time.monotonic())).close()
-            break
+            return reach(max(FIRST_PAUSE_S, deadline - time.monotonic()))
+        except RefusedError:
+            raise
         except OSError:
             if time.monotonic() + pause_s >= deadline:
                 raise
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-    return client_of(where, port, timeout_s)
 
 
 def client_of(host: str, port: int, timeout_s: float) -> TCPStore:

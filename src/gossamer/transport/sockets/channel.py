@@ -12,7 +12,7 @@ from types import TracebackType
 
 from gossamer.transport.keys import Keys
 from gossamer.transport.sockets.keepalive import expect_answers, has_unanswered, keep_alive, silent_s
-from gossamer.transport.sockets.tls import TlsSocket, must_encrypt, send_all
+from gossamer.transport.sockets.tls import TlsSocket, must_begin_tls, send_all, wait_until
 
 PIECE_BYTES = 1 << 20
 
@@ -45,7 +45,7 @@ class Channel:
         """Encrypts the connection, before anything is sent. Args and Raises: as of `TlsSocket.handshake`."""
         assert isinstance(self._sock, socket.socket)
         if server:
-            must_encrypt(self._sock, deadline)
+            must_begin_tls(self._sock, deadline)
         self._sock = sock = TlsSocket(self._sock, keys, server=server)
         sock.handshake(deadline, answered)
         self.wait_at_most(self.timeout_s)
@@ -175,7 +175,4 @@ class Channel:
 
     def _before(self, deadline: float | None) -> None:
         if deadline is not None:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise TimeoutError("it took too long")
-            self._sock.settimeout(left_s)
+            wait_until(self._sock, deadline)

@@ -62,7 +62,7 @@ def examine(
     Raises: OSError without an answer; PeerError when the other end refuses, does not know the secret, or is lost.
     Cost: at most 64 MiB, or about two seconds, over the link.
     """
-    channel, accepted = dial_any(address, secret, run=RUN, me=WATCHER, timeout_s=PATIENCE_S, older=b"GOSL", keys=keys)
+    channel, accepted = dial_any(address, secret, run=RUN, me=WATCHER, timeout_s=PATIENCE_S, keys=keys)
     with channel:
         if not accepted:
             return None

@@ -20,7 +20,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from gossamer.errors import LostConnectionError, PeerError, RefusedError
 from gossamer.transport.contract import WIRE_VERSION
@@ -132,7 +132,6 @@ def dial(
     run: int,
     me: int,
     timeout_s: float,
-    older: bytes = b"GOSL",
     keys: Keys | None = None,
     whom: int | None = None,
 ) -> Channel:
@@ -143,9 +142,7 @@ def dial(
         whom: the number that the other end must have, if there are keys; None for any of the run.
     Raises: OSError without an answer, PeerError when the other end refuses or does not know the secret.
     """
-    channel, accepted = dial_any(
-        address, secret, run=run, me=me, timeout_s=timeout_s, older=older, keys=keys, whom=whom
-    )
+    channel, accepted = dial_any(address, secret, run=run, me=me, timeout_s=timeout_s, keys=keys, whom=whom)
     if not accepted:
         channel.close()
         raise RefusedError(
@@ -162,7 +159,7 @@ def dial_any(
     run: int,
     me: int,
     timeout_s: float,
-    older: bytes,
+    older: bytes = b"GOSL",
     keys: Keys | None = None,
     whom: int | None = None,
 ) -> tuple[Channel, bool]:
@@ -205,17 +202,19 @@ def _bytes_of(number: int) -> bytes:
 
 
 def _send(channel: Channel, data: bytes, deadline: float) -> None:
-    try:
+    with _may_be_lost():
         channel.write(data, deadline)
-    except RefusedError:
-        raise
-    except OSError as error:
-        raise LostConnectionError(f"it was lost during the handshake ({error})") from None
 
 
 def _receive(channel: Channel, size: int, deadline: float) -> bytes:
-    try:
+    with _may_be_lost():
         return channel.read(size, deadline)
+
+
+@contextlib.contextmanager
+def _may_be_lost() -> Iterator[None]:
+    try:
+        yield
     except RefusedError:
         raise
     except OSError as error:

@@ -132,9 +132,8 @@ class Limits(NamedTuple):
             most = Ticket(self.steps, self.fragments - 1, 0)
         else:
             most = NO_TICKET
-        steps_limit = (
-            SMALL_BYTES << 20 if kind is LetterKind.CHUNK else self.steps
-        )  # for a chunk it is the offset of the part
+        # For a chunk it is the offset of the part.
+        steps_limit = SMALL_BYTES << 20 if kind is LetterKind.CHUNK else self.steps
         # The number of a server follows those of its workers.
         self._must("sender", sender, self.workers, sender in GUESTS)
         self._must("round", round, self.rounds)

@@ -209,9 +209,8 @@ class Listener:
             def advance(whose: str = host) -> None:
                 nonlocal step
                 left, step = step, next(steps)
-                step.admit(
-                    channel, whose
-                )  # before releasing the previous step: `hang_up` visits the steps in this order
+                # Before releasing the previous step: `hang_up` visits the steps in this order.
+                step.admit(channel, whose)
                 left.release(channel)
 
             try:

@@ -23,7 +23,7 @@ _OUT_OF_DATE = (9, 10)
 """OpenSSL's errors for a certificate that is not valid yet, or expired."""
 
 
-def must_encrypt(sock: socket.socket, deadline: float) -> None:
+def must_begin_tls(sock: socket.socket, deadline: float) -> None:
     """Checks the first byte before a TLS state is created, so that a flood of strangers is cheap.
 
     Raises: RefusedError if it is not a handshake, OSError if none arrives in time.
@@ -38,6 +38,14 @@ def must_encrypt(sock: socket.socket, deadline: float) -> None:
 
 def _in_the_clear() -> RefusedError:
     return RefusedError("key", "it does not encrypt; give all machines the same run file with [peers], and their keys")
+
+
+def wait_until(sock: "socket.socket | TlsSocket", deadline: float) -> None:
+    """Lets the next read or write take the time that is left. Raises TimeoutError when none is."""
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("it took too long")
+    sock.settimeout(left_s)
 
 
 def send_all(sock: socket.socket, content: memoryview | bytes, moved: Callable[[], None] = lambda: None) -> None:
@@ -99,10 +107,7 @@ class TlsSocket:
                 self._flush()
                 return
             # The remaining time at each step: a per-step timeout would let a stranger send a byte at a time forever.
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise TimeoutError("it took too long")
-            self._sock.settimeout(left_s)
+            wait_until(self._sock, deadline)
             if not self._take():
                 raise ConnectionError("it hung up")
 
