@@ -128,6 +128,11 @@ def test_what_answers_is_told_from_what_does_not(
         time.sleep(0.1)
         code, found = findings(capsys, "--join", shown(*full.getsockname()))
     assert code == 1 and "let TCP through to port" in found["peer"][0][1], found
+    with contextlib.closing(listen("127.0.0.1", 0)) as silent:
+        at = shown(*silent.getsockname()[:2])
+        code, found = findings(capsys, "--join", at)
+    assert code == 1 and f"{at} was silent or hung up" in found["peer"][0][1], found
+    assert "look what listens there" in found["peer"][0][1]
     code, found = findings(capsys, "--join", "no-such-machine.invalid:29400")
     assert code == 1 and "is not known here" in found["peer"][0][1] and found["address"][0][0] == "fault"
 

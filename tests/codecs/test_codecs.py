@@ -25,6 +25,8 @@ from gossamer.codecs import (
     int8,
     int8_statistical,
     make_codec,
+    packing,
+    passes,
     randomk,
     sign,
     topk,
@@ -274,6 +276,21 @@ def test_other_dtypes_arrive_as_fp32_does_but_for_their_own_rounding(codec, dtyp
     expected = through(codec, x.float())
     loss = (y.double() - expected.double()).norm() / expected.double().norm()
     assert loss < 2**-7 if dtype != torch.float64 or "bf16" in codec.name else loss < 1e-5
+
+
+@every_codec
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_of_a_program_changes_no_bit(codec, kind, monkeypatch):
+    monkeypatch.setattr(packing, "_byte_table", packing._byte_table.__wrapped__)  # whose cache would hide it
+    for x in random_vectors(1, 1000)[0], random_vectors(1, passes.LONG + 4097)[0].float():
+        arrived = codec.decode(codec.encode(x, 3), x)
+        torch.set_default_dtype(kind)
+        try:
+            made = make_codec(codec.name, **codec.options)
+            again = made.decode(made.encode(x, 3), x)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert torch.equal(arrived, again)
 
 
 @every_codec

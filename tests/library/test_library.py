@@ -87,6 +87,41 @@ def test_alone_gossip_changes_nothing_and_gasloc_is_an_outer_momentum():
     assert not torch.equal(flat(plain), flat(outer))
 
 
+@pytest.mark.parametrize("theirs", [partial(torch.autocast, "cpu", torch.bfloat16), partial(torch.device, "meta")])
+@pytest.mark.parametrize(("rule", "codec"), [("sparseloco", "dct_topk"), ("dilocox", None), ("sparta", None)])
+def test_autocast_and_a_default_device_around_a_step_change_no_bit(theirs, rule, codec):
+    def ends(around):
+        torch.manual_seed(0)
+        model = nn.Linear(200, 200)
+        with around():
+            outer = gossamer.Outer(model, rule, codec=codec, local_steps=1)
+        for _ in range(2):
+            with torch.no_grad():
+                model.weight += 0.1 * torch.randn(200, 200)
+            with around():
+                outer.step()
+        outer.close()
+        return flat(model)
+
+    assert torch.equal(ends(contextlib.nullcontext), ends(theirs))
+
+
+def test_after_an_exchange_that_failed_every_call_says_so_and_nothing_is_saved(caplog):
+    model = net()
+    outer = gossamer.Outer(model, "gasloc", local_steps=2)
+    train(model, outer, 3)
+    model.register_parameter("late", nn.Parameter(torch.ones(1, device=DEVICE)))
+    with pytest.raises(ConfigError, match="'late'"):
+        outer.step()
+    for call in (outer.step, outer.finish, outer.state_dict, outer.shared_state_dict, outer.mean_model().__enter__):
+        with pytest.raises(
+            ConfigError, match=r"after the exchange of round 1 had failed, .*; make another Outer on all"
+        ):
+            call()
+    outer.close()
+    assert not caplog.messages  # such as of steps that were not exchanged: the error comes first
+
+
 SCHEDULES = {
     "plain": gossamer.Schedule(),
     "fragments": gossamer.Schedule(fragments=2),

@@ -101,6 +101,19 @@ def test_within_a_round_that_trains_here_a_line_moves_from_the_first_second(tmp_
     assert "step" not in "".join(out.getvalue().splitlines()[4:]), "of two runs it is not known whose steps they are"
 
 
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_steps_and_speed_are_those_of_all_workers_whichever_of_them_train_here(tmp_path: Path, share: float) -> None:
+    out, clock = StringIO(), Clock()
+    with RunFolder(tmp_path / "a", RUN_TOML), plain(out, clock) as terminal:
+        terminal.follow("a", tmp_path / "a", share=share)
+        for at, steps in ((1, 2), (7, 8)):  # of all workers, which take 72
+            clock.now_s = at
+            note_trained(int(steps * share), int(steps * share) * 32)
+            terminal.look()
+        line = out.getvalue().splitlines()[-1]
+    assert re.match(r"a: round 0 of 4  step 5/36  tokens/s 42.67  .*left 46 s", line), line
+
+
 def test_a_table_shows_steps_within_a_round_of_a_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terminal_of_runs, "_EVERY_S", 0.05)
     file = tmp_path / "a.toml"

@@ -44,7 +44,7 @@ class BoundaryEnd:
         if not self.codec.remembers:
             return self.codec.decode(payload, like)
         parts = in_pieces(payload, *self._sample_bytes(samples, {*self.memory}))
-        one = torch.empty(1, *self.shape[1:], device=like.device)
+        one = torch.empty(1, *self.shape[1:], dtype=torch.float32, device=like.device)
         for sample, part in zip(samples, parts, strict=True):
             self._take(sample, part, one)
         return torch.stack([self.memory[sample] for sample in samples]).to(like.dtype)

@@ -184,7 +184,7 @@ def _decode(plan: _Plan, payload: Tensor, like: Tensor) -> Tensor:
             f"a payload of tahquant marks {int(low_units.sum())} units of low precision and should mark {lows}"
         )
     low = low_units.repeat_interleave(tiles // units)
-    q = torch.empty(tiles, plan.tile, device=like.device)
+    q = torch.empty(tiles, plan.tile, dtype=torch.float32, device=like.device)
     few = plan.low_tiles((B, S, D)) * plan.tile
     q[low] = unpack_codes(parts[2], plan.low, few).float().view(-1, plan.tile)
     q[~low] = unpack_codes(parts[3], plan.high, tiles * plan.tile - few).float().view(-1, plan.tile)

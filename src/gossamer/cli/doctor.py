@@ -125,12 +125,17 @@ def _or_none(ask: Callable[..., str], *words: str) -> str | None:
         return None
 
 
+def _first_address(name: str) -> str:
+    """Where a name leads, in either family. Raises OSError for one that is unknown."""
+    return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+
+
 def _name(address: str | None) -> _Finding:
     from gossamer.transport.sockets.addresses import is_loopback
 
     name = socket.gethostname()
     try:
-        leads_to = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+        leads_to = _first_address(name)
     except OSError:
         return _Finding(
             "name", "warning", f"'{name}' leads nowhere on this machine", f"give the others {address or 'an address'}"
@@ -160,7 +165,7 @@ def _address(address: str | None, peer: str | None) -> _Finding:
         return _Finding(
             "address",
             "fault",
-            f"'{peer}' leads to {socket.gethostbyname(peer or '')}, which is this machine itself",
+            f"'{peer}' leads to {_first_address(peer or '')}, which is this machine itself",
             "give the address of the other machine, as a name in /etc/hosts may lead everybody to himself",
         )
     return _Finding("address", "ok", f"{address}{_interface(address)} leads to {towards}")
@@ -366,6 +371,8 @@ def _out_of_reach(error: Exception, host: str, port: int) -> tuple[str, str]:
         case PeerError() | TransportError():
             how = "who has another secret or key is hung up on without a word: compare those of both machines"
             return f"{at} answers, but {first_line(error)}", how
+        case ConnectionError(errno=None):  # of the handshake, and not of the system
+            return str(error), "look what listens there: another program, or a process that hangs"
         case OSError(strerror=words):
             return f"{at} cannot be reached ({words or error})", "correct the address or the route"
     raise AssertionError(error)

@@ -124,7 +124,7 @@ def command(
     if way.local is not None and way.among is None:
         must_be_idle(folder)  # before a table shows how far it is
     code = 0
-    with resume_hint(folder), _shown(output, run, folder, page=tells):
+    with resume_hint(folder), _shown(output, run, folder, way.local, page=tells):
         if way.local is not None:
             words = _words_of_workers(file, folder, changes, resumed, silent=output.silent, allow_code=allow_code)
             code = _start_workers(run, folder, way.local, way, words, resume=resumed)
@@ -202,14 +202,17 @@ def _resolved(
 
 
 @contextlib.contextmanager
-def _shown(output: Watchable, run: "ResolvedRun", folder: Path, *, page: bool) -> Iterator[None]:
-    """A context in which this process shows the run as far as that was asked for, on a page and in the terminal."""
+def _shown(output: Watchable, run: "ResolvedRun", folder: Path, local: int | None, *, page: bool) -> Iterator[None]:
+    """A context in which this process shows the run as far as that was asked for, on a page and in the terminal.
+
+    Args: `local` workers are started here; None where this process is a part of one.
+    """
     with output.silenced(), output.watching(folder) if page else contextlib.nullcontext():
         if not _shows_progress():
             yield
             return
         with output.showing() as terminal:
-            terminal.follow(run.name, folder, run.record.print_every)
+            terminal.follow(run.name, folder, run.record.print_every, (local or 1) / run.workers)
             yield
 
 

@@ -46,7 +46,7 @@ def dct_topk(k: Annotated[int, Field(ge=1, le=_TILE)] = 64, values: ValueFormat 
         return Kept(kept.indices, kept.values.to(value_dtype(values, x)))
 
     def decode(payload: Kept, like: Tensor) -> Tensor:
-        kept = torch.empty(num_blocks(like.numel(), _TILE) * _TILE, device=like.device)
+        kept = empty(num_blocks(like.numel(), _TILE) * _TILE, torch.float32, like.device)
         return from_coefficients(inner.decode(payload, kept), like)
 
     def payload_bytes(numel: int) -> int:

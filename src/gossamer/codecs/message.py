@@ -97,7 +97,7 @@ def payload_bytes(codec: Codec, numel: int) -> int:
     """
     if codec.payload_bytes is not None:
         return codec.payload_bytes(numel)
-    return nbytes(payload_like(codec, torch.empty(numel, device="meta")))
+    return nbytes(payload_like(codec, torch.empty(numel, dtype=torch.float32, device="meta")))
 
 
 def owners_share(codec: Codec, numel: int) -> float:

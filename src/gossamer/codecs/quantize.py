@@ -172,7 +172,7 @@ def _linear(ratio: Tensor, levels: int, generator: torch.Generator | None) -> Te
     steps = ratio.mul_(levels)
     if generator is None:
         return steps.round_()
-    steps += _draws(ratio, generator) * 2.0**-_MANTISSA
+    steps += _draws(ratio, generator).float() * 2.0**-_MANTISSA  # exact; whole numbers times one have the default dtype
     return steps.floor_().clamp_(max=levels)  # the sum with a draw just below 1 may round up
 
 
@@ -217,7 +217,7 @@ def _block_codec(
         levels: of the codes; none for whole numbers from -127 to 127, in units of 1/127.
     """
     draws = rounding == "stochastic"
-    scale_dtype = scale(torch.zeros(1, 1)).dtype
+    scale_dtype = scale(torch.zeros(1, 1, dtype=torch.float32)).dtype
 
     def encode(x: Tensor, key: int) -> Quantized:
         codes = empty(num_bytes(x.numel(), bits), torch.uint8, x.device)
@@ -251,7 +251,8 @@ def _block_codec(
         if fits and (passes := passes_for(x)) is not None:
             given = payload.codes.contiguous(), payload.scales.contiguous()
             if levels:
-                passes("decode_levels", x, x.numel(), block, *given, torch.tensor(levels), bits)
+                table = torch.tensor(levels, dtype=torch.float32)  # its address is read as that of fp32
+                passes("decode_levels", x, x.numel(), block, *given, table, bits)
             else:
                 passes("decode_int8", x, x.numel(), block, *given)
             return x

@@ -126,7 +126,7 @@ def cocktail(one_in: Run = 10, k: PerChunk = 256, chunk: PerChunk = 1280, block:
                 "is faulty or runs another version, so stop it or install the same gossamer version everywhere"
             )
         x = empty(like.numel(), like.dtype, like.device).zero_()
-        values = inner.decode(payload.values, torch.empty(kept, device=like.device))
+        values = inner.decode(payload.values, empty(kept, torch.float32, like.device))
         x[_places(like, one_in, int(payload.key))[sent]] = values.to(like.dtype)
         return x
 

@@ -27,7 +27,7 @@ from gossamer.library.metrics import Meter, OuterMetrics
 from gossamer.library.parts import (
     OuterMethod,
     Reduction,
-    in_own_words,
+    apart,
     keys_in_store,
     keys_of_sites,
     must_be_a_site,
@@ -210,7 +210,7 @@ class Outer(Generic[M]):
         self._flat = flat_of(model, mesh, self.method.schedule)
         must_carry_copies(self.method.codec, self._flat, lane.shards)
         self.layout, self.x = self._flat.layout, self._flat.x
-        self._closed = self._left = self._mean_is_in = False
+        self._closed = self._left = self._mean_is_in = self._is_over = False
         self._failed: Exception | None = None
         self._takes_rest = rest == "broadcast"
         self._watched = True  # until the first round has ended, to notice a wrapper that is applied later
@@ -415,7 +415,7 @@ class Outer(Generic[M]):
         self._record.open(self.rounds if self.steps_taken else None)
         self._record.validated(self.rounds - 1, self._timetable.begin(self.rounds), loss)
 
-    @in_own_words()
+    @apart()
     def step(self, loss: float | torch.Tensor | None = None) -> bool:
         """Counts one inner step; and exchanges after every `local_steps` of them. Returns whether a round ended.
 
@@ -440,7 +440,7 @@ class Outer(Generic[M]):
         self._record.open(self.rounds if self.steps_taken else None)  # after a load, which decides what of it is void
         self._record.step(loss)
         self.steps = self._watch.steps = self.steps + 1
-        with torch.no_grad():
+        with torch.no_grad(), self._whole_or_over():
             self._advance()
             while self._stops and self._stops[0].step == self.steps:
                 stop = self._stops.pop(0)
@@ -449,10 +449,6 @@ class Outer(Generic[M]):
                 except LeftOutError as error:
                     self._take_anothers_state(error.source)
                     return False
-                except Exception:
-                    if self._site is not None:  # the others shall not wait for one that has failed
-                        self._peers.close()
-                    raise
                 if self._stops:
                     self._loop.announce(self.rounds, self._stops[0])
         if self._stops:
@@ -536,7 +532,7 @@ class Outer(Generic[M]):
 
         return self._site.take(tensors_here, load, source)
 
-    @in_own_words()
+    @apart()
     def finish(self) -> None:
         """Completes the exchanges in flight when training ends, even within a round; without overlap there are none.
 
@@ -546,7 +542,7 @@ class Outer(Generic[M]):
         self._must_be_open("finish")
         if self._loop.rest():
             self._agree()
-        with torch.no_grad(), self._meter.exchanging(), self._explaining():
+        with torch.no_grad(), self._whole_or_over(), self._meter.exchanging(), self._explaining():
             with self._all_or_none("finish()", self.rounds, self.steps):
                 self._look()
                 for exchange in self._loop.in_flight.values():
@@ -557,7 +553,7 @@ class Outer(Generic[M]):
         self._leave()
         self._watch.end()
 
-    @in_own_words()
+    @apart()
     def common_steps(self, mine: int) -> int:
         """The fewest steps that any worker can take, so that all end together.
 
@@ -683,7 +679,7 @@ class Outer(Generic[M]):
             entered, count = self._peers.published("mean"), self._means
             return [worker for worker in range(self.n) if worker != self.worker and entered.get(worker) != count]
 
-        with in_own_words(), waiting_for(missing, self.worker, min(_PATIENCE_S, self._timeout_s / 4)):
+        with apart(), waiting_for(missing, self.worker, min(_PATIENCE_S, self._timeout_s / 4)):
             try:
                 with self._siblings.all_or_none("mean_model()", self.rounds, self.steps):
                     self._flat.read()
@@ -729,6 +725,7 @@ class Outer(Generic[M]):
             "steps": self.steps,
         }
 
+    @apart()
     def load_state_dict(self, state: OuterState | Mapping[str, Any]) -> None:
         """Loads a saved outer state, after the model's parameters were loaded; training continues from that step.
 
@@ -906,6 +903,14 @@ class Outer(Generic[M]):
             raise ConfigError(
                 f"{call}() was called inside mean_model(), where the model holds the mean of all workers; leave the block first"
             )
+        if self._is_over:
+            how = " on all workers, and load the state that they saved last"
+            if self._site is not None or self._store is not None:
+                how = ", which takes the state of the run"
+            raise ConfigError(
+                f"{call}() was called after the exchange of round {self.rounds} had failed, which leaves nothing to continue "
+                f"from; make another Outer{how}"
+            )
 
     def _must_not_have_begun(self) -> None:
         if self._store is not None:
@@ -955,6 +960,17 @@ class Outer(Generic[M]):
             if self._failed is not None:
                 raise self._failed
             yield
+
+    @contextlib.contextmanager
+    def _whole_or_over(self) -> Iterator[None]:
+        """What fails inside leaves an exchange half done, from which no call continues and no state can be saved."""
+        try:
+            yield
+        except BaseException:
+            self._is_over = self._watch.quiet = True  # the error comes first, and not a warning of what it left undone
+            if self._site is not None:  # the others shall not wait for one that has failed
+                self._peers.close()
+            raise
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:

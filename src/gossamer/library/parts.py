@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec
 
+import torch
 import torch.distributed as dist
 from typing_extensions import TypedDict
 
@@ -112,6 +113,26 @@ def in_own_words() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """A context for the work of `Outer` inside a user's code: without their autocast and default device, and `in_own_words`.
+
+    A matrix product of a codec would be rounded under autocast, and differ from that of a worker without.
+
+    >>> with torch.autocast("cpu"), apart():
+    ...     (torch.ones(1, 1) @ torch.ones(1, 1)).dtype
+    torch.float32
+    """
+    with contextlib.ExitStack() as within:
+        within.enter_context(in_own_words())
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                within.enter_context(torch.autocast(kind, enabled=False))
+        if torch.get_default_device().type != "cpu":
+            within.enter_context(torch.device("cpu"))
+        yield
+
+
 _RUN_FILE_KEY = re.compile(r"\brun\.(timeout_s|local_steps|elastic|seed)\b")
 
 
@@ -131,7 +152,7 @@ def naming_unknown_arguments(init: Callable[P, None]) -> Callable[P, None]:
                 f"Outer got {len(args) - 1} arguments without a name; it takes two, the model and the rule, and your "
                 "optimizer stays in your own loop: give all else by name"
             )
-        with in_own_words():
+        with apart():
             init(*args, **given)
 
     return checked

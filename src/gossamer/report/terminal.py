@@ -107,17 +107,18 @@ class Terminal:
         with contextlib.suppress(OSError):
             self._open.close()
 
-    def follow(self, label: str, folder: Path, every: int = 0) -> None:
+    def follow(self, label: str, folder: Path, every: int = 0, share: float = 1.0) -> None:
         """Shows the run in this folder from now on.
 
         Args:
             folder: where it writes, or will.
             every: rounds between lines where no table is shown; 0 for only the lines that are due.
+            share: the share of all workers whose steps this process and its children count; the others train elsewhere.
         """
         if self._quiet:
             return
         with self._lock:
-            self._shown.append(_Shown(label, folder.resolve(), every, self._now_s()))
+            self._shown.append(_Shown(label, folder.resolve(), every, share, self._now_s()))
 
     def ended(self, label: str | None = None) -> None:
         """Shows the end of the run with this label, or of all, and frees data needed only by a running one."""
@@ -186,8 +187,8 @@ class Terminal:
 class _Shown:
     """One run, and its printed state."""
 
-    def __init__(self, label: str, folder: Path, every: int, now_s: float) -> None:
-        self.label, self._every = label, every
+    def __init__(self, label: str, folder: Path, every: int, share: float, now_s: float) -> None:
+        self.label, self._every, self._share = label, every, share
         self._run: FollowedRun | None = FollowedRun(label, folder)
         self._run.look(time.monotonic() + _LAST_LOOK_S)
         self._told_s, self._has_line = now_s, False
@@ -277,7 +278,7 @@ class _Shown:
             left_s = past_s * (rounds - done) / (done - self._before[1]) if done > self._before[1] else math.nan
         step = _UNKNOWN
         if self._moves and done < rounds:
-            steps, pace = self._here.progress(run.file)
+            steps, pace = self._here.progress(run.file, self._share)
             step = f"{steps}/{run.file.steps}"
             if pace is not None:
                 per_s, left_s = pace.tokens_per_s, pace.left_s
@@ -335,17 +336,21 @@ class _LocalProgress(NamedTuple):
             return self
         return self._replace(began=self.began or (now_s, here), now=(now_s, here))
 
-    def progress(self, file: RunFile) -> tuple[int, _Pace | None]:
-        """The average inner steps of a worker, and the speed once there are two observations."""
+    def progress(self, file: RunFile, share: float) -> tuple[int, _Pace | None]:
+        """The average inner steps of a worker, and the speed of all workers once there are two observations.
+
+        Args: `share` as of `Terminal.follow`.
+        """
         assert self.began is not None and self.now is not None
         (began_s, began), (now_s, now) = self.began, self.now
-        ahead, all_steps = max(0, now.inner_steps - self.first.inner_steps), file.steps_before(file.rounds)
+        ahead = max(0, now.inner_steps - self.first.inner_steps) / share
+        all_steps = file.steps_before(file.rounds)
         steps = min(file.steps_before(self.done) + ahead, all_steps)
-        mean = steps * file.steps // all_steps
-        past_s, trained_steps = now_s - began_s, now.inner_steps - began.inner_steps
+        mean = int(steps * file.steps / all_steps)
+        past_s, trained_steps = now_s - began_s, (now.inner_steps - began.inner_steps) / share
         if past_s <= 0 or trained_steps == 0:
             return mean, None
-        return mean, _Pace((now.tokens - began.tokens) / past_s, (all_steps - steps) * past_s / trained_steps)
+        return mean, _Pace((now.tokens - began.tokens) / share / past_s, (all_steps - steps) * past_s / trained_steps)
 
 
 def _scored(run: FollowedRun, training: Sequence[bool] | None = None) -> list[tuple[int, dict[str, str]]]:

@@ -34,8 +34,9 @@ class Factors(NamedTuple):
 def drawn(matrices: Sequence[Matrix]) -> Tensor:
     """The right factors of all matrices in round 0, the same for every worker."""
     sizes = (one.columns * one.rank for one in matrices)
-    normal = [torch.randn(size, generator=rng.torch_rng(0, "dilocox", k)) for k, size in enumerate(sizes)]
-    return torch.cat([torch.empty(0), *normal])
+    kind = torch.float32
+    normal = [torch.randn(size, dtype=kind, generator=rng.torch_rng(0, "dilocox", k)) for k, size in enumerate(sizes)]
+    return torch.cat([torch.empty(0, dtype=kind), *normal])
 
 
 @lru_cache(maxsize=64)

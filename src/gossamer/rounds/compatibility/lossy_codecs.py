@@ -84,8 +84,13 @@ def lossy_warning(c: Combination) -> str | None:
     return (
         f"codec '{codec.name}' guarantees to keep only {codec.contraction:.1%} of a message (of its square norm), and rule "
         f"'{rule.name}' never sends the remainder; "
-        + ("set rule.error_feedback = {}" if rule.averages else "use 'choco', or a dense codec such as 'int8'")
+        + (_feeding_back(c) if rule.averages else "use 'choco', or a dense codec such as 'int8'")
     )
+
+
+def _feeding_back(c: Combination) -> str:
+    """How to let a rule send what a codec left out."""
+    return "give gossamer.rules.error_feedback(rule)" if c.driver == "library" else "set rule.error_feedback = {}"
 
 
 def _carries_parameters(c: Combination) -> bool:

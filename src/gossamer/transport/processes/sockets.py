@@ -31,7 +31,7 @@ from gossamer.transport.processes.waiting import GRACE_S, RoundTransport, Ticket
 from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.connection import CLOSED, Endpoint, Owner, PeerConnection, finish_together
 from gossamer.transport.sockets.handshake import dial
-from gossamer.transport.sockets.header import LIFE_LIMIT, WATCHER, LetterKind, Limits
+from gossamer.transport.sockets.header import LIFE_LIMIT, WATCHER, LetterKind, Limits, called
 from gossamer.transport.sockets.letter import Letter
 from gossamer.transport.sockets.listener import Arrival, ConnectionLimit, Listener, Refusals
 
@@ -202,7 +202,7 @@ class SocketTransport(RoundTransport[TicketState]):
         channel.close()
         self._refusals.add(
             host,
-            RefusedError("bounds" if same else "other run", f"it calls itself worker {number}, which nobody awaits"),
+            RefusedError("bounds" if same else "other run", f"it calls itself {called(number)}, which nobody awaits"),
         )
 
     def _accepts(self, connection: PeerConnection, letter: Letter, size: int) -> bool:

@@ -28,7 +28,7 @@ from gossamer.transport.keys import SECRET_WORD, Keys
 from gossamer.transport.secret import CODE_BYTES, code
 from gossamer.transport.sockets.addresses import split
 from gossamer.transport.sockets.channel import Channel
-from gossamer.transport.sockets.header import GUESTS, wrong_version
+from gossamer.transport.sockets.header import GUESTS, called, wrong_version
 
 HANDSHAKE_S = 10.0
 """Timeout of a whole handshake."""
@@ -75,12 +75,12 @@ def prove_to_dialler(
         _tell_older(
             channel, code(secret, b"server", *about, of_run) + _OLDER_LETTER.pack(older, WIRE_VERSION), deadline
         )
-        raise wrong_version(f"worker {worker}", _OLDER)
+        raise wrong_version(called(worker), _OLDER)
     about = *about, first
     if not hmac.compare_digest(proof, code(secret, b"worker", *about, of_run)):
         raise RefusedError(
             "secret",
-            f"it calls itself worker {worker} and does not know the secret of this run; give all workers the same",
+            f"it calls itself {called(worker)} and does not know the secret of this run; give all workers the same",
         )
     same = hmac.compare_digest(of_run, code(secret, b"run", *about, _bytes_of(run)))
     _send(channel, code(secret, b"server" if same else b"refusal", *about, of_run), deadline)
@@ -91,7 +91,7 @@ def prove_to_listener(
     channel: Channel, secret: bytes, *, run: int, me: int, older: bytes = b"GOSL", timeout_s: float = HANDSHAKE_S
 ) -> bool | None:
     """The dialling side: whether the other end accepts it as one of its run, None if it hung up before the first
-    message.
+    message, or sent none.
 
     Raises: RefusedError when the other end does not know the secret or speaks another version; PeerError when it hangs up on the
         proof, or is not done within `timeout_s`.
@@ -179,12 +179,18 @@ def dial_any(
                 keys.must_have(channel.certificate, whom)
         accepted = prove_to_listener(channel, secret, run=run, me=me, older=older, timeout_s=patience_s)
         if accepted is None:
-            raise ConnectionError(f"{address} hung up before the handshake")
-    except BaseException:
+            raise ConnectionError(_without_handshake(address))
+    except BaseException as error:
         channel.close()
+        if isinstance(error, TimeoutError):  # no word of TLS from a machine that has let the connection in
+            raise ConnectionError(_without_handshake(address)) from error
         raise
     channel.wait_at_most(timeout_s)
     return channel, accepted
+
+
+def _without_handshake(address: str) -> str:
+    return f"{address} was silent or hung up where the handshake begins"
 
 
 def _tell_older(channel: Channel, data: bytes, deadline: float) -> None:

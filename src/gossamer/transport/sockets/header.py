@@ -33,6 +33,15 @@ WATCHER = (1 << 32) - 2
 GUESTS = (NEWCOMER, WATCHER)
 
 
+def called(number: int) -> str:
+    """A process by the number that it gives in a handshake.
+
+    >>> called(3), called(WATCHER)
+    ('worker 3', 'a watcher or doctor')
+    """
+    return {NEWCOMER: "a newcomer", WATCHER: "a watcher or doctor"}.get(number, f"worker {number}")
+
+
 class LetterKind(IntEnum):
     """The kind of a letter."""
 
