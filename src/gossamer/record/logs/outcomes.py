@@ -77,6 +77,11 @@ class RoundOutcome(NamedTuple):
     unsure: _Slots
     steps: Number
 
+    @property
+    def lost(self) -> frozenset[int]:
+        """The peers whose messages this worker did not count."""
+        return self.missed | self.unsure
+
 
 class Ended(NamedTuple):
     """The regular end of a process."""
