@@ -242,6 +242,17 @@ def looked_at(request: pytest.FixtureRequest) -> set[object]:
     return {call.params.get("name") for call in calls if call}
 
 
+@pytest.fixture(autouse=True)
+def environment() -> Generator[None]:
+    """Verbs that a test calls in this process set variables for what they start; the next test must not have them."""
+    before = dict(os.environ)
+    yield
+    if dict(os.environ) != before:
+        for name in {*os.environ} - {*before}:
+            del os.environ[name]
+        os.environ.update(before)
+
+
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> "Generator[S3]":
     """An object store on this machine that runs reach as s3://bucket."""
