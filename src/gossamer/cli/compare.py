@@ -74,7 +74,7 @@ def command(
         from gossamer.report.page.page import write_report
         from gossamer.report.results import PointResult
         from gossamer.report.table import has_diverged
-        from gossamer.run.config.experiment_file import figure, points
+        from gossamer.run.config.experiment_file import figure, overruled_settings, points
 
         jobs = runs_at_a_time(jobs)
         asked = figure(document)
@@ -82,6 +82,8 @@ def command(
         folders = folders_of(runs, out, resume=earlier.resume)
         if asked is not None:
             check_figure(runs, asked)
+        if sentence := overruled_settings(document, scale=scale):
+            log.warning("%s", sentence)
         doubts = check_experiment(run.config for run in runs)
         ended = trained(runs, folders, out, jobs=jobs, earlier=earlier, output=output)
         page, options = out / "report.html", {"--out": out, "--seeds": seeds, "--scale": scale}

@@ -120,6 +120,18 @@ def test_the_loss_of_a_run_that_diverged_is_not_that_of_a_validation_before_it(t
     assert {(one.method, one.seed) for one in after} == {(one.method, one.seed) for one in before}, "of other seeds too"
 
 
+def test_a_comparison_names_the_learning_rate_that_a_method_puts_in_the_place_of_that_of_the_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = {"workers": 2, "run__steps": 1, "run__local_steps": 1, "model__layers": 1, "inner__lr": 0.004}
+    rows = [{"method": "demo"}, {"method": "distro", "inner.lr": 0.004}, {"method": "diloco"}]
+    (tmp_path / "three.toml").write_text(tomli_w.dumps(document(**sizes, variant=rows)))
+    assert main(["compare", str(tmp_path / "three.toml"), "--out", str(tmp_path / "out")]) == 0
+    (sentence,) = (one.getMessage() for one in caplog.records if "of its method" in one.getMessage())
+    assert sentence.startswith("variant 'demo' has inner.lr = 0.0004 of its method, and not 0.004 of the file;")
+    assert "distro" not in sentence
+
+
 @pytest.mark.usefixtures("forks")
 def test_two_processes_train_one_run_after_the_other_with_the_losses_of_one_process(tmp_path: Path) -> None:
     runs = points(document(workers=2, run__steps=2, model__layers=1), seeds=range(5))

@@ -15,7 +15,7 @@ from gossamer.errors import ConfigError, choose
 from gossamer.report.figures import Figure, swept
 from gossamer.report.results import PointResult
 from gossamer.run.config.document import EXPERIMENT, flat, load_document, with_settings
-from gossamer.run.config.recipes import recipes
+from gossamer.run.config.recipes import recipe, recipes
 from gossamer.run.config.run_file import RunConfig, parse
 from gossamer.settings.fields import Words
 from gossamer.settings.options import Count, Decay, Positive, Share
@@ -188,6 +188,29 @@ def base_and_variants(document: Mapping[str, Any], *, scale: str = "") -> tuple[
         settings |= flat(_scales(row, "variant.").get(scale, {}))
         variants.append(Variant(str(row.get("label", row.get("method", base.get("name", "run")))), settings, row))
     return base, variants
+
+
+def overruled_settings(document: Mapping[str, Any], *, scale: str = "") -> str:
+    """A sentence about numbers in `[inner]` that the methods of variants replace by their own; empty without such.
+
+    >>> print(overruled_settings({"inner": {"lr": 2e-3}, "variant": [{"method": "demo"}, {"method": "diloco"}]}))
+    variant 'demo' has inner.lr = 0.0004 of its method, and not 0.002 of the file; set it in the variant to change that
+    """
+    base, variants = base_and_variants(document, scale=scale)
+    common = flat({"inner": base.get("inner", {})})
+    replaced = [
+        f"variant '{one.label}' has {key} = {value} of its method, and not {common[key]} of the file"
+        for one in variants
+        if "method" in one.settings
+        for key, value in recipe(one.settings["method"]).settings.items()
+        if isinstance(value, float) and common.get(key, value) != value and key not in one.settings
+    ]
+    more = f"; and so for {len(replaced) - _NAMED} more" if len(replaced) > _NAMED else ""
+    return f"{'; '.join(replaced[:_NAMED])}{more}; set it in the variant to change that" if replaced else ""
+
+
+_NAMED = 3
+"""The most settings that are named."""
 
 
 def figure(document: Mapping[str, Any]) -> Figure | None:
