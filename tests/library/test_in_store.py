@@ -1,10 +1,12 @@
 """Training loops of users in a store that outlives all their processes, which are killed, stopped and started again."""
 
 import base64
+import copy
 import gc
 import hashlib
 import json
 import os
+import pickle
 import signal
 import threading
 import time
@@ -307,6 +309,18 @@ def test_buffers_and_parameters_of_several_dtypes_are_part_of_the_state(tmp_path
     model.get_buffer("1.running_mean").add_(1)
     output = refusal(lambda: gossamer.Outer(model, "diloco", store=tmp_path / "b", workers=1, local_steps=1))
     assert "frozen parameters and buffers (rest='compare') is" in output, output
+
+
+@pytest.mark.parametrize("act", [copy.deepcopy, pickle.dumps], ids=["copied", "pickled"])
+def test_a_loop_with_connections_is_neither_copied_nor_pickled(tmp_path: Path, act: Callable[[Any], Any]) -> None:
+    with (
+        loop_in(tmp_path) as outer,
+        pytest.raises(ConfigError, match=r"connections exist once; .* outer\.state_dict\(\)"),
+    ):
+        act({"outer": outer})
+    model = model_of(0)
+    model, outer = copy.deepcopy((model, gossamer.Outer(model, "diloco", local_steps=1)))
+    assert outer.step() and outer.model is model, "one process alone may be copied with its model"
 
 
 @pytest.mark.parametrize(

@@ -407,3 +407,13 @@ def test_a_worker_that_was_alone_is_on_no_network_of_others(tmp_path: Path) -> N
     networks = {"two": Network(uplink_bps=(8e6, 8e6), downlink_bps=8e6, step_s=1)}
     alone, pair = summary_rows({"alone": tmp_path / "alone", "pair": make_run(tmp_path / "pair")}, networks)
     assert alone["wall_s"] == {} and list(pair["wall_s"]) == ["two"]
+
+
+def test_a_run_has_as_many_rounds_as_its_last_validation_ends(tmp_path: Path) -> None:
+    lines = [
+        {"kind": "train", "round": 4, "worker": 0, "step": 12, "loss": 2.0, "lr": 0.1, "tokens": 768},
+        {"kind": "validation", "round": 5, "worker": 0, "step": 12, "tokens": 768, "loss": 2.0},
+    ]
+    (tmp_path / "metrics-000.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (row,) = summary_rows({"without waiting": tmp_path}, None)
+    assert (row["round"], row["rounds"]) == (6, 6), "its last steps began in the round before"

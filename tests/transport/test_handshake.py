@@ -114,6 +114,17 @@ def test_a_server_of_version_2_reads_the_version_of_the_worker_that_refuses_it()
             side.result()
 
 
+def test_another_program_at_the_port_is_not_taken_for_an_older_gossamer():
+    ours, theirs = socket.socketpair()
+    with Channel(ours, 5) as channel, theirs:
+        theirs.sendall(b"SSH-2.0-OpenSSH_9.2p1 Debian-2+deb12u3\r\n")
+        theirs.shutdown(socket.SHUT_WR)
+        with pytest.raises(
+            RefusedError, match=r"it began with b'SSH-2\.0-OpenSSH_', .* another program, such as an SSH server"
+        ):
+            prove_to_listener(channel, b"s", run=7, me=3, timeout_s=5)
+
+
 def test_the_oldest_of_too_many_connections_of_a_peer_gives_way_to_a_new_one():
     def gone(sock: socket.socket) -> bool:
         sock.setblocking(False)

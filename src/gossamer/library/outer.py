@@ -881,6 +881,15 @@ class Outer(Generic[M]):
             self._peers.publish("left", [self.rounds, self.steps])
             self._left = True
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses copies and pickles of what has connections; one process alone may be copied with its model."""
+        if self.n == self._lane.shards == 1 and self._store is None:
+            return super().__reduce_ex__(protocol)
+        raise ConfigError(
+            f"{self} was copied or pickled, and its connections exist once; copy or save outer.state_dict() beside "
+            "model.state_dict(), and load both where another Outer is made"
+        )
+
     def __enter__(self) -> "Outer[M]":
         return self
 

@@ -202,6 +202,22 @@ def test_a_finished_run_that_gets_more_steps_says_where_its_learning_rate_goes(
     assert "the learning rate goes on at" in caplog.text and "as inner.schedule" not in caplog.text
 
 
+def test_a_run_that_gets_more_steps_says_where_the_cosine_of_its_outer_learning_rate_continues(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ends = {"shape": "cosine", "to": 0.1}
+    settings = {"inner__schedule": "constant", "inner__warmup_steps": 0, "rule__momentum": {**ends, "steps": 4}}
+    simulate(single(run__steps=4, rule__lr=ends, **settings), tmp_path)
+    simulate(single(run__steps=8, rule__lr=ends, **settings), tmp_path, resume=True)
+    sentence = (
+        "the cosine of rule.lr, which ends with the run, continues at 50% of it, where it would have been at 100%"
+    )
+    assert sentence in caplog.text and "cosine of rule.momentum" not in caplog.text, "its steps are its own"
+    caplog.clear()
+    simulate(single(run__steps=12, rule__lr=0.5, **settings), tmp_path, resume=True)
+    assert "settings change" in caplog.text and "the cosine of" not in caplog.text, "it was given"
+
+
 def test_keys_that_may_not_change_are_refused_with_those_that_may(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -111,7 +111,8 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network] | None) 
         followed,
         list(evals.values()),
         newest_evaluation(metrics, branches),
-        1 + max((line["round"] for line in metrics if line["kind"] == "train"), default=-1),
+        # A worker that waits for no other may train its last steps in an earlier round than the one that it ends.
+        1 + max((line["round"] for line in metrics if line["kind"] in ("train", "validation", "eval")), default=-1),
         None,
         {},
         config,

@@ -16,6 +16,7 @@ from gossamer.optimizers.inner import lr_scale
 from gossamer.record.lineage import Branch, Lineage, described, read_branches, write_branches
 from gossamer.run.config.resolve import CHANGEABLE, differences, may_change, settings_in
 from gossamer.run.config.resolved import RunSettings
+from gossamer.settings import over_time
 
 log = logging.getLogger("gossamer")
 
@@ -51,7 +52,7 @@ class History(NamedTuple):
         known = kept and (kept[-1]["digest"], kept[-1]["changes"]) == (self.before.digest, changes)
         if changes and not known:  # another worker may have written it into the same folder
             kept.append({"round": round, "digest": self.before.digest, "changes": changes})
-            log.warning("settings change %s%s", described(kept[-1]), self._lr_change(round))
+            log.warning("settings change %s%s", described(kept[-1]), self._lr_change(round) + self._shape_change(round))
         if kept != self.branches:
             write_branches(folder, kept)
         return self.run.lineage._replace(earlier=_earlier(kept))
@@ -65,6 +66,21 @@ class History(NamedTuple):
         stretched = "run.steps" in self.changes and not any(key.startswith("inner.") for key in self.changes)
         why = f", as inner.schedule '{self.run.inner.schedule}' ends with the run" if stretched else ""
         return f"; the learning rate goes on at {now:.3g}, where it would have been {was:.3g}{why}"
+
+    def _shape_change(self, round: int) -> str:
+        """The change of the place in each cosine of the method that another number of steps moves, in words; empty if none."""
+        step = self.run.timetable.begin(round)
+        was, now = (min(1.0, step / one.loop.steps) for one in (self.before, self.run))
+        moved = [
+            key
+            for key, value in self.run.decisive.items()
+            if over_time.changes(value) and value.get("shape") == "cosine" and "steps" not in value
+        ]
+        return "".join(
+            f"; the cosine of {key}, which ends with the run, continues at {now:.0%} of it, where it would have been at {was:.0%}"
+            for key in moved
+            if was != now and key not in self.changes
+        )
 
 
 def resumed(run: RunSettings, folder: Path, resume: Resume) -> History | None:

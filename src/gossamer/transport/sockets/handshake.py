@@ -112,11 +112,18 @@ def prove_to_listener(
     of_run = code(secret, b"run", *about, _bytes_of(run))
     proof = _PROOF.pack(me, ours, of_run, code(secret, b"worker", *about, of_run))
     if magic != _MAGIC:
+        answer = b""
         with contextlib.suppress(PeerError):
             _send(channel, proof, deadline)
-            _receive(channel, CODE_BYTES, deadline)
+            answer = _receive(channel, CODE_BYTES, deadline)
+        if hmac.compare_digest(answer, code(secret, b"server", *about, of_run)):
             _tell_older(channel, _OLDER_LETTER.pack(older, WIRE_VERSION), deadline)
-        raise wrong_version("it", _OLDER)
+            raise wrong_version("it", _OLDER)
+        raise RefusedError(
+            "version",
+            f"it began with {theirs[:16]!r}, and gossamer begins with {_MAGIC!r}; if another program, such as an SSH server, "
+            "listens at that port, give the port of the run, else install the same gossamer version on all machines",
+        )
     _send(channel, _OURS + proof, deadline)
     answer = _receive(channel, CODE_BYTES, deadline)
     for kind in (b"server", b"refusal"):
