@@ -154,7 +154,7 @@ def lane_of_launcher(timeout_s: float) -> Lane:
     return Lane(everyone, (member.rank,), member.rank, joint=store, address=address)
 
 
-def lane_of_site(site: tuple[int, int], mesh: "DeviceMesh | None", timeout_s: float, keys: Keys | None = None) -> Lane:
+def lane_of_site(site: tuple[int, int], mesh: "DeviceMesh | None", timeout_s: float, keys: Keys | None) -> Lane:
     """The lane of this process in its own world, which is one site of several; it is still to join the others.
 
     Raises: ConfigError for a mesh that leaves processes of the world out; PeerError when its processes disagree.
