@@ -219,9 +219,8 @@ class ServerAttendance(SlotHolder[ServerWork]):
         """Adds an event that is due, whichever process adds it; returns whether there was one."""
         now = self._looked_s
         for slot, life in self.lives.items():
-            gone = self.seen.lives.get(slot, -1) > life or (
-                slot in self.seen.lives and not self.seen.is_held(slot, now, self.terms.timeout_s)
-            )
+            silent = slot in self.seen.lives and not self.seen.is_held(slot, now, self.terms.timeout_s)
+            gone = silent or self.seen.lives.get(slot, -1) > life
             if gone and slot != self.slot and self._work.core.is_present(slot):
                 yield from self._add("leave", slot, life)
                 return True
@@ -342,10 +341,10 @@ class ServerAttendance(SlotHolder[ServerWork]):
             if item is None:
                 continue
             clock = loaded(_clock_in, after, item)
-            failed = (
-                clock if isinstance(clock, CheckpointError) else (yield Do(partial(loaded, self._work.load, item.body)))
-            )
-            if isinstance(clock, CheckpointError) or failed is not None:
+            if isinstance(clock, CheckpointError):
+                self._pass_over(name, clock)
+                continue
+            if (failed := (yield Do(partial(loaded, self._work.load, item.body)))) is not None:
                 self._pass_over(name, failed)
                 continue
             self.lives, self._last_s = clock
