@@ -336,18 +336,9 @@ class SlotHolder(Generic[P]):
     Args:
         nonce: a random number by which it recognises its own claim of a slot.
         clock: seconds that never go back.
-        wall: Unix time.
     """
 
-    def __init__(
-        self,
-        terms: StoreTerms,
-        work: P,
-        nonce: str,
-        clock: Callable[[], float],
-        wall: Callable[[], float] = time.time,
-    ) -> None:
-        self._wall = wall
+    def __init__(self, terms: StoreTerms, work: P, nonce: str, clock: Callable[[], float]) -> None:
         self.terms, self._work, self._nonce, self._clock = terms, work, nonce, clock
         self.seen = Sightings(terms.workers)
         self.slot = self.life = -1
@@ -605,15 +596,8 @@ class _OpenRound:
 class Attendance(SlotHolder[StoreWorker]):
     """One worker of a run in rounds whose state lies in a store; see `SlotHolder`."""
 
-    def __init__(
-        self,
-        terms: StoreTerms,
-        work: StoreWorker,
-        nonce: str,
-        clock: Callable[[], float],
-        wall: Callable[[], float] = time.time,
-    ) -> None:
-        super().__init__(terms, work, nonce, clock, wall)
+    def __init__(self, terms: StoreTerms, work: StoreWorker, nonce: str, clock: Callable[[], float]) -> None:
+        super().__init__(terms, work, nonce, clock)
         self.commits: dict[int, Commit] = {}
         """The commits that it has read, by round."""
         self._begun: Basis | None = None
@@ -919,7 +903,7 @@ class Attendance(SlotHolder[StoreWorker]):
             "steps": steps,
             "mean": sha256,
             "closer": [self.slot, self.life],
-            "time_s": round(self._wall(), 3),
+            "time_s": round(time.time(), 3),
             "payload_bytes": payload_bytes | ({"mean": len(mean)} if sha256 else {}),
         }
         if sha256:

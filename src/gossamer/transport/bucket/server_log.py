@@ -117,15 +117,8 @@ class ServerWork(StoreProcess, Protocol):
 class ServerAttendance(SlotHolder[ServerWork]):
     """One process in a run with a server that lies in a store; see `SlotHolder`. `round` is the number of the next event."""
 
-    def __init__(
-        self,
-        terms: StoreTerms,
-        work: ServerWork,
-        nonce: str,
-        clock: Callable[[], float],
-        wall: Callable[[], float] = time.time,
-    ) -> None:
-        super().__init__(terms, work, nonce, clock, wall)
+    def __init__(self, terms: StoreTerms, work: ServerWork, nonce: str, clock: Callable[[], float]) -> None:
+        super().__init__(terms, work, nonce, clock)
         self.lives: dict[int, int] = {}
         """The life of each slot that joined last."""
         self._last_s, self._early_s, self._last_rounds = 0.0, -clock(), 0
@@ -265,7 +258,7 @@ class ServerAttendance(SlotHolder[ServerWork]):
             "steps": steps,
             "mean": "",
             "closer": [self.slot, self.life],
-            "time_s": round(self._wall(), 3),
+            "time_s": round(time.time(), 3),
             "payload_bytes": {str(worker): size},
         }
         if (yield from self._create(commit_name(self.round), head)):
