@@ -744,9 +744,8 @@ class Outer(Generic[M]):
         tensors = self._outer_state()
         if isinstance(state, Mapping):
             layouts = layouts_with_wrappers(self.model, self.layout)
-            require_matching_state(
-                state, self._is_of, [describe_model(one, self.x.dtype, self._flat.words) for one in layouts]
-            )
+            models = [describe_model(one, self.x.dtype, self._flat.words) for one in layouts]
+            require_matching_state(state, self._is_of, models)
         try:
             rounds, steps, saved = state["rounds"], state["steps"], list(state["outer"])
             self._must_be_place(rounds, steps)
