@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from generators.gains import MARGIN
-from gossamer.report.paired import effect, holm, p_text, trend
+from gossamer.report.paired import effect, holm, p_value_text, trend
 
 _LEVEL = 0.05
 _ALIKE = 0.5
@@ -123,7 +123,7 @@ def _verdict(fulfilled: Sequence[bool], refuted: Sequence[bool]) -> str:
 
 
 def _is(p: float | None) -> str:
-    said = p_text(p)
+    said = p_value_text(p)
     return said if said.startswith("<") else f"= {said}"
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from drifted_rounds import play
 from gossamer.cli.gossip_table import gossip_table
 from gossamer.errors import ConfigError
-from gossamer.rounds.recursion import of_rule
+from gossamer.rounds.recursion import rule_recursion
 from gossamer.rounds.schedule import Schedule
 from gossamer.rounds.stability import (
     best_alpha,
@@ -349,7 +349,7 @@ def test_with_a_merge_the_recursion_is_what_a_run_does_after_one_drift(rule: Rul
     start = [torch.zeros(1, dtype=torch.float64)] * 6
     xs, _ = play(rule, topology, start, rounds, lambda i, t, x: drifts[i] * (t == 0), schedule=schedule, steps=2)
     assert isinstance(schedule.merge, float)
-    own, pulled, sent, _ = of_rule(rule, schedule.merge)
+    own, pulled, sent, _ = rule_recursion(rule, schedule.merge)
     state = np.kron(np.eye(len(sent))[0], torch.cat(drifts).numpy())
     for t in range(rounds):
         mixed = matrix(topology.mixing(t)) - np.eye(6)

@@ -76,9 +76,8 @@ def meaning(results: "Sequence[PointResult]") -> str:
             f"{lowest} and also takes the least time where one uplink of eight is slow ({seconds_text(times_s[best])})."
         )
     else:
-        near = min(
-            (method for method in times_s if times_s[method] == times_s[fastest]), key=lambda method: losses[method]
-        )
+        as_fast = [method for method, spent_s in times_s.items() if spent_s == times_s[fastest]]
+        near = min(as_fast, key=lambda method: losses[method])
         sentence = (
             f"{lowest}, but where one uplink of eight is slow everybody in it waits for that worker: it takes "
             f"{seconds_text(times_s[best])}, and {near} {seconds_text(times_s[near])}, with a loss of {losses[near]:.3f}."

@@ -111,7 +111,8 @@ def _findings(file: Path | None, join: str | None, listen: str | None) -> Iterat
             yield from _room(config, 1)
             return
         yield _key(config, keys)
-        yield from _room(config, _workers_here(config, keys))
+        workers = 1 if keys is None else sum(number < config.workers for number in keys.numbers(keys.certificate))
+        yield from _room(config, workers)
     if peer is not None:
         yield from _way(*peer, towards_peer, keys)
     else:
@@ -209,10 +210,6 @@ def _key(config: "RunConfig", keys: "Keys | None") -> _Finding:
     )
 
 
-def _workers_here(config: "RunConfig", keys: "Keys | None") -> int:
-    return 1 if keys is None else sum(number < config.workers for number in keys.numbers(keys.certificate))
-
-
 def _room(config: "RunConfig", workers: int) -> Iterator[_Finding]:
     """Whether memory and disk hold so many workers."""
     from gossamer.run.planning.check import examine_run
@@ -227,9 +224,8 @@ def _room(config: "RunConfig", workers: int) -> Iterator[_Finding]:
     needed, free = each * workers, _free_memory_bytes()
     words = f"{_gigabytes(needed)} for {workers} worker{'s' * (workers > 1)}, without activations"
     if free is not None:
-        state, remedy = (
-            ("ok", "") if needed <= free else ("fault", "give this machine fewer workers, or a smaller model")
-        )
+        remedy = "" if needed <= free else "give this machine fewer workers, or a smaller model"
+        state = "fault" if remedy else "ok"
         yield _Finding("memory", state, f"{_gigabytes(free)} are free, and the run needs {words}", remedy)
     place = next(path for path in (Path("runs"), Path.cwd()) if path.is_dir())
     disk, kept = shutil.disk_usage(place).free, _DISK_CHECKPOINTS * needed

@@ -45,12 +45,11 @@ def command(
         require_private_key(path)
     keys = [(name or path.stem, path, certificate_of(path)) for path in paths]
     if json:
-        shown = [
-            (named, path, certificate_fingerprint(raw), base64.b64encode(raw).decode()) for named, path, raw in keys
-        ]
-        print_json(
-            {"keys": [dict(zip(("name", "file", "fingerprint", "certificate"), one, strict=True)) for one in shown]}
-        )
+        shown = list[dict[str, object]]()
+        for named, path, raw in keys:
+            certificate = {"fingerprint": certificate_fingerprint(raw), "certificate": base64.b64encode(raw).decode()}
+            shown.append({"name": named, "file": path, **certificate})
+        print_json({"keys": shown})
         return
     for named, path, raw in keys:
         echo(f"# the key is in {path}, and stays there; {certificate_fingerprint(raw)}")

@@ -22,9 +22,8 @@ def command(kind: str | None = None, /, *, json: Json = False) -> None:
         raise ConfigError(choose("list", kind, every) + "; correct the name, or leave it out")
     asked = every if kind is None else {kind: every[kind]}
     if json:
-        print_json(
-            {title: [dict(zip(_COLUMNS[title], row, strict=True)) for row in rows] for title, rows in asked.items()}
-        )
+        named = {title: [dict(zip(_COLUMNS[title], row, strict=True)) for row in rows] for title, rows in asked.items()}
+        print_json(named)
         return
     for title, rows in asked.items():
         headings = [name.replace("_", " ").replace("what", "what it does") for name in _COLUMNS[title]]

@@ -330,13 +330,14 @@ def _facts(
     """A plan as JSON."""
 
     def of(candidate: "Candidate") -> dict[str, Any]:
-        expected = {"loss": choice.loss(candidate), "above_choice": choice.above_best(candidate)}
-        read = {
+        return {
+            **candidate._asdict(),
             "hours": choice.hours_of(candidate),
             "tokens": choice.tokens_of(candidate),
             "whole_round": choice.whole_round(candidate),
+            "loss": choice.loss(candidate),
+            "above_choice": choice.above_best(candidate),
         }
-        return {**candidate._asdict(), **read, **expected}
 
     return {
         "parameters": made.parameters,
@@ -351,14 +352,7 @@ def _facts(
         "outside": choice.scale.outside,
         "unpriced": priced.unpriced,
         "run_file": options.out,
-        "stages": None
-        if cut is None
-        else {
-            "replica_bytes": cut.replica_bytes,
-            "chosen": cut.chosen,
-            "tried": cut.tried,
-            "refused": cut.refused,
-        },
+        "stages": cut and {key: getattr(cut, key) for key in ("replica_bytes", "chosen", "tried", "refused")},
     }
 
 
@@ -464,16 +458,10 @@ def _print_cut(cut: "StagePlan") -> None:
         f"a replica takes {cut.replica_bytes / 1e9:.4g} GB without activations; in {chosen.stages} stages, cut before the layers "
         f"{', '.join(map(str, chosen.cuts))}, a process takes {chosen.stage_bytes / 1e9:.4g} GB at most"
     )
-    rows = [
-        (
-            f"{one.forward}, {one.backward} back",
-            str(one.micro_batches),
-            digits_text(one.step_s),
-            f"{one.unhindered:.1%}",
-            f"{one.computing:.1%}",
-        )
-        for one in cut.tried
-    ]
+    rows = list[tuple[str, ...]]()
+    for one in cut.tried:
+        speed = digits_text(one.step_s), f"{one.unhindered:.1%}", f"{one.computing:.1%}"
+        rows.append((f"{one.forward}, {one.backward} back", str(one.micro_batches), *speed))
     headings = ("boundary codec", "micro-batches", "s/step", "speed left", "computing")
     print_table(headings, rows, bold=cut.tried.index(chosen))
     for name, why in cut.refused.items():

@@ -59,9 +59,8 @@ def again(film: "Film", record: Path) -> None:
         made = [*filmed(film.head["seed"], film.actions)]
     repeated = Film(made[0][0], [frame for _, frame in made])
     write_film(record, repeated)
-    differs = next(
-        (one["round"] for one, other in zip(repeated.frames, film.frames, strict=True) if one != other), None
-    )
+    frames = zip(repeated.frames, film.frames, strict=True)
+    differs = next((one["round"] for one, other in frames if one != other), None)
     same = "the same to the last digit" if differs is None else f"other from round {differs} on"
     echo(f"film: {record}, {len(made)} rounds, {same} as in the film that was given")
 

@@ -49,9 +49,7 @@ def command(
     from gossamer.run.config.resolve import resolve
 
     with output.silenced(), resume_hint(folder), output.watching(folder):
-        parts = parts_to_train(
-            config, folder, resumed, allowed=allow_code, recorded=replay, of_folder=of_folder, speaks=True
-        )
+        parts = parts_to_train(config, folder, resumed, allowed=allow_code, recorded=replay, of_folder=of_folder)
         if replay is None and not resumed:
             _say_what_it_is_not(file)
         with output.showing() as terminal:

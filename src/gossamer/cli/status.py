@@ -36,11 +36,8 @@ def command(run: Annotated[str, Parameter(name="RUN")], /, *, peers: Path | None
 def _print_store(status: "StoreStatus") -> None:
     from gossamer.cli.tables import print_table
 
-    did, of = (
-        ("the last event was added", "the server after event")
-        if status.server
-        else ("the last was closed", "a worker after round")
-    )
+    did = "the last event was added" if status.server else "the last was closed"
+    of = "the server after event" if status.server else "a worker after round"
     last = "" if status.closed_by is None else f"; {did} by worker {status.closed_by}, {_by_its_clock(status.age_s)}"
     of_all = "" if status.rounds is None else f" of {status.rounds}"
     echo(f"{status.store}: {status.round}{of_all} rounds are closed{last}")
@@ -49,17 +46,8 @@ def _print_store(status: "StoreStatus") -> None:
         [str(one.worker), one.standing, str(one.lives), str(one.steps), "yes" if one.counted else "no"]
         for one in status.workers
     ]
-    print_table(
-        [
-            "worker",
-            "slot",
-            "processes so far",
-            "inner steps",
-            "in the last event" if status.server else "in the last round",
-        ],
-        rows,
-        text=2,
-    )
+    counted = "in the last event" if status.server else "in the last round"
+    print_table(["worker", "slot", "processes so far", "inner steps", counted], rows, text=2)
 
 
 _SPARE = ("other", "round s", "transfer", "compute", "unsure", "declined", "missed", "waiting", "waits for")

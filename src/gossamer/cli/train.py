@@ -149,9 +149,8 @@ class _WayIn(NamedTuple):
 
     def must_start_all_to_restart(self) -> None:
         """Raises ConfigError for restarts by one that starts some of the processes at most."""
-        if self.restarts < 0 or (
-            self.restarts and (self.local is None or self.among is not None or self.served.listen is not None)
-        ):
+        starts_some = self.local is None or self.among is not None or self.served.listen is not None
+        if self.restarts < 0 or (self.restarts and starts_some):
             raise ConfigError(
                 f"--restarts is {self.restarts}, and only who has started all processes can start them again; give it with "
                 "--local N and without --rank and --listen"
@@ -410,13 +409,8 @@ def _meet(
     must_be_elastic()
     config, folder, _ = run_and_folder(file, changes.overrides, out, Path(AUTO))
     pipeline = config.pipeline
-    fixed = {
-        "pipeline.cuts": pipeline.cuts,
-        "pipeline.speeds": pipeline.speeds,
-        "pipeline.workers": pipeline.workers,
-        "pipeline.lost": pipeline.lost,
-    }
-    if (named := [key for key, value in fixed.items() if value]) or pipeline.stages < FEWEST:
+    named = [f"pipeline.{key}" for key in ("cuts", "speeds", "workers", "lost") if getattr(pipeline, key)]
+    if named or pipeline.stages < FEWEST:
         lack = f"{' and '.join(named)} are set" if named else f"pipeline.stages is {pipeline.stages}"
         raise ConfigError(
             f"--stages auto lays the layers of all workers over the processes that are there, and {lack}; leave these out, and "
@@ -606,9 +600,9 @@ def _start_participants(run: "ResolvedRun", folder: Path, n: int, words: list[st
     lost: dict[int, int] = {}
 
     def recorded() -> HowFar:
-        return (
-            far_in_rounds(read_outcomes(folder), run.rounds) if run.loop.elastic else far_in_phases(read_order(folder))
-        )
+        if run.loop.elastic:
+            return far_in_rounds(read_outcomes(folder), run.rounds)
+        return far_in_phases(read_order(folder))
 
     def fell(worker: int, code: int, left: str) -> None:
         far = recorded()

@@ -131,10 +131,9 @@ def closer_hash(arrays: Sequence[NDArray[Any]]) -> str:
     for array in arrays:
         count = _SAMPLE_BYTES // array.itemsize
         last = max(0, len(array) - count)
-        few = len(array) <= _CLOSER_SAMPLES * count
-        starts = (
-            range(0, len(array), count) if few else [last * k // (_CLOSER_SAMPLES - 1) for k in range(_CLOSER_SAMPLES)]
-        )
+        starts = [last * k // (_CLOSER_SAMPLES - 1) for k in range(_CLOSER_SAMPLES)]
+        if len(array) <= _CLOSER_SAMPLES * count:
+            starts = [*range(0, len(array), count)]
         digest.update(f"{array.dtype.str} {len(array)} ".encode())
         for start in starts:
             digest.update(array[start : start + count].tobytes())

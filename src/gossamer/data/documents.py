@@ -135,9 +135,8 @@ def _opened_parquet(path: Path, text_field: str) -> Iterator[Any]:
         with ParquetFile(path) as file:
             names, leaves = file.schema_arrow.names, [file.schema.column(k) for k in range(len(file.schema))]
             if text_field not in [*names, *(leaf.path for leaf in leaves)]:
-                texts = [
-                    leaf.path for leaf in leaves if leaf.logical_type.type == "STRING" and not leaf.max_repetition_level
-                ]
+                strings = [leaf for leaf in leaves if leaf.logical_type.type == "STRING"]
+                texts = [leaf.path for leaf in strings if not leaf.max_repetition_level]
                 raise DataError(_no_field(f"'{path}'", text_field, names, texts))
             yield file
     except (ArrowException, OSError, OverflowError, UnicodeDecodeError) as error:  # the last two from a value of a row
@@ -321,9 +320,8 @@ def _modules_in(root: str) -> tuple[Path, ...]:
     }
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in left_out]
-        modules += [
-            Path(folder, name) for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")
-        ]
+        sources = (name for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata"))
+        modules += [Path(folder, name) for name in sources]
     return tuple(sorted(modules, key=Path.as_posix))
 
 

@@ -234,9 +234,8 @@ class _Packed:
             except Exception as error:  # file systems and formats behind datasets each raise their own
                 now_s, first = time.monotonic(), give_up_s == math.inf
                 if first:
-                    give_up_s = now_s + min(
-                        self._patience_s, FIRST_PAUSE_S if isinstance(error, _LASTING) else math.inf
-                    )
+                    most_s = FIRST_PAUSE_S if isinstance(error, _LASTING) else math.inf
+                    give_up_s = now_s + min(self._patience_s, most_s)
                 if now_s + pause_s > give_up_s:
                     raise DataError(
                         f"the stream '{self._config.source}' broke off ({first_line(error)}); resume from the last checkpoint "

@@ -114,7 +114,7 @@ def _pieces(documents: Iterable[tuple[int, Document]], max_bytes: int | None) ->
             return
 
 
-class _Written(NamedTuple):
+class _Tokenised(NamedTuple):
     """What was tokenised."""
 
     ends: list[int]
@@ -126,7 +126,7 @@ class _Written(NamedTuple):
 
 def _tokenise(
     config: DataConfig, tokenizer: Tokenizer, sources: Sequence[SourceFiles], train: BinaryIO, val: BinaryIO
-) -> _Written:
+) -> _Tokenised:
     """Writes the tokens of all files. Raises: DataError for a file; OSError only where tokens cannot be written."""
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     before, after = (np.array(ids, dtype).tobytes() for ids in (tokenizer.before, tokenizer.after))
@@ -153,7 +153,7 @@ def _tokenise(
             digest.update(b"v" if kept else b"t")
             digest.update(tokens)
     counts = [(files, size, count, tokens) for files, size, count, tokens in read]
-    return _Written([*itertools.accumulate(lengths)], counts, digest.hexdigest())
+    return _Tokenised([*itertools.accumulate(lengths)], counts, digest.hexdigest())
 
 
 def _load_tokens(config: DataConfig, tokenizer: Tokenizer) -> Tokens:
@@ -168,7 +168,7 @@ def _load_tokens(config: DataConfig, tokenizer: Tokenizer) -> Tokens:
     return _tokens(sources, np.frombuffer(train.getbuffer(), dtype), np.frombuffer(val.getbuffer(), dtype), written)
 
 
-def _tokens(sources: Sequence[SourceFiles], train: NDArray[Any], val: NDArray[Any], written: _Written) -> Tokens:
+def _tokens(sources: Sequence[SourceFiles], train: NDArray[Any], val: NDArray[Any], written: _Tokenised) -> Tokens:
     lengths = [stop - start for start, stop in itertools.pairwise((0, *written.ends))]
     read = tuple(
         SourceRead(source.source, *counts, source.left_out, length)
@@ -245,7 +245,7 @@ def _cached_tokens(config: DataConfig, tokenizer: Tokenizer, sources: Sequence[S
         if len(ends) != len(sources) or [0, *ends] != sorted([0, *ends]) or ends[-1] != len(train):
             raise ValueError(f"its sources end at {ends} of {len(train)} tokens")
         read = [(int(a), int(b), int(c), int(d)) for a, b, c, d in manifest["read"]]
-        return _tokens(sources, train, val, _Written(ends, read, str(manifest["fingerprint"])))
+        return _tokens(sources, train, val, _Tokenised(ends, read, str(manifest["fingerprint"])))
     except (ArithmeticError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(
             f"the token cache '{folder}' is damaged ({error!r:.200}); remove that folder, and it will be written again"
@@ -413,9 +413,8 @@ class FileCorpus:
             raise DataError(
                 f"the text of data.source {self._config.source!r} has 0 bytes; give files that are not empty"
             )
-        shard, worker = min(
-            (high - low, worker) for worker in range(self._workers) for low, high in [self._shard(worker)]
-        )
+        shards = [self._shard(worker) for worker in range(self._workers)]
+        shard, worker = min((high - low, worker) for worker, (low, high) in enumerate(shards))
         if isinstance(self._config.shards, tuple) and shard < self._window:
             source = self._config.sources[self._config.shards[worker]]
             raise DataError(
@@ -465,9 +464,8 @@ class FileCorpus:
     def _drawn_places(self, worker: int) -> NDArray[np.int64]:
         """The starts of a worker's repeated windows."""
         low, high = self._shard(worker)
-        return numpy_rng(self._seed, worker, "windows").integers(
-            low, high - self._window + 1, size=self._config.windows
-        )
+        draws = numpy_rng(self._seed, worker, "windows")
+        return draws.integers(low, high - self._window + 1, size=self._config.windows)
 
     def _drawn_order(self, worker: int, epoch: int) -> NDArray[np.int64]:
         """The order of a worker's windows in an epoch."""

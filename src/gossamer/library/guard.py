@@ -183,9 +183,7 @@ def must_be_alike(of_workers: Sequence[object], names: Sequence[str]) -> None:
     others = [worker for worker, fingerprint in enumerate(of_workers) if fingerprint != of_workers[0]]
     if not others:
         return
-    lists = [
-        fingerprint for fingerprint in of_workers if isinstance(fingerprint, list) and len(fingerprint) == len(names)
-    ]
+    lists = [one for one in of_workers if isinstance(one, list) and len(one) == len(names)]
     odd = [name for name, *hashes in zip(names, *lists, strict=True) if len(set(map(str, hashes))) > 1]
     which = f", {len(odd)} of {len(names)} tensors and first '{odd[0]}'" if odd else ""
     raise PeerError(

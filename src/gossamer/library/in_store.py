@@ -268,14 +268,13 @@ def join_store(
     """
     bucket, seal = open_sealed(url, keys)
     compared = fingerprints(rest(), numbers=common.rest == "compare") if common.rest != "own" else []
+    digest = hashlib.sha256(repr(compared).encode()).hexdigest()[:16]
     run = {
         "gossamer": 1,
         "rounds": None,
         "workers": workers,
         **common._asdict(),
-        f"frozen parameters and buffers (rest='{common.rest}')": hashlib.sha256(repr(compared).encode()).hexdigest()[
-            :16
-        ],
+        f"frozen parameters and buffers (rest='{common.rest}')": digest,
     }
     terms = StoreTerms(run, workers, _ENDLESS, timeout_s, timeout_s, seal)
     terms = terms._replace(gossip=method.rule.needs != "everyone", rejoin_rounds=REJOIN_ROUNDS, start_in_store=True)

@@ -95,15 +95,10 @@ def lane_in(ranks: Sequence[int], mesh: "DeviceMesh | None", timeout_s: float) -
             f"the worker of this process is on the processes {worker_processes}, and the process group has {[*ranks]} only; "
             "give Outer a process_group of all processes of all workers"
         )
-    member = Member.at(
-        ranks.index(rank), len(ranks), torch.device("cpu"), outer_store(ranks), secret=environment_secret()
-    )
-    statements = agree(
-        member,
-        "gossamer.Outer, places",
-        [worker_processes, mesh and [*mesh.shape], secrets.token_hex(8)],
-        timeout_s=timeout_s,
-    )
+    place = ranks.index(rank), len(ranks)
+    member = Member.at(*place, torch.device("cpu"), outer_store(ranks), secret=environment_secret())
+    here = [worker_processes, mesh and [*mesh.shape], secrets.token_hex(8)]
+    statements = agree(member, "gossamer.Outer, places", here, timeout_s=timeout_s)
     workers = list[list[int]]()
     for one in statements:
         match one:
@@ -154,7 +149,7 @@ def lane_of_launcher(timeout_s: float) -> Lane:
     return Lane(everyone, (member.rank,), member.rank, joint=store, address=address)
 
 
-def lane_of_site(site: tuple[int, int], mesh: "DeviceMesh | None", timeout_s: float, keys: Keys | None = None) -> Lane:
+def lane_of_site(site: tuple[int, int], mesh: "DeviceMesh | None", timeout_s: float, keys: Keys | None) -> Lane:
     """The lane of this process in its own world, which is one site of several; it is still to join the others.
 
     Raises: ConfigError for a mesh that leaves processes of the world out; PeerError when its processes disagree.
@@ -199,14 +194,14 @@ def at_board(lane: Lane, join: str, timeout_s: float) -> Lane:
     Raises: ConfigError for a secret that is missing, or a key of another site; PeerError when the board cannot be reached, or
         made.
     """
-    host, _ = split(join)
-    secret = environment_secret()
-    if not secret and lane.keys is None and host != "localhost" and not is_loopback(host):
-        raise ConfigError(
-            f"sites join at '{join}', which others may reach too, and GOSSAMER_SECRET is not set; set it to the same text of 32 "
-            "characters or more on all sites (`openssl rand -hex 32` makes one), or give all of them peers=... (gossamer keys)"
-        )
+    (host, _), secret = split(join), environment_secret()
     if lane.keys is None and host != "localhost" and not is_loopback(host):
+        if not secret:
+            raise ConfigError(
+                f"sites join at '{join}', which others may reach too, and GOSSAMER_SECRET is not set; set it to the same text of "
+                "32 characters or more on all sites (`openssl rand -hex 32` makes one), or give all of them peers=... (gossamer "
+                "keys)"
+            )
         _warn_of_plain()
     first = lane.worker == lane.shard == 0
     try:
@@ -233,8 +228,8 @@ def _warn_of_plain() -> None:
     )
 
 
-def claimed(lane: Lane, join: str, timeout_s: float, *, elastic: bool) -> bool:
-    """Whether this process has claimed the number of its site at the board, which no other process had.
+def claim_site(lane: Lane, join: str, timeout_s: float, *, elastic: bool) -> bool:
+    """Claims the number of this site at the board; returns whether no other process has it.
 
     Raises: PeerError where the board is that of another run.
     """
@@ -274,7 +269,7 @@ def join_sites(lane: Lane, join: str, timeout_s: float) -> Lane:
     """
     lane = at_board(lane, join, timeout_s)
     if lane.shard == 0:
-        if not claimed(lane, join, timeout_s, elastic=False):
+        if not claim_site(lane, join, timeout_s, elastic=False):
             raise taken(lane, join)
         must_have_equal_shards(lane, timeout_s)
     return lane
@@ -283,9 +278,8 @@ def join_sites(lane: Lane, join: str, timeout_s: float) -> Lane:
 def must_have_equal_shards(lane: Lane, timeout_s: float) -> None:
     """Raises PeerError when sites differ in their number of processes, or do not come; for the first process of each."""
     assert lane.joint is not None
-    member = Member.at(
-        lane.worker, lane.sites, torch.device("cpu"), PrefixStore("sites", lane.joint), secret=environment_secret()
-    )
+    store = PrefixStore("sites", lane.joint)
+    member = Member.at(lane.worker, lane.sites, torch.device("cpu"), store, secret=environment_secret())
     statements = agree(member, f"{lane.sites} sites", lane.shards, timeout_s=timeout_s)
     if odd := next((k for k, shards in enumerate(statements) if shards != statements[0]), 0):
         raise PeerError(unequal_shards(0, statements[0], odd, statements[odd]))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -188,20 +188,20 @@ class Outer(Generic[M]):
         timetable = None if local_steps is None else timetable_in(local_steps)
         reshard(model)
         mesh = mesh_of(model.named_parameters(), mesh)
-        others = {"site": site, "join": join, "elastic": elastic, "process_group": process_group}
-        must_be_in_a_store(store, workers, others)
-        must_be_a_site(site, join, process_group, elastic, peers if store is None else None, reduction)
-        if workers is None:
-            lane = _lane_of(site, process_group, mesh, peers, timeout_s)
-        else:
-            lane = Lane(sites=workers, keys=keys_in_store(peers, workers))
-        self._lane = lane
+        meeting = _MeetingPlace(site, join, elastic, process_group, peers, store, workers)
+        meeting.check(reduction)
+        self._lane = lane = meeting.lane_here(mesh, timeout_s)
         # With elastic sites the first process waits for other sites, and its siblings wait longer for it.
         self._siblings = Siblings(lane, 3 * timeout_s if elastic else timeout_s)
         self.n, self.shard = lane.n, lane.shard
-        parts, in_store = (rule, topology, codec, schedule, timetable), store is not None
         facts = settled_parts(
-            *parts, reduction=reduction, n=lane.n, seed=seed, shards=lane.shards, elastic=elastic, store=in_store
+            *(rule, topology, codec, schedule, timetable),
+            reduction=reduction,
+            n=lane.n,
+            seed=seed,
+            shards=lane.shards,
+            elastic=elastic,
+            store=store is not None,
         )
         self.method, self._timetable = _method_of(facts, compile=compile)
         self.seed, self.model, self._timeout_s = seed, model, timeout_s
@@ -219,17 +219,13 @@ class Outer(Generic[M]):
         common = common_of(self.method, self._flat, reduction=reduction, rest=rest, local_steps=words, seed=seed)
         self._site: ElasticSite | None = None
         self._store: LoopInStore | None = None
-        self._peers = (
-            self._meet(common, process_group, join, elastic=elastic)
-            if store is None
-            else self._enter(common, str(store))
-        )
+        self._peers = self._meet(common, meeting) if store is None else self._enter(common, str(store))
         self.worker = self._lane.worker
         self._flat.write()
         self._is_of = what_it_is_of(common, self.method.rule, self._lane, local_steps=words)
         self._loaded: str | None = None
         # Whether all workers continue from the same state, which none of them can know by itself; a store has one state.
-        self._agreed = in_store
+        self._agreed = store is not None
         self._loop = self._new_loop() if self._store is None else self._store.loop
         self._stops: list[Stop] = []
         self._check = LoopCheck(model, self.worker, self.n, self._flat.checksum, self.local_steps)
@@ -258,19 +254,19 @@ class Outer(Generic[M]):
             self._site.attach(loop)
         return loop
 
-    def _meet(self, common: Common, group: dist.ProcessGroup | None, join: str | None, *, elastic: bool) -> Peers:
+    def _meet(self, common: Common, meeting: "_MeetingPlace") -> Peers:
         """Connects to the other workers.
 
         In two phases, after each of which the processes of this worker agree whether all have succeeded: the second waits for
         messages that a process which failed in the first would never send.
         """
-        timeout_s = self._timeout_s
+        join, timeout_s = meeting.join, self._timeout_s
         with self._siblings.all_or_none("the start of Outer"):
             if join is not None:
-                meet = at_board if elastic else join_sites
+                meet = at_board if meeting.elastic else join_sites
                 self._lane = meet(self._lane, join, timeout_s)
         with self._siblings.all_or_none("the start of Outer"):
-            if elastic and join is not None:
+            if meeting.elastic and join is not None:
                 rule, schedule = self.method.rule, self.method.schedule
                 self._site = elastic_site(
                     self._lane,
@@ -287,7 +283,8 @@ class Outer(Generic[M]):
                 lane = None if self._site.is_back else self._lane
                 return Peers.of_site(self._site.transport, lane, self._site.start, timeout_s)
             if dist.is_initialized() or self._lane.joint is not None:
-                return Peers.of(group, self._lane, common, self.x, rest_of(self.model), timeout_s=timeout_s)
+                group, rest = meeting.process_group, rest_of(self.model)
+                return Peers.of(group, self._lane, common, self.x, rest, timeout_s=timeout_s)
             return Peers.none()
 
     def _enter(self, common: Common, url: str) -> Peers:
@@ -747,9 +744,8 @@ class Outer(Generic[M]):
         tensors = self._outer_state()
         if isinstance(state, Mapping):
             layouts = layouts_with_wrappers(self.model, self.layout)
-            require_matching_state(
-                state, self._is_of, [describe_model(one, self.x.dtype, self._flat.words) for one in layouts]
-            )
+            models = [describe_model(one, self.x.dtype, self._flat.words) for one in layouts]
+            require_matching_state(state, self._is_of, models)
         try:
             rounds, steps, saved = state["rounds"], state["steps"], list(state["outer"])
             self._must_be_place(rounds, steps)
@@ -1018,20 +1014,34 @@ def _must_be_options(**given: object) -> None:
         check_option("Outer", name, value, _KINDS[name])
 
 
-def _lane_of(
-    site: tuple[int, int] | None,
-    group: dist.ProcessGroup | None,
-    mesh: "DeviceMesh | None",
-    peers: str | Path | None,
-    timeout_s: float,
-) -> Lane:
-    """The place of this process among all of them."""
-    keys = keys_of_sites(peers, site)
-    if site is not None:
-        return lane_of_site(site, mesh, timeout_s, keys)
-    lane = lane_in(ranks_of(group), mesh, timeout_s)
-    _warn_of_one_worker(lane)
-    return lane
+class _MeetingPlace(NamedTuple):
+    """Where the workers meet: in a process group, under a launcher, as sites, or in a store."""
+
+    site: tuple[int, int] | None
+    join: str | None
+    elastic: bool
+    process_group: dist.ProcessGroup | None
+    peers: str | Path | None
+    store: str | Path | None
+    workers: int | None
+
+    def check(self, reduction: Reduction) -> None:
+        """Raises ConfigError unless these name one place."""
+        site, join, elastic, group, peers, store, workers = self
+        others = {"site": site, "join": join, "elastic": elastic, "process_group": group}
+        must_be_in_a_store(store, workers, others)
+        must_be_a_site(site, join, group, elastic, peers if store is None else None, reduction)
+
+    def lane_here(self, mesh: "DeviceMesh | None", timeout_s: float) -> Lane:
+        """The place of this process among all of them."""
+        if self.workers is not None:
+            return Lane(sites=self.workers, keys=keys_in_store(self.peers, self.workers))
+        keys = keys_of_sites(self.peers, self.site)
+        if self.site is not None:
+            return lane_of_site(self.site, mesh, timeout_s, keys)
+        lane = lane_in(ranks_of(self.process_group), mesh, timeout_s)
+        _warn_of_one_worker(lane)
+        return lane
 
 
 def _warn_of_one_worker(lane: Lane) -> None:

@@ -168,9 +168,9 @@ def settled_parts(
     reduction: Reduction,
     n: int,
     seed: int,
-    shards: int = 1,
-    elastic: bool = False,
-    store: bool = False,
+    shards: int,
+    elastic: bool,
+    store: bool,
 ) -> Combination:
     """The parts that run, with everything that was not given filled in: by the method, or by what fits the rule.
 

@@ -213,6 +213,7 @@ def run_toml(
             f"record() got steps={steps}, and the first round has {timetable.at(0).full_steps}; give more"
         )
     stretches = timetable.stretches
+    table = {str(one.step): one.local_steps for one in stretches}
     parts = {"rule": method.rule, "topology": method.topology, "codec": method.codec}
     schedule = {"fragments": method.schedule.fragments, "overlap_steps": method.schedule.overlap_steps}
     document = {
@@ -228,9 +229,7 @@ def run_toml(
         "run": {
             # A run file has whole rounds, and later steps are not exchanged.
             "steps": timetable.begin(timetable.rounds),
-            "local_steps": {str(one.step): one.local_steps for one in stretches}
-            if timetable.changes
-            else stretches[0].local_steps,
+            "local_steps": table if timetable.changes else stretches[0].local_steps,
         },
     }
     return tomli_w.dumps(toml_value(document))

@@ -29,20 +29,15 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from gossamer.errors import CheckpointError, GossamerError, PeerError, first_line
 from gossamer.finite import all_finite
 from gossamer.library.guard import fingerprints, must_be_alike
-from gossamer.library.lane import Lane, board, claimed, must_have_equal_shards, opened, taken, unequal_shards
+from gossamer.library.lane import Lane, board, claim_site, must_have_equal_shards, opened, taken, unequal_shards
 from gossamer.library.peers import Common, must_agree, read_losses
 from gossamer.library.siblings import Siblings
 from gossamer.record.jsonl import json_from_peer
 from gossamer.record.packed import packable_snapshot, unpacked
 from gossamer.rounds.loop import Membership, OuterLoop
-from gossamer.transport.contract import Delivery, Sound, Ticket, Wait
+from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic.closing import LeftOutError
-from gossamer.transport.elastic.members import (
-    Members,
-    MemberStatus,
-    SlotEntry,
-    is_process,
-)
+from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry, is_process
 from gossamer.transport.elastic.newcomer import Applicant, Handover, Offer, ask, ask_for_state, most_bytes_of_state
 from gossamer.transport.elastic.transport import ElasticTransport
 from gossamer.transport.processes.keyed_store import KeyedStore
@@ -103,22 +98,12 @@ class LaneTransport:
         self.behind = list[KeyedStore]()
         """Carries the boards of the sites, where they have keys."""
         self.closed = False
-
-    def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor], sound: Sound | None = None) -> None:
-        """See `Transport`."""
-        self._inner.expect(ticket, peer, like, sound)
-
-    def post(self, ticket: Ticket, peer: int, frames: Sequence[Tensor]) -> None:
-        """See `Transport`."""
-        self._inner.post(ticket, peer, frames)
+        self.expect, self.post, self.wait = inner.expect, inner.post, inner.wait
+        self.waits, self.deliveries = inner.waits, inner.deliveries
 
     def ready(self, ticket: Ticket) -> bool:
         """See `Transport`; with siblings it is known only where all of them wait."""
         return not self._parts and self._inner.ready(ticket)
-
-    def wait(self, ticket: Ticket) -> None:
-        """See `Transport`."""
-        self._inner.wait(ticket)
 
     def collect(self, ticket: Ticket) -> dict[int, list[Tensor]]:
         """See `Transport`: the messages of each peer that have come in all lanes."""
@@ -128,14 +113,6 @@ class LaneTransport:
             came = {j: frames for j, frames in came.items() if whole[j]}
         self._inner.outcomes()  # discarded, as they have no reader
         return came
-
-    def waits(self) -> list[Wait]:
-        """See `ElasticTransport`."""
-        return self._inner.waits()
-
-    def deliveries(self) -> list[Delivery]:
-        """See `ElasticTransport`."""
-        return self._inner.deliveries()
 
     def close(self) -> None:
         """Announces its departure, and ends all connections. A second call does nothing."""
@@ -383,8 +360,7 @@ class ElasticSite:
         source = self._donor if source is None else source
         newest = 0
         if joins:  # the membership view may be stale or partial
-            say = lambda: [self._inner.first_round(self._endpoint.timeout_s)]  # noqa: E731
-            newest = self._siblings.from_first(say, what)[0]
+            newest = self._siblings.from_first(lambda: [self._inner.first_round(self._endpoint.timeout_s)], what)[0]
         donor, after, state = self._state_of_all_lanes(source, tensors)
         with self._siblings.all_or_none(what, after):
             load(_tensors_of(state))
@@ -507,11 +483,11 @@ class ElasticSite:
         if store is not None and store is not self._told_at:
             # One thread for each board: after the machine of site 0 has vanished, that of the old board may block for long.
             self._told_at = store
-            threading.Thread(target=self._tell_losses, args=(store,), daemon=True, name="gossamer losses").start()
+            threading.Thread(target=self._publish_losses, args=(store,), daemon=True, name="gossamer losses").start()
         others = {site: loss for site, loss in self._losses.items() if site in self._alive}
         return {**others, self.lane.worker: loss_here}
 
-    def _tell_losses(self, store: Store) -> None:
+    def _publish_losses(self, store: Store) -> None:
         entries = Entries(store, self._endpoint.secret, self._endpoint.timeout_s).under(f"loss/{self.lane.shard}")
         with contextlib.suppress(RuntimeError):
             while not self.transport.closed and self._board is store:
@@ -572,9 +548,8 @@ def elastic_site(
     listener = listen(lane.address, 0)
     try:
         entry = _SiteEntry("", shown(*listener.getsockname()[:2]), lane.shards, [*common], rest)
-        meets = _Rendezvous(
-            lane, entry, common, [*others], Limits(lane.n, _ROUNDS, _STEPS, 2 * exchanges), join, timeout_s
-        )
+        limits = Limits(lane.n, _ROUNDS, _STEPS, 2 * exchanges)
+        meets = _Rendezvous(lane, entry, common, [*others], limits, join, timeout_s)
         donor = siblings.from_first(meets.start_or_donor, "the start of Outer")[0] - 1
         begins = meets.all_start() if donor < 0 else meets.come_back(donor)
         endpoint = Endpoint(listener, meets.run_key(begins.run), environment_secret(), timeout_s, keys=lane.keys)
@@ -641,7 +616,7 @@ class _Rendezvous:
     def _start_or_donor(self) -> list[int] | None:
         lane = self._lane
         if self._claimed is None:
-            self._claimed = claimed(lane, self._join, self._timeout_s, elastic=True)
+            self._claimed = claim_site(lane, self._join, self._timeout_s, elastic=True)
         if sites := self._announced_sites():
             for site in sites:
                 try:

@@ -195,9 +195,8 @@ class LoopCheck:
             self._counted = None
         if self._looks and self._start is None:
             # Not at the first exchange itself: the others may not have come to its end yet.
-            self._looks = (
-                0 if warn_of_phases(peers.published("phase"), self._workers, self._began_at) else self._looks - 1
-            )
+            has_warned = warn_of_phases(peers.published("phase"), self._workers, self._began_at)
+            self._looks = 0 if has_warned else self._looks - 1
         if self._start is None:
             return
         now = self._checksum()

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Protocol
 from pydantic import Field
 
 from gossamer.errors import ConfigError, choose, require
-from gossamer.report.paired import Side, Slope, effect, effect_cells, effect_heads, p_text, trend
+from gossamer.report.paired import Side, Slope, effect, effect_cells, effect_heads, p_value_text, trend
 from gossamer.report.reach import ROUNDS, SENT, curves_of, ends, has_only_final_losses, paired_table, reach
 from gossamer.report.results import PointResult
 from gossamer.report.table import DASH, markdown_lines
@@ -250,7 +250,7 @@ def _trend_table(losses: _BySeed, figure: Figure, slope: Slope) -> str:
     for method in dict.fromkeys(method for method, _ in values):
         points = [here for (name, _), here in values.items() if name == method]
         whole = sorted(set.intersection(*map(set, points)))
-        rows.append([method, p_text(trend([[here[seed] for here in points] for seed in whole], slope))])
+        rows.append([method, p_value_text(trend([[here[seed] for here in points] for seed in whole], slope))])
     what = f"differences from {figure.against}" if figure.against else "losses"
     return _markdown([f"{what} {slope} along {_axis(figure.keys[0])}", "p (Page)"], rows)
 
@@ -333,14 +333,11 @@ def _reach_table(results: Sequence[PointResult], target: str) -> str:
             of_method = [one for one in reaches if one.network == network and one.method == method]
             ratios = [one.ratio for one in of_method if one.ratio is not None]
             each = ", ".join(DASH if one.ratio is None else f"{one.ratio:.3f}" for one in of_method)
-            share = (
-                mean_and_deviation(ratios, ".3f")
-                if len(ratios) == len(of_method)
-                else f"{len(ratios)} of {len(of_method)} runs"
-            )
-            rows.append(
-                [method, share, each, _over_known([one.behind for one in of_method], "+.4f").replace("± +", "± ")]
-            )
+            share = f"{len(ratios)} of {len(of_method)} runs"
+            if len(ratios) == len(of_method):
+                share = mean_and_deviation(ratios, ".3f")
+            behind = _over_known([one.behind for one in of_method], "+.4f").replace("± +", "± ")
+            rows.append([method, share, each, behind])
         headings = [f"on {network}", f"time to {target}'s last loss, over {target}'s time", "each seed"]
         parts.append(_markdown([*headings, f"loss above {target}'s in its time"], rows))
     return "\n".join(parts)
@@ -397,9 +394,8 @@ def _draw_points(axes: Any, points: Mapping[float, Sequence[float]], label: str,
 
 def _draw_maps(results: Sequence[PointResult], figure: Figure) -> Any:
     # The mean of the seeds that did not diverge would make a cell at the edge of instability look good.
-    losses = {
-        key: mean for key, some in _losses(results, figure).items() if math.isfinite(mean := statistics.fmean(some))
-    }
+    means = {key: statistics.fmean(some) for key, some in _losses(results, figure).items()}
+    losses = {key: mean for key, mean in means.items() if math.isfinite(mean)}
     methods = list(dict.fromkeys(name for name, _, _ in losses))
     low = min(losses.values(), default=0.0)
     # A run that diverged would leave one colour for all others.

@@ -214,12 +214,12 @@ def effect_cells(
         else:
             cells += [f"{one.mean:+.4f}" + ("" if one.half is None else f" ± {one.half:.4f}")]
             cells += [DASH if one.percent is None else f"{one.percent:+.2f}"]
-        cells += [] if side is None else [p_text(p)]
+        cells += [] if side is None else [p_value_text(p)]
         known = sum(pair is not None for pair in arm)
         # Those that are missing may have diverged.
         few = f" ({known} of {len(arm)} seeds)" if 0 < known < len(arm) else ""
         verdict = _verdict(one, p_apart) + few
-        cells += [] if margin is None else [p_text(None if one is None else one.equivalent), verdict]
+        cells += [] if margin is None else [p_value_text(None if one is None else one.equivalent), verdict]
         lines.append(cells)
     return lines
 
@@ -231,10 +231,10 @@ def _verdict(effect: Effect | None, p_apart: float | None) -> str:
     return ", ".join(words + ["equivalent"] * (effect.equivalent < _LEVEL)) or "open"
 
 
-def p_text(p: float | None) -> str:
+def p_value_text(p: float | None) -> str:
     """A p-value as text for a table.
 
-    >>> p_text(0.0321), p_text(1e-6), p_text(None)
+    >>> p_value_text(0.0321), p_value_text(1e-6), p_value_text(None)
     ('0.032', '< 0.001', '–')
     """
     return DASH if p is None else f"{p:.3f}" if p >= 0.001 else "< 0.001"

@@ -121,9 +121,8 @@ def paired_table(
             for method in methods
         ]
         rows = [[method, *cells] for method, cells in zip(methods, effect_cells(arms, margin, side), strict=True)]
-        where = {SENT: "at its sent bytes", ROUNDS: "after its rounds", ENDS: "at the end"}.get(
-            name, f"in its time on {name}"
-        )
+        places = {SENT: "at its sent bytes", ROUNDS: "after its rounds", ENDS: "at the end"}
+        where = places.get(name, f"in its time on {name}")
         heads = [f"loss above {target}'s, {where}", *effect_heads(margin, side)]
         parts.append(markdown_lines([heads, ["---", *["---:"] * (len(heads) - 1)], *rows]))
     return "\n".join(parts)

@@ -57,12 +57,8 @@ _CURVES = ("loss_at_round", "loss_at_bytes")
 
 def result_lines(results: Iterable[PointResult]) -> str:
     """One line of JSON for each run, with everything that the figure shows; a number that is not finite becomes null."""
-    return "".join(
-        json_line(
-            finite({**{key: value for key, value in run._asdict().items() if value is not None}, "row": {**run.row}})
-        )
-        for run in results
-    )
+    given = [{key: value for key, value in run._asdict().items() if value is not None} for run in results]
+    return "".join(json_line(finite({**one, "row": {**one["row"]}})) for one in given)
 
 
 def read_results(file: Path) -> list[PointResult]:

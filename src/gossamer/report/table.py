@@ -66,10 +66,9 @@ def render_table(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
     """
     headings, cells = table_cells(ranked(rows))
     lines = [[*map(printable, line)] for line in (headings, *cells)]
-    fewest = [
-        max(cell_len(word) for cell in column for word in cell.split() or [""]) for column in zip(*lines, strict=True)
-    ]
-    widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
+    columns = [*zip(*lines, strict=True)]
+    fewest = [max(cell_len(word) for cell in column for word in cell.split() or [""]) for column in columns]
+    widths = [max(map(cell_len, column)) for column in columns]
     while sum(widths) + 3 * len(widths) + 1 > width and widths != fewest:
         widths[max((w, place) for place, w in enumerate(widths) if w > fewest[place])[1]] -= 1
     table = Table(header_style="bold")
@@ -124,10 +123,8 @@ def seeds_are_alike(names: Sequence[str], settings: Sequence[Any]) -> bool:
     >>> seeds_are_alike(["a seed=0", "a seed=1", "b seed=0"], [1, 1, 2]), seeds_are_alike(["a seed=0", "a seed=1"], [1, 2])
     (True, False)
     """
-    first = dict[str, Any]()
-    return all(
-        first.setdefault(method_and_seed(name)[0], one) == one for name, one in zip(names, settings, strict=True)
-    )
+    first, methods = dict[str, Any](), [method_and_seed(name)[0] for name in names]
+    return all(first.setdefault(method, one) == one for method, one in zip(methods, settings, strict=True))
 
 
 def over_seeds(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[float], float, float]]:

@@ -79,14 +79,9 @@ class Terminal:
             return self
         if self._console.is_terminal:
             before = sys.stderr
-            self._live = self._open.enter_context(
-                Live(
-                    console=self._console,
-                    auto_refresh=False,
-                    redirect_stdout=sys.stdout.isatty(),
-                    vertical_overflow="crop",
-                )
-            )
+            redirects = sys.stdout.isatty()
+            live = Live(console=self._console, auto_refresh=False, redirect_stdout=redirects, vertical_overflow="crop")
+            self._live = self._open.enter_context(live)
             for handler in logging.getLogger().handlers:  # warnings are printed above the table
                 if isinstance(handler, logging.StreamHandler) and handler.stream is before:
                     handler.setStream(sys.stderr)
@@ -363,10 +358,8 @@ def _scored(run: FollowedRun, training: Sequence[bool] | None = None) -> list[tu
         by_round[line["round"]] = {one.live: _number(figure_of(line.get(one.name))) for one in _LIVE}
     for round, loss in run.own_losses(training):
         by_round.setdefault(round, {})["val of workers"] = _number(loss)
-    return sorted(
-        ((round, {one.live: by_round[round].get(one.live, _UNKNOWN) for one in _LIVE}) for round in by_round),
-        key=lambda one: one[0],
-    )
+    names = [one.live for one in _LIVE]
+    return [(round, {name: shown.get(name, _UNKNOWN) for name in names}) for round, shown in sorted(by_round.items())]
 
 
 def _as_of(round: int, figures: Mapping[str, str]) -> dict[str, str]:

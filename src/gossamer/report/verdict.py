@@ -85,17 +85,16 @@ def _about_excluded(rows: Sequence[Mapping[str, Any]], losses: Mapping[str, Any]
 
 def _compared(first: str, second: str, losses: Mapping[str, Mapping[str, float]], shared: Sequence[str]) -> str:
     # The means that ranked them may be of more seeds than those that both have.
-    first, second = sorted(
-        (first, second), key=lambda method: statistics.fmean(losses[method][seed] for seed in shared)
-    )
+    means = {method: statistics.fmean(losses[method][seed] for seed in shared) for method in (first, second)}
+    first, second = sorted((first, second), key=lambda method: means[method])
     difference = effect([(losses[second][seed] - losses[first][seed], losses[first][seed]) for seed in shared])
     mean, half = difference.mean, difference.half or 0.0
     interval = f"(95 % interval {_nats(mean - half)} to {_nats(mean + half)}, {len(shared)} seeds)"
-    means = [statistics.fmean(losses[method][seed] for seed in shared) for method in (first, second)]
     if mean - half > 0:
-        ended = f"{first} ended with a lower validation loss than {second}: {_nats(means[0])} against {_nats(means[1])}"
+        against = f"{_nats(means[first])} against {_nats(means[second])}"
+        ended = f"{first} ended with a lower validation loss than {second}: {against}"
         return f"{ended}, by {_nats(mean)} {interval}. {_UNSEARCHED}"
-    both = f"{first} ({_nats(means[0])}) and {second} ({_nats(means[1])})"
+    both = f"{first} ({_nats(means[first])}) and {second} ({_nats(means[second])})"
     return f"No difference is shown between {both}: {_nats(mean)} apart {interval}. {_UNSEARCHED}"
 
 

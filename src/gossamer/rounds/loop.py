@@ -153,11 +153,11 @@ class OuterLoop:
         self.in_flight: dict[tuple[int, int], Exchange] = {}
         """Exchanges announced and not finished, by round and fragment or position (see `Stop.sends`), oldest first."""
         self._begun: int | None = None
-        self._distrusted = self._counts()
+        self._distrusted = self._distrust_counts()
 
     def newly_distrusted(self) -> tuple[Counter[int], Counter[int]]:
         """The number of messages of each worker that the rule has shortened and declined, since the last call or `trust_anew`."""
-        before, self._distrusted = self._distrusted, self._counts()
+        before, self._distrusted = self._distrusted, self._distrust_counts()
         shortened, declined = self._distrusted[0] - before[0], self._distrusted[1] - before[1]
         return shortened, declined
 
@@ -171,14 +171,13 @@ class OuterLoop:
 
     def trust_anew(self) -> None:
         """Resets the baseline of these counts, after an outer state was taken over from another worker."""
-        self._distrusted = self._counts()
+        self._distrusted = self._distrust_counts()
 
-    def _counts(self) -> tuple[Counter[int], Counter[int]]:
+    def _distrust_counts(self) -> tuple[Counter[int], Counter[int]]:
         counts = [setup.rule.distrusts(setup.part.s) for setup in self.fragments if setup.rule.distrusts is not None]
         shortened, declined = torch.stack(counts).sum(0).tolist() if counts else ((), ())
-        return Counter({j: int(k) for j, k in enumerate(shortened)}), Counter(
-            {j: int(k) for j, k in enumerate(declined)}
-        )
+        by_sender = [Counter({j: int(k) for j, k in enumerate(some)}) for some in (shortened, declined)]
+        return by_sender[0], by_sender[1]
 
     def compare_messages(self, compare: Callable[[Tree, Sequence[Tree]], None]) -> None:
         """Calls `compare` for each exchange announced from now on, as in `Setup`."""
@@ -197,9 +196,7 @@ class OuterLoop:
             self.sharing = self.sharing.begun()
         if self.method.rule.at is not None:
             rule, parts = self._rule_in(round), self.method.parts
-            self.fragments = [
-                setup._replace(rule=rule) if p < parts else setup for p, setup in enumerate(self.fragments)
-            ]
+            self.fragments[:parts] = [setup._replace(rule=rule) for setup in self.fragments[:parts]]
 
     def _rule_in(self, round: int) -> Rule:
         """The rule with the option values of a round."""
@@ -496,10 +493,8 @@ class OuterLoop:
         assert self._updates is not None
         setup = self.fragments[p - len(self.fragments)]
         assert setup.rule.start is not None and setup.rule.mixed is not None
-        part = setup.part._replace(
-            s=MixedUpdate(setup.rule.start(setup.part.s), setup.rule.mixed(setup.part.s)), fragment=p
-        )
-        return setup._replace(rule=rule_of_updates(self._updates), part=part)
+        s = MixedUpdate(setup.rule.start(setup.part.s), setup.rule.mixed(setup.part.s))
+        return setup._replace(rule=rule_of_updates(self._updates), part=setup.part._replace(s=s, fragment=p))
 
     def _begin(self, round: int, p: int, attempt: int = 0) -> Exchange:
         mixing, ctx = self._place(round, p)

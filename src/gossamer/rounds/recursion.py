@@ -28,10 +28,10 @@ class Recursion(NamedTuple):
     """The change of v `[k]` by a drift that, without momentum, changes y by one."""
 
 
-def of_consensus(consensus: Consensus) -> Recursion:
+def consensus_recursion(consensus: Consensus) -> Recursion:
     """The recursion on (θ, θ_prev) at site "pre", (θ, z_prev) at "post", (θ, m) at "drift", and (θ, m, drift) at "start".
 
-    >>> of_consensus(Consensus(1.0, 0.5, "post")).pulled.tolist()
+    >>> consensus_recursion(Consensus(1.0, 0.5, "post")).pulled.tolist()
     [1.5, 1.0]
     """
     alpha, g, site = consensus
@@ -45,7 +45,7 @@ def of_consensus(consensus: Consensus) -> Recursion:
     return Recursion(own, pulled, np.array([1.0, 0.0]), np.array([1.0, 0.0]))
 
 
-def of_rule(rule: "Rule", merge: float) -> Recursion:
+def rule_recursion(rule: "Rule", merge: float) -> Recursion:
     """The recursion of a rule that has a consensus, when a schedule merges its result into the parameters.
 
     The parameters become a θ + (1 - a) θ', while the rule's own state has the θ' (`Schedule.merge`). The joint

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from gossamer.errors import ConfigError
-from gossamer.rounds.recursion import Recursion, of_consensus, of_rule
+from gossamer.rounds.recursion import Recursion, consensus_recursion, rule_recursion
 from gossamer.settings.options import Decay, check_option
 from gossamer.topologies import Topology
 from gossamer.topologies.mixing import Consensus, Mixing, MomentumSite, laplacian_condition, matrix, spectral_gap
@@ -113,7 +113,7 @@ def stability(consensus: Consensus, topology: Topology) -> Stability:
             f"the gossip step is {consensus.alpha}, which stands for alpha = 'auto', but must be a number; call "
             "resolve_alpha(rule, topology) first"
         )
-    return _analysis(topology).of(of_consensus(consensus))
+    return _analysis(topology).of(consensus_recursion(consensus))
 
 
 def few_rounds_warning(rule: "Rule", rounds: int) -> str | None:
@@ -161,7 +161,7 @@ def stability_of(rule: "Rule", topology: Topology, merge: "Merge" = "keep") -> S
 
         left = math.nan if merge == "taylor" else left_by_updates(rule, topology.n)
         return result._replace(variance=result.variance * left)
-    return _analysis(topology).of(of_rule(rule, merge))
+    return _analysis(topology).of(rule_recursion(rule, merge))
 
 
 def largest_stable_gamma(alpha: float, site: MomentumSite, topology: Topology) -> float:
@@ -176,7 +176,7 @@ def largest_stable_gamma(alpha: float, site: MomentumSite, topology: Topology) -
     analysis = _analysis(topology)
 
     def stable(gamma: float) -> bool:
-        return analysis.of(of_consensus(Consensus(alpha, gamma, site))).stable
+        return analysis.of(consensus_recursion(Consensus(alpha, gamma, site))).stable
 
     if stable(1.0 - 1e-6):
         return 1.0
@@ -202,7 +202,7 @@ def best_alpha(gamma: float, site: MomentumSite, topology: Topology) -> float:
     analysis = _analysis(topology)
 
     def cost(log_alpha: float) -> tuple[bool, float]:
-        result = analysis.of(of_consensus(Consensus(math.exp(log_alpha), gamma, site)))
+        result = analysis.of(consensus_recursion(Consensus(math.exp(log_alpha), gamma, site)))
         return not result.stable, result.variance if result.stable else result.radius
 
     grid = np.linspace(math.log(1e-6), math.log(1.99), 25).tolist()
@@ -442,9 +442,8 @@ def _traces(topology: Topology) -> tuple[float, float]:
         place = dict(zip(once, range(len(once)), strict=True))
         row_of = np.fromiter((place[id(row)] for row in rows), np.int64, len(rows))
         at = np.repeat(np.arange(len(once)), np.fromiter(map(len, once.values()), np.int64, len(once)))
-        entries = np.fromiter(chain.from_iterable(chain.from_iterable(once.values())), float, 2 * len(at)).reshape(
-            -1, 2
-        )
+        numbers = chain.from_iterable(chain.from_iterable(once.values()))
+        entries = np.fromiter(numbers, float, 2 * len(at)).reshape(-1, 2)
         worker, weight = entries[:, 0].astype(np.int64), entries[:, 1]
         own = weight[row_of[worker] == at]
         traces = _total(own, np.ones_like(at[: len(own)])), _total(weight * weight, np.bincount(row_of)[at])

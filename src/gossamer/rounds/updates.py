@@ -71,10 +71,5 @@ def rule_of_updates(topology: Topology) -> Rule:
     def averaged(x: Tensor, s: MixedUpdate, own_decoded: Tree, combined: Tree, ctx: Context) -> tuple[Tensor, Tree]:
         return x, s._replace(mixed=combined)
 
-    if topology.everyone:
-        return Rule(
-            init, send, mean, averaged, needs="everyone", single_worker_limit="inner", name="updates", compiles=False
-        )
-    return Rule(
-        init, send, pull, gossiped, needs="connected", single_worker_limit="inner", name="updates", compiles=False
-    )
+    combine, recv, needs = (mean, averaged, "everyone") if topology.everyone else (pull, gossiped, "connected")
+    return Rule(init, send, combine, recv, needs=needs, single_worker_limit="inner", name="updates", compiles=False)

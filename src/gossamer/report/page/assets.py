@@ -37,9 +37,7 @@ def shell(hint: str = "", *, main: str = "page") -> bytes:
         main: the script that puts the page together.
     """
     links = f'<link rel="stylesheet" href="{_STYLE.name}">'
-    scripts = "".join(
-        f'<script src="{script.name}" defer></script>' for script in map(_SCRIPTS.__getitem__, _PARTS[main])
-    )
+    scripts = "".join(f'<script src="{_SCRIPTS[part].name}" defer></script>' for part in _PARTS[main])
     words = f"From another machine: <code>{escape(hint)}</code>, then open the same address there." if hint else ""
     plain, note = "<p>This page needs JavaScript.</p>", f'<p class="faint">{words}</p>'
     return _markup("gossamer", links + scripts, plain, note).encode()

@@ -94,9 +94,8 @@ def groups_of(views: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     members: dict[str, list[int]] = {}
     for place, view in enumerate(views):
         members.setdefault(method_and_seed(view["label"])[0], []).append(place)
-    return [
-        {"label": label, "runs": places, **_spread([views[k] for k in places])} for label, places in members.items()
-    ]
+    spreads = {label: _spread([views[k] for k in places]) for label, places in members.items()}
+    return [{"label": label, "runs": places, **spreads[label]} for label, places in members.items()]
 
 
 _OWN_COLOURS = ("diloco", "gasloc", "gossip")
@@ -128,27 +127,23 @@ def _spread(views: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     xs = {axis: _each([curve["x"].get(axis) for curve in curves], statistics.fmean) for axis in curves[0]["x"]}
     names = [name for name in curves[0]["y"] if all(name in curve["y"] for curve in curves)]
     ys = [[curve["y"][name] for curve in curves] for name in names]
-    mean, low, high = (
-        {name: _each(y, of) for name, y in zip(names, ys, strict=True)} for of in (statistics.fmean, min, max)
-    )
+    of_all = (statistics.fmean, min, max)
+    mean, low, high = ({name: _each(y, of) for name, y in zip(names, ys, strict=True)} for of in of_all)
     return {"mean": {"x": xs, "y": mean}, "low": low, "high": high}
 
 
 def _each(curves: Sequence[Sequence[float | None] | None], of: Any) -> list[float | None]:
     """A pointwise figure of several curves; None where any of them has none."""
-    if any(curve is None for curve in curves):
+    known = [curve for curve in curves if curve is not None]
+    if len(known) < len(curves):
         return []
-    return [
-        None if None in point else of(point)
-        for point in zip(*(curve for curve in curves if curve is not None), strict=True)
-    ]
+    return [None if None in point else of(point) for point in zip(*known, strict=True)]
 
 
 def _axes(views: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     """The axes available for all runs with a curve."""
-    having = [
-        set(curve["x"]) for view in views for key in ("evals", "training") if (curve := view.get(key)) and curve["y"]
-    ]
+    curves = [view.get(key) for view in views for key in ("evals", "training")]
+    having = [set(curve["x"]) for curve in curves if curve and curve["y"]]
     shared = set.intersection(*having) if having else set()
     times = [axis for view in views for axis in view.get("evals", {}).get("x", {}) if axis.startswith("time:")]
     axes = [{"key": key, "label": label} for key, label in _AXES if key in shared]
@@ -183,9 +178,8 @@ def _figures(views: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _best(rows: Sequence[Mapping[str, Any]]) -> int | None:
     """The index of the row with the lowest loss."""
-    losses = [
-        (row["loss"], place) for place, row in enumerate(rows) if row["loss"] is not None and math.isfinite(row["loss"])
-    ]
+    known = [(row["loss"], place) for place, row in enumerate(rows) if row["loss"] is not None]
+    losses = [(loss, place) for loss, place in known if math.isfinite(loss)]
     return min(losses)[1] if losses and len(rows) > 1 else None
 
 

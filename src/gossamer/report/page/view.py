@@ -86,9 +86,8 @@ class _Axes:
         self._entries, self._sent = run.sent.rounds(), sums.cumsum() / run.here
         self.sent_bytes = float(self._sent[-1]) if len(self._sent) else None
         self._steps, self._tokens = _largest_by_round(run.steps.rounds(), run.steps.values()), _tokens(run)
-        self.clocks = {
-            name or MEASURED: _largest_by_round(grid.rounds(), grid.values()) for name, grid in run.clock.items()
-        }
+        ends_s = {name: _largest_by_round(grid.rounds(), grid.values()) for name, grid in run.clock.items()}
+        self.clocks = {name or MEASURED: end_s for name, end_s in ends_s.items()}
         for name, end_s in priced.items():
             if name not in self.clocks:
                 self.clocks[name] = np.arange(len(end_s)), end_s

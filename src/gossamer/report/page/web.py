@@ -107,7 +107,7 @@ class Page(http.server.ThreadingHTTPServer):
         [True, True, True, False, False]
         """
         name = urlsplit(f"//{host}").hostname or ""
-        if name == "localhost" or name == self.host or _is_loopback(name):
+        if name in ("localhost", self.host) or _is_loopback(name):
             return True
         return self.beyond and (_is_address(name) or name in self.names)
 
@@ -183,9 +183,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         try:
             known, url = page.knows(self.headers.get("Host", "")), urlsplit(self.path)
         except ValueError:
-            return self._refuse(
-                HTTPStatus.BAD_REQUEST, "the Host header or the address that is asked for cannot be read"
-            )
+            why = "the Host header or the address that is asked for cannot be read"
+            return self._refuse(HTTPStatus.BAD_REQUEST, why)
         if not known:
             return self._refuse(HTTPStatus.FORBIDDEN, "this server answers to its own address only")
         first, _, last = url.path.removeprefix("/").rpartition("/")
@@ -277,9 +276,8 @@ def serve_beside(folder: Path, *, show: bool = False) -> None:
     """
     if hasattr(os, "nice"):  # not on Windows
         os.nice(10)
-    page = Page(
-        _answers(LiveRuns([folder], command=f"gossamer watch {quote(str(folder))}", awaited=True)), "127.0.0.1", 0
-    )
+    runs = LiveRuns([folder], command=f"gossamer watch {quote(str(folder))}", awaited=True)
+    page = Page(_answers(runs), "127.0.0.1", 0)
     echo(f"watch: {page.address}", file=sys.stderr, flush=True)
     if show:  # the browser may be slow to start, or block
         threading.Thread(target=show_page, args=(page.address,), daemon=True).start()

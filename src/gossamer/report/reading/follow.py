@@ -155,14 +155,12 @@ class FollowedRun:
         enough = np.array(known.any(axis=1))
         if training is not None:
             passed = np.array(self.rounds_of) >= rounds[:, None] + 2
-            enough &= np.array(
-                (known | passed | (~np.array(training) & (self.done >= rounds[:, None] + 2))).all(axis=1)
-            )
+            gone = ~np.array(training) & (self.done >= rounds[:, None] + 2)
+            enough &= np.array((known | passed | gone).all(axis=1))
         means = [math.fsum(x for x in untrained if math.isfinite(x)) / max(1, known[0].sum())]
         means += map(self.validations.mean_at, rounds[1:].tolist())
-        return [
-            (int(round), float(mean)) for round, mean, one in zip(rounds, means, enough.tolist(), strict=True) if one
-        ]
+        scored = zip(rounds, means, enough.tolist(), strict=True)
+        return [(int(round), float(mean)) for round, mean, counts in scored if counts]
 
     # A source other than files knows these itself.
 
@@ -307,9 +305,8 @@ class FollowedRun:
             for _, sentence in recoveries([line]) if "recovered" in line else ():
                 self._happen(round, sentence)
         elif line["kind"] == "diverged":
-            self._happen(
-                round, "a number was not finite, which ended " + ("the run" if worker is None else f"worker {worker}")
-            )
+            ended = "the run" if worker is None else f"worker {worker}"
+            self._happen(round, f"a number was not finite, which ended {ended}")
         elif line["kind"] == "validation" and worker is not None and round < 0:
             self.untrained[worker] = figure_of(line.get("loss"))
         elif line["kind"] == "validation" and worker is not None:
@@ -336,9 +333,8 @@ class FollowedRun:
         self.spent_s[network][worker] += (line["compute_s"], waiting_s, line["transfer_s"], line["other_s"])
         step_s = None if self.file is None or self.is_simulated else self.file.step_s(line)
         if step_s is not None and (times := self._paces.slowed(worker, step_s)) is not None:
-            self._happen(
-                line["round"], f"worker {worker} has slowed down: {times:.1f} times its usual seconds of a step"
-            )
+            sentence = f"worker {worker} has slowed down: {times:.1f} times its usual seconds of a step"
+            self._happen(line["round"], sentence)
         waits = self.waits_s[network]
         for peer, seconds in line["waiting_for"].items():
             waits[worker, peer] = waits.get((worker, peer), 0.0) + seconds

@@ -260,9 +260,8 @@ def _until_lost(curve: Sequence[tuple[float, float]], at: float | None) -> list[
 def _losses_after(run: RunData, spent: Sequence[float]) -> list[tuple[float, float]]:
     """Validation loss against the cost up to the end of each round."""
     until = [0.0, *spent]
-    return _without_gaps(
-        (until[e["round"] + 1], _number(e, "loss")) for e in run.evals if -1 <= e["round"] < len(until) - 1
-    )
+    priced = [one for one in run.evals if -1 <= one["round"] < len(spent)]
+    return _without_gaps((until[one["round"] + 1], _number(one, "loss")) for one in priced)
 
 
 def _without_gaps(points: Iterable[tuple[float, float | None]]) -> list[tuple[float, float]]:

@@ -155,9 +155,8 @@ def store_status(url: str, *, peers: Path | None = None, now_s: float | None = N
         name = commit_name(seen.newest)
         raw = None if seen.newest < 0 else run.bucket.get(name, MOST_HEAD_BYTES)
         item = None if raw is None else run.seal.opened(name, raw)
-        last, event = (
-            (None, None) if item is None else (commit_in(seen.newest, item.head, n), event_in(seen.newest, item, n))
-        )
+        last = None if item is None else commit_in(seen.newest, item.head, n)
+        event = None if item is None else event_in(seen.newest, item, n)
     workers: list[SlotStatus] = []
     for slot in range(n):
         life = seen.lives.get(slot)
@@ -262,9 +261,8 @@ def run_status(folder: Path, *, now_s: float | None = None) -> RunStatus:
     entries = answers.entries
     now_s = time.time() if now_s is None else now_s
     workers = [_of_worker(slot, entries.get(slot), records, answers, now_s) for slot in range(run.workers)]
-    newest = max(
-        [0, *(one.round for one in workers), *(line["round"] + (line["kind"] != "diverged") for line in metrics)]
-    )
+    recorded = [line["round"] + (line["kind"] != "diverged") for line in metrics]
+    newest = max([0, *(one.round for one in workers), *recorded])
     return RunStatus(
         folder,
         run.name,
@@ -410,10 +408,8 @@ def _age_s(slot: int, folder: Path, views: Mapping[int, View], now_s: float) -> 
         return 0.0
     ages = [view.silent_s[slot] for view in views.values() if slot in view.silent_s]
     written = [folder / f"{kind}{worker_suffix(slot)}.jsonl" for kind in ("outcomes", "order", "metrics", "seconds")]
-    files = [path for path in written if path.exists()] or [
-        path for path in [folder / "metrics.jsonl"] if path.exists()
-    ]
-    ages += [max(0.0, now_s - path.stat().st_mtime) for path in files]
+    files = [path for path in written if path.exists()] or [folder / "metrics.jsonl"]
+    ages += [max(0.0, now_s - path.stat().st_mtime) for path in files if path.exists()]
     return min(ages, default=None)
 
 

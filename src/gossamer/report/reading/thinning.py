@@ -94,9 +94,8 @@ class KeptLines:
     def add(self, line: Mapping[str, Any]) -> None:
         """Adds a line, replacing an earlier one of the same round."""
         if self._newest is not None and line["round"] <= self._newest["round"]:
-            self._due = sorted(
-                [*(one for one in self._due if one["round"] != line["round"]), line], key=lambda one: one["round"]
-            )
+            others = [one for one in self._due if one["round"] != line["round"]]
+            self._due = sorted([*others, line], key=lambda one: one["round"])
             self._newest = max(self._newest, line, key=lambda one: (one["round"], one is line))
             return
         self._newest = line

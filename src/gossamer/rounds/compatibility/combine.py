@@ -105,10 +105,10 @@ def warnings_of(c: Combination) -> tuple[str, ...]:
         unstable = stability.stability_warning(rule, c.topology, c.schedule.merge)
         if unstable is not None and c.rule.at is not None:
             unstable = f"at inner step {step}, {unstable}"
-    return tuple(one for one in (unstable, coding.lossy_warning(c), _unaudited(c)) if one is not None)
+    return tuple(one for one in (unstable, coding.lossy_warning(c), _audit_warning(c)) if one is not None)
 
 
-def _unaudited(c: Combination) -> str | None:
+def _audit_warning(c: Combination) -> str | None:
     """A warning of hashes that `gossamer audit` will not compare."""
     real = c.driver == "train"
     given = {

@@ -36,7 +36,7 @@ def destroys(c: Combination) -> bool:
 def too_much(c: Combination) -> str:
     """The error of the codec, and the limit."""
     return (
-        f"codec '{_worse_leg(c.codec).name}' is off by {_error(c.codec):.2g} of their norm in every exchange, where at most "
+        f"codec '{_lossier(c.codec).name}' is off by {_error(c.codec):.2g} of their norm in every exchange, where at most "
         f"{_limit(c):g} can be allowed"
     )
 
@@ -72,7 +72,7 @@ def lossy_warning(c: Combination) -> str | None:
     """A warning for a codec that the run tolerates at a cost; None otherwise."""
     if (share := change(c)) is not None and share > measured_error_limit(c):
         return (
-            f"{c.who} sends whole parameters through codec '{_worse_leg(c.codec).name}': each exchange brings an error of up to "
+            f"{c.who} sends whole parameters through codec '{_lossier(c.codec).name}': each exchange brings an error of up to "
             f"{share:.2%} of their norm, also between workers that agree, or nearly do; "
             f"{instead(c)}"
         )
@@ -104,10 +104,10 @@ def _limit(c: Combination) -> float:
     return LIMIT if c.kind == "pair" or c.rule.mean_preserving else LIMIT_OF_MEANS
 
 
-def _worse_leg(codec: Codec) -> Codec:
+def _lossier(codec: Codec) -> Codec:
     """Of the two legs of a mean, the one with the larger error."""
     return codec if codec.back is None else max(codec, codec.back, key=relative_error)
 
 
 def _error(codec: Codec) -> float:
-    return relative_error(_worse_leg(codec))
+    return relative_error(_lossier(codec))

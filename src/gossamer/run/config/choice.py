@@ -73,9 +73,8 @@ def _faults(value: Any, table: str) -> Iterator[str]:
     options = {key: option for key, option in value.items() if key != "name"}
     wrappers = WRAPPERS if table == "rule" else {}
     if not is_code(value["name"]):  # whose options are known once it is imported
-        yield from row_faults(
-            table, rows, value["name"], options, also=[*wrappers, *(["back"] if table == "codec" else [])]
-        )
+        also = [*wrappers, *(["back"] if table == "codec" else [])]
+        yield from row_faults(table, rows, value["name"], options, also=also)
     if table == "codec" and options.get("back", "none") != "none":
         yield from _faults({"name": back} if isinstance(back := options["back"], str) else back, "codec")
     for key in options.keys() & wrappers.keys():

@@ -28,9 +28,8 @@ class Holding(NamedTuple):
     def of(self, worker: int) -> tuple[Layout, Spans]:
         """The layout of what a worker holds, and its parts there; those that it does not hold are empty."""
         parts = self._mine(worker)
-        return _in_parts(
-            Layout(tuple(leaf for leaf in self.layout.leaves if self.holders.part(leaf.name) in parts), 0), self.holders
-        )
+        leaves = tuple(leaf for leaf in self.layout.leaves if self.holders.part(leaf.name) in parts)
+        return _in_parts(Layout(leaves, 0), self.holders)
 
     @property
     def smaller(self) -> float:

@@ -117,10 +117,9 @@ class RunSettings(RunLength):
 
     def _options(self, table: str) -> dict[str, Any]:
         """The other keys of a table of the file, as far as they decide the numbers."""
-        options = {
-            key.removeprefix(f"{table}."): value for key, value in self.decisive.items() if key.startswith(f"{table}.")
-        }
-        return {key: value for key, value in options.items() if key != "name"}
+        prefix = f"{table}."
+        options = {key: value for key, value in self.decisive.items() if key.startswith(prefix)}
+        return {key.removeprefix(prefix): value for key, value in options.items() if key != f"{prefix}name"}
 
     @property
     def fragments(self) -> tuple[int, Pattern]:

@@ -382,9 +382,9 @@ class RunConfig:
             n, each = self.workers, self.length.step_tokens
 
             def tokens_before(round: int) -> int:
-                return each * (
-                    n * timetable.begin(round) if self.event_driven else timetable.total_steps_before(n, round)
-                )
+                if self.event_driven:
+                    return each * n * timetable.begin(round)
+                return each * timetable.total_steps_before(n, round)
 
             steps = timetable.begin(rounds_for(tokens, tokens_before))
             object.__setattr__(self, "run", replace(run, steps=steps, tokens=None, tokens_per_parameter=None))
@@ -473,16 +473,12 @@ def _other_kind_errors(document: Mapping[str, Any]) -> list[ConfigError]:
     """Why a document is not a run file but an experiment or a network."""
     for key in EXPERIMENT:
         if key in document:
-            return [
-                ConfigError(f"the file has '{key}', so it is an experiment with several runs; use gossamer compare")
-            ]
+            experiment = f"the file has '{key}', so it is an experiment with several runs; use gossamer compare"
+            return [ConfigError(experiment)]
     for key in ("uplink_bps", "downlink_bps"):
         if key in document:
-            return [
-                ConfigError(
-                    f"the file has '{key}' at its top, so it is a network file; give a run file such as configs/gasloc.toml"
-                )
-            ]
+            network = f"the file has '{key}' at its top, so it is a network file"
+            return [ConfigError(f"{network}; give a run file such as configs/gasloc.toml")]
     errors: list[ConfigError] = []
     for (table, key), (default, advice) in _GONE.items():
         value = part.get(key, default) if isinstance(part := document.get(table), Mapping) else default
@@ -493,10 +489,7 @@ def _other_kind_errors(document: Mapping[str, Any]) -> list[ConfigError]:
 
 def _exclusive(document: Mapping[str, Any]) -> Sequence[ConfigError]:
     """Kinds of methods that exclude each other."""
-    return [
-        PairingError(sentence)
-        for sentence in incompatibilities.combination_faults(Combination(tables=frozenset(document)))
-    ]
+    return [*map(PairingError, incompatibilities.combination_faults(Combination(tables=frozenset(document))))]
 
 
 def _completed(document: dict[str, Any]) -> dict[str, Any]:

@@ -85,12 +85,12 @@ def train_all(
     """
     lines = {place_in_experiment(one): one for one in read_results(file)} if file.exists() else {}
     trunks = dict(zip((run.label for run in runs), shared_trunks([run.config for run in runs]), strict=True))
-    at_trunk = lambda run: trunks[run.label] and stands_at_its_trunk(run.config, folders[run.label])  # noqa: E731
-    over = _finished([run for run in runs if not at_trunk(run)] if resume else [], folders, file, lines)
+    over = dict[str, PointResult | None]()
+    if resume:
+        begun = [run for run in runs if not (trunks[run.label] and stands_at_its_trunk(run.config, folders[run.label]))]
+        over |= _finished(begun, folders, file, lines)
     if reuse:
-        missing = [run for run in runs if run.label not in over]
-        copies = _copied(missing, folders, reuse, some=not resume)
-        over |= {run.label: _result(run, folders, run_origin) for run, run_origin in copies}
+        over |= _copied([run for run in runs if run.label not in over], folders, reuse, some=not resume)
     waiting = {run.label: run for run in _in_turn(runs) if run.label not in over}
     jobs = min(jobs, max(1, len(waiting)))  # so that no cores are reserved for runs that do not exist
     origin("", None)  # caches the commit before the first run
@@ -164,8 +164,8 @@ def _as_recorded(run: Point, folders: Mapping[str, Path], line: PointResult) -> 
 
 def _copied(
     missing: Sequence[Point], folders: Mapping[str, Path], reuse: Path, *, some: bool
-) -> list[tuple[Point, Origin]]:
-    """Copies runs that are finished in a folder of `reuse`; returns them, with each one's provenance.
+) -> dict[str, PointResult]:
+    """Copies runs that are finished in a folder of `reuse`; returns their lines, by label.
 
     Raises: ConfigError when there are no outcomes, or when `some` requires a reusable run and there is none.
     """
@@ -194,7 +194,7 @@ def _copied(
             "run.eval_workers = false, or leave --reuse out"
         )
     say(f"{len(taken)} of {len(missing)} runs are copied from '{reuse}'")
-    return taken
+    return {run.label: _result(run, folders, run_origin) for run, run_origin in taken}
 
 
 def _adopt(run: Point, folders: Mapping[str, Path]) -> None:

@@ -198,10 +198,8 @@ def _published(asked: Mapping[str, Any]) -> dict[str, Any]:
             for method, defaults in PUBLISHED_METHODS.items()
         }
         curves = {method: utilisation_curve(setting) for method, setting in settings.items()}
-        rows = [
-            [method, *(_gbps(row.bandwidth_bps) for row in bandwidth_table(setting))]
-            for method, setting in settings.items()
-        ]
+        needs = {method: bandwidth_table(setting) for method, setting in settings.items()}
+        rows = [[method, *(_gbps(row.bandwidth_bps) for row in table)] for method, table in needs.items()]
         assumptions = [assumed(model, method, setting) for method, setting in settings.items()]
         known = PUBLISHED_GBPS.get(model, {}) if steps == 100 else {}
         marks = {method: [(1e9 * x, y) for x, y in zip(gbps, TARGETS, strict=True)] for method, gbps in known.items()}
@@ -241,19 +239,12 @@ def short_lists() -> Calculator:
 
 def frozen_contents(calculator: Calculator) -> dict[str, Any]:
     """All that a page without a server needs: every answer of a calculator. Its inputs should have few values."""
-    return finite(
-        {
-            **calculator.contents(),
-            "answers": {
-                "plan": {
-                    _key(asked): calculator.sweep(asked) for asked in _combinations(calculator.inputs["plan"][1:])
-                },
-                "published": {
-                    _key(asked): _published(asked) for asked in _combinations(calculator.inputs["published"])
-                },
-            },
-        }
-    )
+    plans, published = map(_combinations, (calculator.inputs["plan"][1:], calculator.inputs["published"]))
+    answers = {
+        "plan": {_key(asked): calculator.sweep(asked) for asked in plans},
+        "published": {_key(asked): _published(asked) for asked in published},
+    }
+    return finite({**calculator.contents(), "answers": answers})
 
 
 def _inputs(network: Network | None) -> dict[str, tuple[_Input, ...]]:

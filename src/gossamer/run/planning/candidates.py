@@ -185,12 +185,7 @@ def drafted(
         "workers": workers,
         "seed": options.seed,
         "model": toml_value(model),
-        "data": {
-            "source": options.source,
-            "seq_len": options.seq_len,
-            "batch_size": options.batch_size,
-            **({"tokenizer": options.tokenizer} if options.tokenizer else {}),
-        },
+        "data": options.data_table,
     }
     return with_tables(document, tables)
 
@@ -242,11 +237,9 @@ def _candidate(
 
     Args: `sent_in` is a codec in place of the method's.
     """
-    both = (
-        None
-        if sent_in is None
-        else (sent_in, back_of(made.options.codecs[sent_in], sent_in, made.workers - len(left_out)))
-    )
+    both = None
+    if sent_in is not None:
+        both = sent_in, back_of(made.options.codecs[sent_in], sent_in, made.workers - len(left_out))
     document = _document(method, local_steps, made, made.options.rounds, left_out, both)
     networks = document["network"]
     if made.network.jitter:

@@ -127,24 +127,24 @@ class Examined(NamedTuple):
     method: str
     workers: int
     topology: str | None
-    spectral_gap: float | None
+    spectral_gap: float | None = None
     """The spectral gap of the mean mixing matrix; None where there is no closed form."""
-    vocabulary: int | None
-    parameters: int | None
-    experts: HeldExperts | None
+    vocabulary: int | None = None
+    parameters: int | None = None
+    experts: HeldExperts | None = None
     """The experts that each worker holds; None where each worker holds the whole model."""
-    sent_bytes: float | None
+    sent_bytes: float | None = None
     """Bytes that one worker sends in a round (a local phase of an asynchronous run), averaged over workers and rounds."""
-    most_bytes: float | None
+    most_bytes: float | None = None
     """The same for the worker that sends most."""
-    kept: tuple[Copies, ...]
-    networks: tuple[OnNetwork, ...]
-    disagreement: float | None
+    kept: tuple[Copies, ...] = ()
+    networks: tuple[OnNetwork, ...] = ()
+    disagreement: float | None = None
     """Factor by which the disagreement of the workers is predicted to change per round; None where nothing is predicted."""
-    rounds: int
-    tokens: int
+    rounds: int = 0
+    tokens: int = 0
     """Tokens of all workers together; at most, where local steps adapt."""
-    warnings: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
     processes: int = 0
     """Number of processes in a real run: one for each stage of a worker, without the server."""
     stages: tuple[StageSize, ...] = ()
@@ -209,7 +209,7 @@ def examine_run(config: RunConfig, refused: Mapping[Verb, Sequence[str]] | None 
         text=text,
         passes=passes,
         documents=documents,
-        adapts=bool(_adapts(run)),
+        adapts=bool(_adapting_note(run)),
     )
 
 
@@ -329,11 +329,9 @@ def _experts(run: RunSettings, layout: Layout) -> HeldExperts | None:
     held = holding_of(run, layout)
     if held is None:
         return None
-    shared, total = held.spans[0][1], len(held.holders.part_of)
-    everywhere = 2 * (1 - 1 / run.workers) * layout.numel
-    return HeldExperts(
-        total, len(held.holders.resident(0)), 1 - shared / layout.numel, held.smaller, everywhere / held.ring_numbers(0)
-    )
+    shared, total, resident = held.spans[0][1], len(held.holders.part_of), len(held.holders.resident(0))
+    sent_ratio = 2 * (1 - 1 / run.workers) * layout.numel / held.ring_numbers(0)
+    return HeldExperts(total, resident, 1 - shared / layout.numel, held.smaller, sent_ratio)
 
 
 def _known_of(
@@ -350,18 +348,11 @@ def _known_of(
         method=f"{getattr(config, kind).name}, codec {config.codec.name}",
         workers=config.workers,
         topology=None if kind == "server" else config.topology.name,
-        spectral_gap=None,
         vocabulary=vocab_size,
         parameters=None if layout is None else layout.numel,
         experts=None if layout is None else _experts(run, layout),
-        sent_bytes=None,
-        most_bytes=None,
-        kept=(),
-        networks=(),
-        disagreement=None,
         rounds=config.length.rounds,
         tokens=sum(run.worker_tokens),
-        warnings=(),
         processes=sum(run.processes),
         here=(*missing, *_lacking(run)),
         peers=dealt(run.peers),
@@ -383,12 +374,10 @@ def examine_document(document: Mapping[str, Any]) -> tuple[list[Examined], list[
     wrong = {label: one for label, one in examined.items() if not isinstance(one, Examined)}
     faults = [*table_faults(document), *_by_label(wrong, len(runs))]
     for scale in document.get("scale", {}):
-        news = {
-            draft.label: [
-                sentence for sentence in document_faults(draft.document) if sentence not in wrong.get(draft.label, ())
-            ]
-            for draft in drafts(document, scale=scale)
-        }
+        news = dict[str, list[str]]()
+        for draft in drafts(document, scale=scale):
+            known = wrong.get(draft.label, ())
+            news[draft.label] = [one for one in document_faults(draft.document) if one not in known]
         faults += [f"scale.{scale}: {sentence}" for sentence in _by_label(news, len(runs))]
     return sound, faults
 
@@ -518,10 +507,8 @@ def counted(run: ResolvedRun, layout: Layout, rounds: int | None = None) -> Coun
     whole = sum(part.rounds for part in parts)
     weighed = [(part, part.rounds) for part in parts] if len(parts) <= _MOST_PARTS else _representative(parts)
     # A part of few rounds may lie anywhere in the period of what is sent: it is counted by whole periods too.
-    each, shares = (
-        [_counted(part, layout, rounds, whole) for part, _ in weighed],
-        [count / whole for _, count in weighed],
-    )
+    each = [_counted(part, layout, rounds, whole) for part, _ in weighed]
+    shares = [count / whole for _, count in weighed]
     return Counted(
         _mean([one.sent_bytes for one in each], shares),
         max(one.most_bytes for one in each),
@@ -545,7 +532,7 @@ def _mean_network(parts: Sequence[OnNetwork], shares: Sequence[float], run: Reso
     round_s = _mean(seconds, shares)
     computing_s = _mean([(part.utilisation or 0.0) * s for part, s in zip(parts, seconds, strict=True)], shares)
     spread_s = math.hypot(*(share * part.spread_s for part, share in zip(parts, shares, strict=True)))
-    note = "; ".join(filter(None, (_adapts(run), f"the mean of {len(parts)} parts of the run")))
+    note = "; ".join(filter(None, (_adapting_note(run), f"the mean of {len(parts)} parts of the run")))
     first_s = _first_change_s(run.networks[parts[-1].name])
     if first_s < round_s * run.rounds:
         note += f", each priced as from the start, and the network changes after {digits_text(first_s)} s"
@@ -594,25 +581,17 @@ def _counted(run: ResolvedRun, layout: Layout, rounds: int | None, most: int) ->
         return Counted(sent.sent_bytes, sent.most_bytes, tuple(rows), priced)
     rounds, few = extent(run, m, whole := _rounds(run, m, rounds, most))
     sent, entries = play_rounds(run, m, layout, rounds, few)
-    rows += [
-        kept("outer state", sent.state_copies),
-        kept("messages", (_message_bytes(entries) + sent.flight_copies * size) / size),
-    ]
-    messages = sum(max(1, len(operation.sends)) for entry in entries for operation in entry.operations) * len(
-        run.networks
-    )
-    networks = tuple(
-        _priced(run, name, entries, m, layout)
-        if len(few) == run.workers and messages <= _MOST_PRICED
-        else OnNetwork(
-            name, None, None, None, "unknown: a round of so many workers and messages takes too long to price"
-        )
-        for name in run.networks
-    )
-    warnings = (
-        () if rounds == whole else (f"what is sent was counted in the first {rounds:,} of {whole:,} rounds alone",)
-    )
-    return Counted(sent.sent_bytes, sent.most_bytes, tuple(rows), networks, warnings)
+    messages = (_message_bytes(entries) + sent.flight_copies * size) / size
+    rows += [kept("outer state", sent.state_copies), kept("messages", messages)]
+    sends = sum(max(1, len(operation.sends)) for entry in entries for operation in entry.operations)
+    if len(few) == run.workers and sends * len(run.networks) <= _MOST_PRICED:
+        networks = [_priced(run, name, entries, m, layout) for name in run.networks]
+    else:
+        note = "unknown: a round of so many workers and messages takes too long to price"
+        networks = [OnNetwork(name, None, None, None, note) for name in run.networks]
+    alone = f"what is sent was counted in the first {rounds:,} of {whole:,} rounds alone"
+    warnings = () if rounds == whole else (alone,)
+    return Counted(sent.sent_bytes, sent.most_bytes, tuple(rows), tuple(networks), warnings)
 
 
 def _rounds(run: RunSettings, m: Method, given: int | None, most: int) -> int:
@@ -635,12 +614,10 @@ def _message_bytes(entries: Sequence[Entry]) -> int:
     return max(held)
 
 
-def _adapts(run: ResolvedRun) -> str:
-    """A note about the price of a run whose local steps adapt."""
-    m = run.method
-    adapts = (
-        "run.adapt" if run.loop.adapt else "the rule" if isinstance(m, Method) and m.rule.adapted is not None else ""
-    )
+def _adapting_note(run: ResolvedRun) -> str:
+    """A note about the price of a run whose local steps adapt; empty for others."""
+    adapts_itself = isinstance(run.method, Method) and run.method.rule.adapted is not None
+    adapts = "run.adapt" if run.loop.adapt else "the rule" if adapts_itself else ""
     return f"at the local steps that {adapts} begins with" if adapts else ""
 
 
@@ -660,7 +637,7 @@ def _priced(run: ResolvedRun, name: str, entries: Sequence[Entry], m: Method, la
     except ConfigError as error:  # it describes other workers, which is no fault: a run in rounds does not need it
         return OnNetwork(name, None, None, None, f"unknown: {error}")
     rounds = trace.rounds / m.sends_per_round
-    note, first_s = _adapts(run), _first_change_s(network)
+    note, first_s = _adapting_note(run), _first_change_s(network)
     if first_s < timeline.total_s / rounds * run.rounds and rounds < run.rounds:
         changes = f"the network changes after {digits_text(first_s)} s"
         note = f"{note}{'; ' if note else ''}of the first {rounds:g} rounds, and {changes}"

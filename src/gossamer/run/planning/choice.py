@@ -168,10 +168,9 @@ class Pick(NamedTuple):
 
     def hours_to_loss(self, candidate: Candidate) -> float:
         """Hours until a candidate has the loss of data parallelism after the tokens; infinite where its own loss is not known."""
-        penalty = candidate.penalty(self.scale)
-        return (
-            math.inf if penalty is None else self.hours_of(candidate) * math.exp(penalty.nats / self.scale.per_e_fold)
-        )
+        if (penalty := candidate.penalty(self.scale)) is None:
+            return math.inf
+        return self.hours_of(candidate) * math.exp(penalty.nats / self.scale.per_e_fold)
 
     def loss(self, candidate: Candidate) -> Range | None:
         """The loss in the time, above data parallelism after the tokens; None where it is not known."""

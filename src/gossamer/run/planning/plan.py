@@ -146,14 +146,8 @@ class PlanSettings:
             value = getattr(self, name)
             source = "the text has" if name == "vocab_size" else "a worker's inner step has"
             ensure(name, value, 1 <= value <= _LARGEST, f"a whole number from 1 to {_LARGEST}; give what {source}")
-        check_values(
-            Positive,
-            **{
-                name: v
-                for name in ("step_s", "peak_flops", "tokens", "hours")
-                if (v := getattr(self, name)) is not None
-            },
-        )
+        given = {name: getattr(self, name) for name in ("step_s", "peak_flops", "tokens", "hours")}
+        check_values(Positive, **{name: value for name, value in given.items() if value is not None})
         check_values(Share, mfu=self.mfu)
         for name, bits in self.codecs.items():
             ensure(f"the size of codec '{name}'", bits, 0 < bits <= 64, "above 0 and at most 64 bits per parameter")
@@ -162,6 +156,12 @@ class PlanSettings:
     def step_tokens(self) -> int:
         """Tokens of a worker's inner step."""
         return self.seq_len * self.batch_size
+
+    @property
+    def data_table(self) -> dict[str, Any]:
+        """The table `data` of a run file."""
+        table: dict[str, Any] = {"source": self.source, "seq_len": self.seq_len, "batch_size": self.batch_size}
+        return {**table, "tokenizer": self.tokenizer} if self.tokenizer else table
 
 
 class RunPlan(NamedTuple):
@@ -485,9 +485,8 @@ def _priced_on(
         if (local_steps := _own_steps(sketch, matched_on, payload_bytes)) is None:
             continue
         if sketch.peers is None:
-            candidates[sketch] = _priced_mean(
-                sketch, local_steps, payload_bytes, network, parameters, options, computing
-            )
+            mean = _priced_mean(sketch, local_steps, payload_bytes, network, parameters, options, computing)
+            candidates[sketch] = mean
             continue
         candidates[sketch] = None  # in its place
         rounds = options.rounds if network.jitter or network.changes else max(16, 8 * options.rounds // sketch.n)
@@ -499,9 +498,8 @@ def _priced_on(
     timelines = price_together([*traces.values()], network, computing)
     for (sketch, trace), timeline in zip(traces.items(), timelines, strict=True):
         local_steps = tuple(trace.steps[0].tolist())
-        candidates[sketch] = _candidate(
-            sketch, local_steps, None, float(trace.sent_bytes.mean()) / trace.rounds, timeline, options
-        )
+        sent_bytes = float(trace.sent_bytes.mean()) / trace.rounds
+        candidates[sketch] = _candidate(sketch, local_steps, None, sent_bytes, timeline, options)
     return [one for one in candidates.values() if one is not None]
 
 
@@ -527,9 +525,8 @@ def _priced_mean(
     def carried_by(how: MeanKind) -> Candidate:
         carrying = replace(network, mean=how)
         if network.shares or network.loses or n <= _LIMIT_LISTED:
-            timeline = price(
-                from_targets(_everyone(n, rounds), message_bytes, local_steps, kind=kind), carrying, computing
-            )
+            trace = from_targets(_everyone(n, rounds), message_bytes, local_steps, kind=kind)
+            timeline = price(trace, carrying, computing)
         else:
             steps = np.broadcast_to(np.array(local_steps), (rounds, n))
             timeline = price_everyone(steps, message_bytes, carrying, kind=kind, computing=computing)
@@ -608,9 +605,8 @@ def _own_steps(sketch: _Sketch, network: Network, payload_bytes: int) -> tuple[i
     if not sketch.matched:
         return (steps,) * n
     ahead = (n - 1) / n if network.mean == "owners" else 0.0
-    matched = matched_steps(
-        links_of(network, n), steps, payload_bytes * (ahead if sketch.peers is None else sketch.peers)
-    )
+    sent_bytes = payload_bytes * (ahead if sketch.peers is None else sketch.peers)
+    matched = matched_steps(links_of(network, n), steps, sent_bytes)
     return matched if sketch.peers is not None or min(matched) < steps else None
 
 
@@ -671,13 +667,7 @@ def run_toml(
         "model": {
             key: value for key in ModelConfig.__dataclass_fields__ if (value := getattr(plan.model, key)) is not None
         },
-        "data": {
-            "source": plan.options.source,
-            "seq_len": plan.options.seq_len,
-            "batch_size": plan.options.batch_size,
-            **({"tokenizer": plan.options.tokenizer} if plan.options.tokenizer else {}),
-            **({"accumulate": chosen.site} if chosen.site > 1 else {}),
-        },
+        "data": {**plan.options.data_table, **({"accumulate": chosen.site} if chosen.site > 1 else {})},
         "inner": dict(best.inner),
         "run": {
             "steps": rounds * chosen.full_steps,

@@ -167,9 +167,8 @@ class _Sketch(NamedTuple):
 
     def cut(self, cuts: tuple[int, ...], forward: str, micro_batches: int, stage_bytes: int) -> StagedReplica:
         """The step of one way to cut. Raises ConfigError where the boundary codecs do not fit."""
-        made = StagedReplica(
-            len(cuts) + 1, cuts, forward, BOUNDARY_PAIRS[forward], micro_batches, stage_bytes, 0.0, 0.0, 0.0
-        )
+        backward, seconds = BOUNDARY_PAIRS[forward], (0.0, 0.0, 0.0)
+        made = StagedReplica(len(cuts) + 1, cuts, forward, backward, micro_batches, stage_bytes, *seconds)
         run = resolve(parse(self.document("diloco", made.tables(self.options.batch_size))))
         links = self.network.stages or StageLinks()
         free = replace(self.network, stages=StageLinks(speeds=links.speeds))

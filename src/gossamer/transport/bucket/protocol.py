@@ -336,18 +336,9 @@ class SlotHolder(Generic[P]):
     Args:
         nonce: a random number by which it recognises its own claim of a slot.
         clock: seconds that never go back.
-        wall: Unix time.
     """
 
-    def __init__(
-        self,
-        terms: StoreTerms,
-        work: P,
-        nonce: str,
-        clock: Callable[[], float],
-        wall: Callable[[], float] = time.time,
-    ) -> None:
-        self._wall = wall
+    def __init__(self, terms: StoreTerms, work: P, nonce: str, clock: Callable[[], float]) -> None:
         self.terms, self._work, self._nonce, self._clock = terms, work, nonce, clock
         self.seen = Sightings(terms.workers)
         self.slot = self.life = -1
@@ -605,15 +596,8 @@ class _OpenRound:
 class Attendance(SlotHolder[StoreWorker]):
     """One worker of a run in rounds whose state lies in a store; see `SlotHolder`."""
 
-    def __init__(
-        self,
-        terms: StoreTerms,
-        work: StoreWorker,
-        nonce: str,
-        clock: Callable[[], float],
-        wall: Callable[[], float] = time.time,
-    ) -> None:
-        super().__init__(terms, work, nonce, clock, wall)
+    def __init__(self, terms: StoreTerms, work: StoreWorker, nonce: str, clock: Callable[[], float]) -> None:
+        super().__init__(terms, work, nonce, clock)
         self.commits: dict[int, Commit] = {}
         """The commits that it has read, by round."""
         self._begun: Basis | None = None
@@ -719,9 +703,8 @@ class Attendance(SlotHolder[StoreWorker]):
             unsound = len(self._unsound)
             for base, donor in self._bases(resumed, finished):
                 begun = yield from self._base(base, resumed, donor)
-                if begun is not None and (
-                    yield from (self._continue_after(finished) if terms.gossip else self._add_means(base))
-                ):
+                follow = self._continue_after(finished) if terms.gossip else self._add_means(base)
+                if begun is not None and (yield from follow):
                     # All inner steps that count in a mean belong to the slot, in any of its lives.
                     self._begun = begun._replace(steps=self._steps[self.slot])
                     yield Do(partial(self._work.start, self.round, self._begun))
@@ -879,11 +862,10 @@ class Attendance(SlotHolder[StoreWorker]):
         """The sound messages among those sent, by slot; None where the round should stay open for others."""
         taken: dict[int, tuple[Item, TakenPart]] = {}
         for slot, life in sorted(sent.items()):
-            item = (
-                open_round.own
-                if slot == self.slot
-                else (yield from self._try_read(message_name(self.round, slot, life)))
-            )
+            if slot == self.slot:
+                item = open_round.own
+            else:
+                item = yield from self._try_read(message_name(self.round, slot, life))
             if isinstance(item, TransportError):
                 self._work.say(str(item))
                 item = Item(None, memoryview(b""))
@@ -907,20 +889,21 @@ class Attendance(SlotHolder[StoreWorker]):
         """Closes this round over these messages; returns the outcome, which another worker may have decided."""
         mean, sha256 = b"", ""
         if not self.terms.gossip:
-            mean = yield Do(
-                partial(self._work.mean, self.round, {slot: item.body for slot, (item, _) in taken.items()})
-            )
+            bodies = {slot: item.body for slot, (item, _) in taken.items()}
+            mean = yield Do(partial(self._work.mean, self.round, bodies))
             sha256 = hashlib.sha256(mean).hexdigest()
         steps = [*self._steps]
         for slot, (_, part) in taken.items():
             steps[slot] = part.steps
         payload_bytes = {str(slot): len(item.body) for slot, (item, _) in taken.items()}
+        begun = {slot: None if part.begun is None else part.begun._asdict() for slot, (_, part) in taken.items()}
+        parts = {str(slot): {**part._asdict(), "begun": begun[slot]} for slot, (_, part) in taken.items()}
         head = {
-            "parts": {str(slot): _part_as_json(part) for slot, (_, part) in taken.items()},
+            "parts": parts,
             "steps": steps,
             "mean": sha256,
             "closer": [self.slot, self.life],
-            "time_s": round(self._wall(), 3),
+            "time_s": round(time.time(), 3),
             "payload_bytes": payload_bytes | ({"mean": len(mean)} if sha256 else {}),
         }
         if sha256:
@@ -1069,10 +1052,6 @@ def _part(life: Any, head: object, round: int, workers: int) -> TakenPart | None
     return None
 
 
-def _part_as_json(part: TakenPart) -> dict[str, Any]:
-    return {**part._asdict(), "begun": None if part.begun is None else part.begun._asdict()}
-
-
 def _are_counts(*numbers: object) -> bool:
     """Whether these are integers that a run may count to; the truth values of JSON are none."""
     return all(type(one) is int and 0 <= one < 1 << 62 for one in numbers)
@@ -1099,16 +1078,9 @@ def commit_in(round: int, head: object, workers: int) -> Commit | None:
             "time_s": int() | float() as time_s,
         }:
             numbers = {str(one) for one in range(workers)}
-            read = (
-                {
-                    int(key): _part(part.get("life"), part, round, workers)
-                    for key, part in parts.items()
-                    if isinstance(part, dict)
-                }
-                if (parts.keys() <= numbers)
-                else {}
-            )
-            kept = {one: part for one, part in sorted(read.items()) if part is not None}
+            named = {int(key): part for key, part in parts.items() if key in numbers and isinstance(part, dict)}
+            read = {one: _part(part.get("life"), part, round, workers) for one, part in sorted(named.items())}
+            kept = {one: part for one, part in read.items() if part is not None}
             counts = _are_counts(*steps) and len(steps) == workers
             sane = 0 <= slot < workers and 0 <= life < 1 << 31 and 0 <= time_s < _MOST_TIME_S
             if 0 < len(kept) == len(parts) and counts and sane and re.fullmatch("([0-9a-f]{64})?", mean):

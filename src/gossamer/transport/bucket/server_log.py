@@ -117,15 +117,8 @@ class ServerWork(StoreProcess, Protocol):
 class ServerAttendance(SlotHolder[ServerWork]):
     """One process in a run with a server that lies in a store; see `SlotHolder`. `round` is the number of the next event."""
 
-    def __init__(
-        self,
-        terms: StoreTerms,
-        work: ServerWork,
-        nonce: str,
-        clock: Callable[[], float],
-        wall: Callable[[], float] = time.time,
-    ) -> None:
-        super().__init__(terms, work, nonce, clock, wall)
+    def __init__(self, terms: StoreTerms, work: ServerWork, nonce: str, clock: Callable[[], float]) -> None:
+        super().__init__(terms, work, nonce, clock)
         self.lives: dict[int, int] = {}
         """The life of each slot that joined last."""
         self._last_s, self._early_s, self._last_rounds = 0.0, -clock(), 0
@@ -219,9 +212,8 @@ class ServerAttendance(SlotHolder[ServerWork]):
         """Adds an event that is due, whichever process adds it; returns whether there was one."""
         now = self._looked_s
         for slot, life in self.lives.items():
-            gone = self.seen.lives.get(slot, -1) > life or (
-                slot in self.seen.lives and not self.seen.is_held(slot, now, self.terms.timeout_s)
-            )
+            silent = slot in self.seen.lives and not self.seen.is_held(slot, now, self.terms.timeout_s)
+            gone = silent or self.seen.lives.get(slot, -1) > life
             if gone and slot != self.slot and self._work.core.is_present(slot):
                 yield from self._add("leave", slot, life)
                 return True
@@ -266,7 +258,7 @@ class ServerAttendance(SlotHolder[ServerWork]):
             "steps": steps,
             "mean": "",
             "closer": [self.slot, self.life],
-            "time_s": round(self._wall(), 3),
+            "time_s": round(time.time(), 3),
             "payload_bytes": {str(worker): size},
         }
         if (yield from self._create(commit_name(self.round), head)):
@@ -342,10 +334,10 @@ class ServerAttendance(SlotHolder[ServerWork]):
             if item is None:
                 continue
             clock = loaded(_clock_in, after, item)
-            failed = (
-                clock if isinstance(clock, CheckpointError) else (yield Do(partial(loaded, self._work.load, item.body)))
-            )
-            if isinstance(clock, CheckpointError) or failed is not None:
+            if isinstance(clock, CheckpointError):
+                self._pass_over(name, clock)
+                continue
+            if (failed := (yield Do(partial(loaded, self._work.load, item.body)))) is not None:
                 self._pass_over(name, failed)
                 continue
             self.lives, self._last_s = clock
