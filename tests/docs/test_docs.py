@@ -20,6 +20,7 @@ import pytest
 import tomli_w
 import torch
 import yaml
+from rich.console import Console
 from test_sites import free_port
 from torch.distributed import TCPStore
 
@@ -555,6 +556,24 @@ def test_relative_links_of_committed_pages_lead_to_committed_files():
         text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
         for link in re.findall(r"\]\((?![a-z]+:|#)([^)#\s]+)", text):
             assert (page.parent / link).resolve() in committed, f"{page.relative_to(ROOT)} links to {link}"
+
+
+def test_the_options_of_every_command_in_the_docs_exist():
+    pages = [ROOT / "README.md", *(page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "adr")]
+    known, commands = dict[str, set[str]](), 0
+    for page in pages:
+        text = re.sub(r"\\\n\s*", " ", page.read_text(encoding="utf-8"))
+        for verb, rest in re.findall(r"(?<![\w/.-])gossamer ([a-z]+)([^\n`|;&#>]*)", text):
+            if verb in VERBS:
+                if verb not in known:
+                    shown = io.StringIO()
+                    app.help_print([verb], console=Console(file=shown, width=10_000))
+                    known[verb] = {"--help", *re.findall(r"--[a-z][a-z-]*", shown.getvalue())}
+                commands += 1
+                assert {*re.findall(r"(?<=\s)--[a-z][a-z-]*", rest)} <= known[verb], (
+                    f"{page.name}: gossamer {verb}{rest}"
+                )
+    assert commands > 400
 
 
 def test_no_command_of_the_readme_is_wider_than_its_reader_shows():
