@@ -18,7 +18,7 @@ from gossamer.errors import ConfigError, GossamerError
 from gossamer.models import ModelConfig, build_model
 from gossamer.models.bottleneck import ResidualBottleneck
 from gossamer.models.llama import loss
-from gossamer.models.sizes import BottleneckConfig, tensors
+from gossamer.models.sizes import BottleneckConfig, parameter_shapes
 from gossamer.models.stages import minimax, stages_of
 from gossamer.record import checkpoint
 from gossamer.run.bookkeeping.evaluate import publish
@@ -228,7 +228,7 @@ NARROW = {
 def test_a_model_with_a_bottleneck_has_the_parameters_it_is_said_to_have_and_its_cuts_change_nothing(name):
     config = tiny(model__bottleneck=NARROW[name], inner__clip=None, data__accumulate=4)
     model = build_model(config.model, 256, 16, 0)
-    assert tuple((n, tuple(p.shape)) for n, p in model.named_parameters()) == tensors(config.model, 256)
+    assert tuple((n, tuple(p.shape)) for n, p in model.named_parameters()) == parameter_shapes(config.model, 256)
     whole = Replica(0, settings_of(config), task_of(settings_of(config)), torch.device("cpu"))
     cut = replica(model__bottleneck=NARROW[name], inner__clip=None, data__accumulate=4, pipeline__stages=2)
     assert cut.staged is not None and {ends[0].shape for ends in cut.staged.boundaries} == {(2, 16, 8)}

@@ -473,8 +473,9 @@ def _other_kind_errors(document: Mapping[str, Any]) -> list[ConfigError]:
     """Why a document is not a run file but an experiment or a network."""
     for key in EXPERIMENT:
         if key in document:
-            experiment = f"the file has '{key}', so it is an experiment with several runs; use gossamer compare"
-            return [ConfigError(experiment)]
+            return [
+                ConfigError(f"the file has '{key}', so it is an experiment with several runs; use gossamer compare")
+            ]
     for key in ("uplink_bps", "downlink_bps"):
         if key in document:
             network = f"the file has '{key}' at its top, so it is a network file"
