@@ -55,7 +55,7 @@ from generators import effective_step, equal_terms, surface
 from generators.claims import claims_page, committed
 from generators.fresh import RECENT, fresh_page, long_page
 from generators.gains import gains, gains_page
-from generators.leaderboard import leaderboard_page, leaderboard_table, standings
+from generators.leaderboard import committed_standings, leaderboard_page, leaderboard_table
 from generators.local_steps import equal_bytes_table, lengths, local_steps_table
 from generators.sources import NUMBER, RESULTS, ROOT, TEXT, Reading, Source, source
 from gossamer.report.figures import figure_table
@@ -81,7 +81,7 @@ _TABLE = re.compile(r"<!-- table (\d+) of (\w+) by (\S+) -->\n\n?((?:\|[^\n]*\n)
 _GENERATED: dict[str, Callable[[], str]] = {
     "claims": claims_page,
     "leaderboard": leaderboard_page,
-    "recent": lambda: leaderboard_table(standings(read_results(RESULTS / "evidence" / f"{RECENT}.jsonl"))),
+    "recent": lambda: leaderboard_table(committed_standings(RECENT)),
     "fresh": fresh_page,
     "fresh prose": lambda: fresh_page("-prose"),
     "long": long_page,

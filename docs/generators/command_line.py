@@ -28,13 +28,13 @@ def page() -> str:
 
 
 def _verb(verb: str) -> str:
-    rows = [(f"`{name}`", escaped(meaning)) for name, meaning in _arguments(verb)]
+    rows = [(f"`{name}`", escaped(meaning)) for name, meaning in arguments(verb)]
     body = (inspect.getdoc(app[verb].default_command) or "").partition("Args:")[0].split("\n\n")[1:]
     parts = [f"## {verb}\n", escaped(VERBS[verb]) + "\n", *(escaped(" ".join(one.split())) + "\n" for one in body)]
     return "\n".join(parts) + ("\n" + table(("argument", "meaning"), rows) if rows else "")
 
 
-def _arguments(verb: str) -> Iterator[tuple[str, str]]:
+def arguments(verb: str) -> Iterator[tuple[str, str]]:
     """The arguments that the help of a verb lists, with their meaning."""
     shown = io.StringIO()
     app.help_print([verb], console=Console(file=shown, width=10_000))

@@ -85,12 +85,17 @@ def leaderboard_table(found: Sequence[Standing], asked: Sequence[str] = ()) -> s
     return markdown_lines([heads, ["---", *["---:"] * (len(heads) - 1)], *rows])
 
 
+def committed_standings(stem: str) -> list[Standing]:
+    """The standings of the committed outcomes of an experiment; none where it has none."""
+    outcomes = RESULTS / "evidence" / f"{stem}.jsonl"
+    return standings(read_results(outcomes)) if outcomes.exists() else []
+
+
 def leaderboard_page() -> str:
     """The table of the committed outcomes, with a row for each registered method."""
-    outcomes = RESULTS / "evidence" / f"{LEADERBOARD}.jsonl"
     rows: list[dict[str, Any]] = load_document(ROOT / "experiments" / "evidence" / "leaderboard.toml")["variant"]
     asked = [row.get("label", row["method"]) for row in rows]
-    return leaderboard_table(standings(read_results(outcomes)) if outcomes.exists() else [], asked)
+    return leaderboard_table(committed_standings(LEADERBOARD), asked)
 
 
 def drawn_standings(found: Sequence[Standing]) -> bytes:

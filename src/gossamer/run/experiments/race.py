@@ -214,7 +214,7 @@ def _entrant(course: Course, made: RunPlan, candidate: Candidate, rounds: int) -
     def seconds(steps: int) -> float:
         return _round_s(course, made, candidate, of_each(steps))
 
-    # The rounds of a plan are longer than those of a race: of shorter ones only the difference is taken.
+    # The plan has priced other rounds than `seconds` plays, of which only the difference between two lengths is taken.
     beyond_s = candidate.round_s - seconds(most)
     low, low_s, high, high_s = fewest, seconds(fewest) + beyond_s, most, candidate.round_s
     if low_s > left_s:
