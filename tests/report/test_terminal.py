@@ -24,6 +24,7 @@ from gossamer.record.logs.seconds import RoundSeconds
 from gossamer.record.logs.trace import Entry, Operation
 from gossamer.record.progress import counting_children, note_trained, quieted, say, training_counts
 from gossamer.report import terminal as terminal_of_runs
+from gossamer.report.reading import tail
 from gossamer.report.terminal import Terminal
 from tiny import document
 
@@ -192,6 +193,33 @@ def test_a_run_that_goes_on_says_what_is_new_only_and_one_that_goes_back_says_it
             for r in range(2, 5):
                 write_round(run, r)
     assert [line.split()[2] for line in out.getvalue().splitlines()] == ["3", "4", "5"]
+
+
+def test_a_long_record_that_is_read_in_parts_is_not_shown_as_trained_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, clock = StringIO(), Clock()
+    with RunFolder(tmp_path, RUN_TOML) as run:
+        for r in range(3):
+            write_round(run, r)
+    monkeypatch.setattr(tail, "CHUNK", 400)
+    monkeypatch.setattr(terminal_of_runs, "_LAST_LOOK_S", 0.0)
+    monkeypatch.setattr(terminal_of_runs, "_LOOK_S", 0.0)
+    with plain(out, clock) as terminal:
+        terminal.follow("a", tmp_path)
+        for _ in range(20):
+            clock.now_s += 40.0
+            terminal.look()
+        assert "round 3 of 4" in out.getvalue()
+        assert "tokens/s" not in out.getvalue()
+        assert "left" not in out.getvalue()
+        assert "round 2" not in out.getvalue()
+        with RunFolder(tmp_path, RUN_TOML, resume_round=3) as run:
+            write_round(run, 3)
+        clock.now_s += 40.0
+        for _ in range(5):
+            terminal.look()
+    assert "round 4 of 4" in out.getvalue()
 
 
 def test_the_validations_of_real_workers_are_one_line_when_all_have_theirs(tmp_path: Path) -> None:

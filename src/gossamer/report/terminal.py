@@ -185,7 +185,8 @@ class _Shown:
     def __init__(self, label: str, folder: Path, every: int, share: float, now_s: float) -> None:
         self.label, self._every, self._share = label, every, share
         self._run: FollowedRun | None = FollowedRun(label, folder)
-        self._run.look(time.monotonic() + _LAST_LOOK_S)
+        self._all_read = self._run.look(time.monotonic() + _LAST_LOOK_S)
+        """Whether what a resumed run had recorded before is read."""
         self._told_s, self._has_line = now_s, False
         self._reported = self._seen = self._run.done
         self._evaluated = self._newest_evaluation()
@@ -216,11 +217,15 @@ class _Shown:
         """
         run = self._run
         assert run is not None
-        run.look(time.monotonic() + patience_s)
-        if run.done < self._reported:  # it was rewound to a checkpoint
-            self._reported, self._seen, self._before, self._start = run.done, run.done, None, (run.done, _tokens(run))
+        was_read, self._all_read = self._all_read, run.look(time.monotonic() + patience_s) or self._all_read
+        newest = self._newest_evaluation()
+        self._evaluated = min(self._evaluated, newest) if was_read else newest
+        is_rewound = run.done < self._reported  # to a checkpoint
+        if is_rewound:
+            self._reported = self._seen = run.done
+        if is_rewound or not was_read:
+            self._before, self._start = None, (run.done, _tokens(run))
             self._here = _LocalProgress(run.done, here or training_counts())
-        self._evaluated = min(self._evaluated, self._newest_evaluation())
         if self._before is None and (run.done, _tokens(run)) != self._start:
             self._before = now_s, run.done, _tokens(run)
         if here is None:
@@ -235,6 +240,8 @@ class _Shown:
         """The lines to print without a table."""
         run = self._run
         assert run is not None
+        if not (self._all_read or over):
+            return []
         silence_s = _LONGEST_SILENCE_S
         if self._moves and run.file is not None and run.done < run.file.rounds:
             past_s = now_s - self._followed_s
