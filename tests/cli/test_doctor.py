@@ -185,6 +185,18 @@ def test_a_run_that_does_not_fit_and_a_clock_that_stands_are_faults(
     assert code == 1 and f"gossamer check {tmp_path / 'run.toml'}" in found["run file"][0][1]
 
 
+def test_another_package_with_the_same_files_is_a_fault(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    assert "package" not in findings(capsys)[1]
+    (tmp_path / "gossamer_web-0.9.35.dist-info").mkdir()
+    (tmp_path / "gossamer_web-0.9.35.dist-info" / "METADATA").write_text("Name: gossamer-web\nVersion: 0.9.35\n")
+    (tmp_path / "gossamer_web-0.9.35.dist-info" / "top_level.txt").write_text("gossamer\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    code, found = findings(capsys)
+    assert code == 1 and found["package"][0][0] == "fault" and "gossamer-web" in found["package"][0][1]
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
@@ -91,6 +92,7 @@ def _findings(file: Path | None, join: str | None, listen: str | None) -> Iterat
     yield _name(far if towards_peer is None or is_loopback(towards_peer) else towards_peer)
     yield _address(towards_peer, None if peer is None else peer[0])
     yield _clock()
+    yield from _other_packages()
     config, keys = None, None
     if file is not None:
         from gossamer.run.config.document import load_document
@@ -187,6 +189,15 @@ def _clock() -> _Finding:
             "clock", "fault", f"it is {now} here, which is before gossamer was installed", "set the clock, by NTP"
         )
     return _Finding("clock", "ok", f"it is {now} here")
+
+
+def _other_packages() -> Iterator[_Finding]:
+    """Those of the index that install a Python package `gossamer` too, such as gossamer-web (ADR 101)."""
+    for other in sorted({*metadata.packages_distributions().get("gossamer", ())} - {"gossamer"}):
+        fact = (
+            f"{other} has files in the Python package 'gossamer' of this environment, where each overwrites the other's"
+        )
+        yield _Finding("package", "fault", fact, "uninstall both, and install gossamer in an environment without it")
 
 
 def _key(config: "RunConfig", keys: "Keys | None") -> _Finding:
