@@ -182,7 +182,7 @@ class Outer(Generic[M]):
         workers: int | None = None,
     ) -> None:
         must_be_trainable(model)
-        must_be_what_is_asked(rule, join)
+        must_be_what_is_asked(rule, local_steps, site, join, peers)
         given = {"seed": seed, "reduction": reduction, "timeout_s": timeout_s, "compile": compile, "rest": rest}
         _must_be_options(**given, elastic=elastic, peers=peers, store=store)
         timetable = None if local_steps is None else timetable_in(local_steps)
