@@ -636,13 +636,14 @@ os.write(1, f"afterwards: {torch.distributed.get_world_size()} workers, []\\n".e
 """The blocks of pages, in two processes, each with other parameters and data; then a process group may be made yet."""
 
 
-@pytest.mark.full
-def test_the_loops_that_a_page_starts_with_torchrun_train_two_workers_as_one(tmp_path):
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)], ids=["README", "all"])
+def test_the_loops_that_a_page_starts_with_torchrun_train_two_workers_as_one(every, tmp_path):
     own = (ROOT / "docs" / "how-to" / "own-loop.md").read_text(encoding="utf-8")
     loops = [code for code in python_blocks("how-to/own-loop.md") if "for batch in data:" in code]
     blocks = [*python_blocks("../README.md"), *loops]
     assert "torchrun" in README.partition(blocks[0])[0][-400:] and "torchrun" in own.partition(loops[0])[2][:80]
     assert len(blocks) == 3
+    blocks = blocks if every else blocks[:1]
     files = [tmp_path / f"block-{k}.py" for k in range(len(blocks))]
     for file, code in zip(files, blocks, strict=True):
         file.write_text("import gossamer\n" + code if "import gossamer" not in code else code, encoding="utf-8")
