@@ -333,21 +333,25 @@ def test_the_demo_says_in_a_sentence_what_its_table_means_and_what_comes_next(
     said = meaning(slow)
     assert "DiLoCo ends with the lowest validation loss (1.790), and where one uplink" in said
     assert "it takes 18 min 24 s. GASLoC 1-Peer ends first there, after 14 min 22 s at 1.860" in said
-    assert "DiLoCo has 1.840 by then: at equal time DiLoCo is ahead with this seed. With one seed each" in said
+    assert (
+        "the last validation of DiLoCo by then is 1.840: at equal time DiLoCo is ahead with this seed. With one seed each"
+        in said
+    )
     behind = [gasloc, outcome("DiLoCo", [(828, 1.87), (1104, 1.79)]), outcome("local SGD", [(860, 1.85), (1104, 1.88)])]
-    assert "DiLoCo has 1.870 by then: at equal time GASLoC 1-Peer is ahead" in meaning(behind[:2])
-    assert "DiLoCo has 1.870 by then, and local SGD 1.850: at equal time local SGD is ahead" in meaning(behind)
+    assert "DiLoCo by then is 1.870: at equal time GASLoC 1-Peer is ahead" in meaning(behind[:2])
+    assert "DiLoCo by then is 1.870, and that of local SGD 1.850: at equal time local SGD is ahead" in meaning(behind)
     assert "DiLoCo has no validation by then: at equal time GASLoC" in meaning(
         [gasloc, outcome("DiLoCo", [(900, 1.8)])]
     )
     alike = [one._replace(seed=1) for one in (gasloc, outcome("DiLoCo", [(828, 1.88), (1104, 1.79)]))]
     assert "at equal time no difference is shown" in meaning([*slow[:2], *alike])
+    assert "it takes 14 min 25 s: none" in meaning([gasloc, outcome("DiLoCo", [(600, 2.0), (865, 1.79)])])
     assert "it takes 14 min 22 s: none ends sooner" in meaning([gasloc, outcome("DiLoCo", [(1104, 1.95)])])
     assert "--seeds" not in meaning([*slow, *(one._replace(seed=1) for one in slow)])
     for lacking in ([], [outcome("DiLoCo", [(1.0, math.nan)])], [gasloc, outcome("DiLoCo", [(1104, math.nan)])]):
         assert "says nothing yet" in meaning(lacking)
     committed = read_results(ROOT / "docs" / "results" / "demo.jsonl")
-    ahead = "DiLoCo has 1.851 by then: at equal time DiLoCo is ahead."
+    ahead = "DiLoCo by then is 1.851: at equal time DiLoCo is ahead."
     assert meaning(committed).startswith("What it means: DiLoCo ends") and ahead in meaning(committed)
     assert ahead in verdict([one.row for one in committed]), "the page says the same"
     (tmp_path / "bin").mkdir()

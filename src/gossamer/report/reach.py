@@ -68,7 +68,7 @@ class EqualTime(NamedTuple):
 
     network: str
     first: str
-    """The method that ends first; of several, the one with the lowest loss."""
+    """The method that ends first; of those within a hundredth of its time, the one with the lowest loss."""
     end_s: float
     loss: float
     """Its last loss."""
@@ -113,7 +113,10 @@ def at_equal_time(results: Sequence[PointResult]) -> EqualTime | None:
     if not means:
         return None
     network = max(means, key=lambda name: max(means[name].values())[0] / min(means[name].values())[0])
-    first = min(means[network], key=lambda method: means[network][method])
+    # Ends that nearly coincide are equal, else the other's loss would be that of an earlier validation.
+    soon_s = 1.01 * min(end_s for end_s, _ in means[network].values())
+    soonest = {method: loss for method, (end_s, loss) in means[network].items() if end_s <= soon_s}
+    first = min(soonest, key=lambda method: soonest[method])
     there = [one for one in reach(results, first) if one.network == network and one.behind is not None]
     pairs = {
         method: [(one.behind, one.target_loss) for one in there if one.method == method and one.behind is not None]

@@ -81,9 +81,11 @@ def ahead_at_equal_time(results: Sequence[PointResult], leader: str, where: str 
         f"{then.first} ends first {where or f'on {then.network}'}, after {seconds_text(then.end_s)} at {then.loss:.3f}"
     )
     by_then, ahead = then.by_then(leader), then.ahead
-    has = f"{leader} has no validation by then" if by_then is None else f"{leader} has {by_then:.3f} by then"
+    has = f"{leader} has no validation by then"
+    if by_then is not None:
+        has = f"the last validation of {leader} by then is {by_then:.3f}"
     if ahead not in (leader, then.first):
-        has = f"{has}, and {ahead} {then.by_then(ahead):.3f}"
+        has = f"{has}, and that of {ahead} {then.by_then(ahead):.3f}"
     against = then.others.get(leader if ahead == then.first else ahead)
     if against is not None and against.half is not None and abs(against.mean) <= against.half:
         return f"{ends}; {has}: at equal time no difference is shown."
