@@ -12,7 +12,7 @@ help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' Makefile | expand -t 10
 
 demo: .venv/.demo  ## compare the methods on a small model, and write one report
-	$(BIN)/gossamer demo
+	$(BIN)/gossamer demo --resume  # a second call continues, or shows the finished runs
 
 test: .venv/.installed  ## lint, format, types, tests and doctests: what CI runs
 	$(BIN)/ruff check
@@ -99,11 +99,11 @@ NEW_ENOUGH := import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"Gossa
 TORCH = torch $$(test "$$(uname)" != Linux || test -e /dev/nvidiactl || env | grep -q "^PIP_.*\(INDEX\|LINKS\)" || \
 	$(BIN)/pip config list | grep -q "index\|find-links" || echo --index-url https://download.pytorch.org/whl/cpu)
 
-# What a user installs, which is what the demo needs; pip shows how far it is.
+# What README installs: what the demo needs, and keys; pip shows how far it is.
 .venv/.demo: pyproject.toml constraints.txt
 	@$(VENV)
 	test -e .venv/.installed || $(BIN)/pip install --no-compile --constraint constraints.txt $(TORCH)
-	test -e .venv/.installed || $(BIN)/pip install --no-compile --constraint constraints.txt --editable .
+	test -e .venv/.installed || $(BIN)/pip install --no-compile --constraint constraints.txt --editable '.[keys]'
 	touch $@
 
 # torch comes first and on its own, so that the build pip is configured for (CPU or CUDA) is settled before anything asks for it.

@@ -91,6 +91,10 @@ WRONG = {
     "an endless pace": (["run.pace_s=[0.0,inf,0.0]"], ["run.pace_s[1] is inf", "from 0 to 1e+06"]),
     "a pace that is no number": (["run.pace_s=nan"], ["run.pace_s is nan"]),
     "a negative pace": (["run.pace_s=-1"], ["run.pace_s is -1"]),
+    "the first of several mistakes": (
+        ["workers=0", "rool=1"],
+        ["workers is 0", "; gossamer check /", "run.toml, with the same --set, names all 2 mistakes"],
+    ),
     "no local steps": (["run.local_steps=[]"], ["run.local_steps is an empty list"]),
     "no pace": (["run.pace_s=[]"], ["run.pace_s is an empty list"]),
 }
@@ -101,6 +105,11 @@ def test_what_cannot_work_is_said_in_one_sentence(settings, parts, run_file, tmp
     words = [word for one in settings for word in ("--set", one)]
     refused(["simulate", run_file, "--out", tmp_path / "run", *words], capsys, *parts)
     assert not (tmp_path / "run").exists()
+
+
+def test_one_mistake_does_not_send_to_the_verb_that_names_all(run_file, tmp_path, capsys):
+    assert main(["simulate", str(run_file), "--out", str(tmp_path / "run"), "--set", "workers=0"]) == 2
+    assert "gossamer check" not in capsys.readouterr().err
 
 
 def test_empty_data_and_text_that_is_too_short_are_refused(run_file, tmp_path, capsys):
@@ -325,8 +334,11 @@ def test_labels_that_share_a_folder_are_refused_before_anything_is_trained(tmp_p
 def test_price_and_report_read_what_was_recorded(tmp_path, capsys):
     simulate(single(run__steps=4), tmp_path / "run")
     (tmp_path / "network.toml").write_text("uplink_bps = 1e6\ndownlink_bps = 1e6\nstep_s = 1.0\n")
-    code, out, _ = run(["price", tmp_path / "run", tmp_path / "network.toml"], capsys)
-    assert code == 0 and "2 rounds of 3 workers" in out
+    code, out, err = run(["price", tmp_path / "run", tmp_path / "network.toml"], capsys)
+    assert code == 0 and "2 rounds of 3 workers" in out and "Mbit/s" not in err
+    (tmp_path / "network.toml").write_text("uplink_bps = 25\ndownlink_bps = 1e6\nstep_s = 1.0\n")
+    code, out, err = run(["price", tmp_path / "run", tmp_path / "network.toml"], capsys)
+    assert code == 0 and "is 25 bit/s; Mbit/s are written as uplink_bps = '25 Mbit/s'" in err
     code, out, _ = run(["report", tmp_path / "run", "--out", tmp_path / "page.html"], capsys)
     assert code == 0 and (tmp_path / "page.html").exists()
     assert f"table: {tmp_path / 'page-table.md'}" in out.replace("\n", "")

@@ -17,10 +17,11 @@ import pytest
 
 from commands import Command
 from gossamer.cli import VERBS, main
-from gossamer.cli.demo import NEXT, meaning
+from gossamer.cli.demo import NEXT, meaning, next_steps
 from gossamer.cli.init import EXAMPLES
 from gossamer.record.folder import read_metrics
 from gossamer.report.results import PointResult, read_results
+from gossamer.report.verdict import verdict
 from tiny import document
 
 ROOT = Path(__file__).parents[2]
@@ -102,6 +103,8 @@ def test_the_demo_leaves_its_models_and_no_checkpoints_and_can_be_asked_for_agai
     runs = [tmp_path / "demo" / name for name in ("gasloc-1-peer", "diloco")]
     assert all((run / "model" / "model.safetensors").exists() for run in runs)
     assert not any((run / "checkpoints").exists() for run in runs)
+    recipe = subprocess.run(["make", "--dry-run", "demo"], cwd=ROOT, capture_output=True, text=True).stdout
+    assert "gossamer demo --resume" in recipe, "a second call is the one below, which ends with the same table"
     assert (
         sum(path.stat().st_size for path in tmp_path.rglob("*")) < 5e6
     )  # four models of 0.6 MB; 50 MB with checkpoints
@@ -314,22 +317,51 @@ def test_no_link_of_a_page_is_broken(page: Path) -> None:
         assert not anchor or anchor in anchors(there), f"{page}: {target} names no heading"
 
 
-def outcome(method: str, loss: float | None, straggler_s: float, seed: int = 0) -> PointResult:
-    row = {"method": method, "loss": loss, "wall_s": {"even": 1.0, "straggler": straggler_s}}
+def outcome(method: str, straggler: list[tuple[float, float]], seed: int = 0) -> PointResult:
+    """A run by its seconds and losses beside a slow uplink."""
+    end_s, loss = straggler[-1]
+    row = {"method": method, "loss": loss, "wall_s": {"even": 1.0, "straggler": end_s}}
+    row["loss_at_s"] = {"even": [(1.0, loss)], "straggler": straggler}
     return PointResult(method, {}, seed, row, None)
 
 
-def test_the_demo_says_in_a_sentence_what_its_table_means_and_what_comes_next(tmp_path: Path) -> None:
-    slow = [outcome("GASLoC 1-Peer", 1.86, 862), outcome("DiLoCo", 1.79, 1104), outcome("gossip 1-Peer", 1.9, 862)]
+def test_the_demo_says_in_a_sentence_what_its_table_means_and_what_comes_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gasloc = outcome("GASLoC 1-Peer", [(431, 2.03), (862, 1.86)])
+    slow = [gasloc, outcome("DiLoCo", [(828, 1.84), (1104, 1.79)]), outcome("gossip 1-Peer", [(862, 1.9)])]
     said = meaning(slow)
-    assert "DiLoCo reaches the lowest validation loss (1.790)" in said and "it takes 18 min 24 s" in said
-    assert "GASLoC 1-Peer 14 min 22 s, with a loss of 1.860" in said and "With one seed each" in said
-    assert "also takes the least time" in meaning([slow[0], outcome("DiLoCo", 1.95, 1104)])
+    assert "DiLoCo ends with the lowest validation loss (1.790), and where one uplink" in said
+    assert "it takes 18 min 24 s. GASLoC 1-Peer ends first there, after 14 min 22 s at 1.860" in said
+    assert (
+        "the last validation of DiLoCo by then is 1.840: at equal time DiLoCo is ahead with this seed. With one seed each"
+        in said
+    )
+    behind = [gasloc, outcome("DiLoCo", [(828, 1.87), (1104, 1.79)]), outcome("local SGD", [(860, 1.85), (1104, 1.88)])]
+    assert "DiLoCo by then is 1.870: at equal time GASLoC 1-Peer is ahead" in meaning(behind[:2])
+    assert "DiLoCo by then is 1.870, and that of local SGD 1.850: at equal time local SGD is ahead" in meaning(behind)
+    assert "DiLoCo has no validation by then: at equal time GASLoC" in meaning(
+        [gasloc, outcome("DiLoCo", [(900, 1.8)])]
+    )
+    alike = [one._replace(seed=1) for one in (gasloc, outcome("DiLoCo", [(828, 1.88), (1104, 1.79)]))]
+    assert "at equal time no difference is shown" in meaning([*slow[:2], *alike])
+    assert "it takes 14 min 25 s: none" in meaning([gasloc, outcome("DiLoCo", [(600, 2.0), (865, 1.79)])])
+    assert "it takes 14 min 22 s: none ends sooner" in meaning([gasloc, outcome("DiLoCo", [(1104, 1.95)])])
     assert "--seeds" not in meaning([*slow, *(one._replace(seed=1) for one in slow)])
-    for lacking in ([], [outcome("DiLoCo", None, 1.0)], [slow[0], outcome("DiLoCo", math.nan, 1.0)]):
+    for lacking in ([], [outcome("DiLoCo", [(1.0, math.nan)])], [gasloc, outcome("DiLoCo", [(1104, math.nan)])]):
         assert "says nothing yet" in meaning(lacking)
-    committed = meaning(read_results(ROOT / "docs" / "results" / "demo.jsonl"))
-    assert committed.startswith("What it means: DiLoCo reaches") and "and GASLoC 1-Peer 14 min" in committed
+    committed = read_results(ROOT / "docs" / "results" / "demo.jsonl")
+    ahead = "DiLoCo by then is 1.851: at equal time DiLoCo is ahead."
+    assert meaning(committed).startswith("What it means: DiLoCo ends") and ahead in meaning(committed)
+    assert ahead in verdict([one.row for one in committed]), "the page says the same"
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "activate").touch()
+    (tmp_path / "bin" / "gossamer").touch(mode=0o755)
+    assert next_steps("bin/no-environment") == NEXT
+    with contextlib.chdir(tmp_path):
+        assert next_steps("bin/gossamer").splitlines()[1].split("#")[0].strip() == ". bin/activate"
+        monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
+        assert next_steps("bin/gossamer") == next_steps(str(tmp_path / "bin" / "gossamer")) == NEXT
     words = [line.partition("#")[0].split() for line in NEXT.splitlines()[1:]]
     text = tmp_path / "text.txt"
     text.write_text("all that is read is read again\n" * 400)

@@ -1,6 +1,7 @@
 """The site builds without a warning, loads nothing from other hosts, and what its pages say to type works as written."""
 
 import contextlib
+import importlib.metadata
 import io
 import json
 import multiprocessing.process
@@ -12,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -455,6 +457,7 @@ def test_the_page_about_machines_that_come_and_go_works_as_written(tmp_path, mon
 
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
 def smaller(file: Path, **values: object) -> None:
@@ -467,8 +470,20 @@ def smaller(file: Path, **values: object) -> None:
 
 
 def test_the_commands_of_the_readme_work_as_written(tmp_path, monkeypatch):
-    """With fewer steps of a smaller model; that for several machines runs in `tests/cli/test_machines.py`, on three of them."""
+    """With fewer steps of a smaller model; that for several machines runs in `tests/cli/test_machines.py`, on three of them.
+
+    Only what its install brings is there, which `make demo` brings too.
+    """
     monkeypatch.chdir(tmp_path)
+    installs = [*re.findall(r"'\.(\[.*?\])?' ", README), *re.findall(r"--editable '?\.(\[keys\])?", MAKEFILE)[:1]]
+    assert installs == ["[keys]", "[keys]"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    others = {re.split("[>=<[]", one)[0] for name in extras.keys() - {"keys", "dev"} for one in extras[name]}
+    for module, packages in importlib.metadata.packages_distributions().items():
+        if others & {one.lower() for one in packages}:
+            monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError):
+        importlib.import_module("matplotlib")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert main(["init", "configs"]) == 0
     short = {"source": f'"{TEXT}"', "seq_len": 16, "batch_size": 2}
@@ -621,13 +636,14 @@ os.write(1, f"afterwards: {torch.distributed.get_world_size()} workers, []\\n".e
 """The blocks of pages, in two processes, each with other parameters and data; then a process group may be made yet."""
 
 
-@pytest.mark.full
-def test_the_loops_that_a_page_starts_with_torchrun_train_two_workers_as_one(tmp_path):
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)], ids=["README", "all"])
+def test_the_loops_that_a_page_starts_with_torchrun_train_two_workers_as_one(every, tmp_path):
     own = (ROOT / "docs" / "how-to" / "own-loop.md").read_text(encoding="utf-8")
     loops = [code for code in python_blocks("how-to/own-loop.md") if "for batch in data:" in code]
     blocks = [*python_blocks("../README.md"), *loops]
     assert "torchrun" in README.partition(blocks[0])[0][-400:] and "torchrun" in own.partition(loops[0])[2][:80]
     assert len(blocks) == 3
+    blocks = blocks if every else blocks[:1]
     files = [tmp_path / f"block-{k}.py" for k in range(len(blocks))]
     for file, code in zip(files, blocks, strict=True):
         file.write_text("import gossamer\n" + code if "import gossamer" not in code else code, encoding="utf-8")

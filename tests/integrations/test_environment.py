@@ -9,6 +9,7 @@ import gossamer
 from commands import Command, free_port, program
 from gossamer.errors import ConfigError
 from gossamer.integrations.environment import rule_and_options
+from gossamer.library.parts import must_be_what_is_asked
 
 JOINED = {"GOSSAMER_OUTER": "diloco:3@10.0.0.1:29600", "GOSSAMER_SITE": "1/2"}
 
@@ -25,13 +26,33 @@ def test_a_method_its_steps_and_where_sites_meet_are_read_from_one_variable():
     assert streaming.name == "streaming_diloco"  # pyright: ignore[reportAttributeAccessIssue]
 
 
-@pytest.mark.parametrize("asked", ["diloco", "diloco:3", "gasloc:3@10.0.0.1:29600"])
-def test_an_outer_that_does_not_read_what_is_asked_for_is_refused(asked, monkeypatch):
-    monkeypatch.setenv("GOSSAMER_OUTER", asked)
-    with pytest.raises(
-        ConfigError, match=f"GOSSAMER_OUTER is '{asked}' and Outer, which does not read it, got rule 'gas"
-    ):
-        gossamer.Outer(torch.nn.Linear(2, 1), gossamer.gasloc())
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        ("OUTER", "diloco"),
+        ("OUTER", "diloco:3"),
+        ("OUTER", "gasloc:30"),
+        ("OUTER", "gasloc:3@10.0.0.1:29600"),
+        ("SITE", "0/2"),
+        ("PEERS", "peers.toml"),
+    ],
+)
+def test_an_outer_that_does_not_read_what_is_asked_for_is_refused(name, asked, monkeypatch):
+    monkeypatch.setenv(f"GOSSAMER_{name}", asked)
+    said = (
+        f"GOSSAMER_{name} is '{asked}' and Outer, which does not read it, got rule 'gasloc', local_steps=2, site=None, "
+    )
+    with pytest.raises(ConfigError, match=f"{said}join=None and peers=None; use .* or unset GOSSAMER_{name}$"):
+        gossamer.Outer(torch.nn.Linear(2, 1), gossamer.gasloc(), local_steps=2)
+
+
+def test_an_outer_that_agrees_with_what_is_asked_for_is_made(monkeypatch):
+    monkeypatch.setenv("GOSSAMER_OUTER", "diloco:30")
+    for given in ({}, {"local_steps": 30}):
+        assert gossamer.Outer(torch.nn.Linear(2, 1), "diloco", **given).local_steps == 30
+    must_be_what_is_asked("diloco", 3, (1, 2), "10.0.0.1:29600", None, {**JOINED, "GOSSAMER_SITE": "01/02"})
+    with pytest.raises(ConfigError, match="and GOSSAMER_SITE is '1/2' and Outer, which does not read them, got"):
+        must_be_what_is_asked("diloco", 3, (0, 2), "10.0.0.1:29600", None, JOINED)
     monkeypatch.setenv("GOSSAMER_OUTER", "streaming_diloco:30")
     model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
     with gossamer.outer_loop(model, torch.optim.SGD(model.parameters(), lr=0.1)) as loop:

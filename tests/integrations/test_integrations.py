@@ -802,6 +802,18 @@ def test_whatever_launcher_has_started_two_workers_each_framework_counts_one_pro
     assert in_forks(2, check) == 0
 
 
+@pytest.mark.parametrize("launcher", [name for name in STARTED if not name.startswith("torchrun")])
+def test_a_process_of_another_launcher_is_not_alone_in_silence(launcher, monkeypatch):
+    for name in [name for name in os.environ if name in COUNTED or name.startswith((*FAMILIES, "MASTER_"))]:
+        monkeypatch.delenv(name)
+    for name, value in STARTED[launcher].items():
+        monkeypatch.setenv(name, value.format(rank=0))
+    with pytest.raises(ConfigError, match=r"is 2 and WORLD_SIZE is not set, so each of the 2 processes.*as_worker"):
+        gossamer.Outer(net(), gossamer.diloco())
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert gossamer.Outer(net(), gossamer.diloco()).n == 1
+
+
 def test_a_script_in_the_shell_of_a_batch_job_is_alone_and_a_process_of_mpirun_without_an_address_is_refused(
     monkeypatch,
 ):
@@ -810,6 +822,7 @@ def test_a_script_in_the_shell_of_a_batch_job_is_alone_and_a_process_of_mpirun_w
             monkeypatch.delenv(name)
     for name, value in {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"}.items():
         monkeypatch.setenv(name, value)
+    assert gossamer.Outer(net(), gossamer.diloco()).n == 1
     assert as_worker() == Place(0, 1) and "SLURM_NTASKS" not in os.environ
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")

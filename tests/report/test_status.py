@@ -95,6 +95,24 @@ def write_slot(folder, config, slot, rounds, ended=None):
             log.write(Ended(rounds, ended))
 
 
+@pytest.mark.parametrize(
+    ("of", "is_kind", "remedy"), [("rounds", {}, "[peers]"), ("server", {"server": {"name": "heloco"}}, "there too")]
+)
+def test_status_says_why_it_knows_nothing_of_workers_of_other_machines(of, is_kind, remedy, tmp_path, capsys):
+    config = tiny(workers=3, **is_kind)
+    (tmp_path / "run.toml").write_text(dump(config))
+    assert run_status(tmp_path).note is None, "nobody has begun"
+    write_slot(tmp_path, config, 0, 2)
+    status = run_status(tmp_path)
+    assert status.kind == of and [one.standing for one in status.workers][1:] == ["unknown", "unknown"]
+    assert main(["status", str(tmp_path)]) == 0
+    (said,) = [line for line in capsys.readouterr().out.splitlines() if "no files of worker 1, 2 are here" in line]
+    assert "call gossamer status there too" in said and remedy in said
+    for slot in (1, 2):
+        write_slot(tmp_path, config, slot, 2)
+    assert run_status(tmp_path).note is None
+
+
 def test_a_worker_that_slows_down_is_named_by_status_and_by_the_page(tmp_path, capsys):
     config = tiny(workers=2, run__steps=40)
     (tmp_path / "run.toml").write_text(dump(config))

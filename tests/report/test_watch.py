@@ -27,7 +27,7 @@ from gossamer.record.folder import RunFolder, note_evaluation
 from gossamer.record.logs.seconds import RoundSeconds
 from gossamer.report.page import web
 from gossamer.report.page.assets import ASSETS
-from gossamer.report.page.contents import groups_of
+from gossamer.report.page.contents import groups_of, row_of_view
 from gossamer.report.page.live import LiveRuns
 from gossamer.report.page.web import Page, page_server, show_page
 from gossamer.report.verdict import verdict
@@ -409,6 +409,22 @@ def test_the_first_sentence_claims_what_the_seeds_show_and_no_more(
     assert ("lower validation loss than" in sentence) == ("lower" in words or "3 methods" in words)
     assert ("for which this comparison did not search" in sentence) == ("95 % interval" in sentence)
     assert "claimed" in verdict(rows, running=True) or "has a validation loss yet" in verdict(rows, running=True)
+
+
+def test_the_headline_of_a_live_page_compares_at_equal_time_as_a_report_does() -> None:
+    def view(method: str, x: list[float], y: list[float | None]) -> dict[str, Any]:
+        evals = {"x": {"round": [0, 1, 2], "time:lan": x}, "y": {"loss": y}}
+        return {"label": method, "state": "finished", "evals": evals, "ends_s": {"lan": x[-1]}}
+
+    views = [view("a", [0, 100, 200], [5.0, 2.0, 1.0]), view("b", [0, 60, 120], [5.0, 3.0, 2.5])]
+    rows = [row_of_view(one) for one in views]
+    assert rows[0]["loss_at_s"] == {"lan": [(100, 2.0), (200, 1.0)]}, "without the initial value"
+    ahead = (
+        "b ends first on lan, after 2 min 0 s at 2.500; the last validation of a by then is 2.000: at equal time a is"
+    )
+    assert f"{ahead} ahead with this seed." in verdict(rows)
+    assert "at equal time" not in verdict(rows, running=True)
+    assert "at equal time" not in verdict([{**row, "loss_at_s": {}} for row in rows])
 
 
 def test_seeds_that_were_evaluated_at_other_rounds_have_no_common_curve() -> None:

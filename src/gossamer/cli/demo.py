@@ -1,6 +1,8 @@
 """`gossamer demo`: the comparison to begin with."""
 
 import math
+import shlex
+import shutil
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -58,30 +60,32 @@ def command(
         output=output,
     )
     if not output.json:
-        echo(f"\n{meaning(read_results(out / 'outcomes.jsonl'))}\n\n{NEXT}")
+        echo(f"\n{meaning(read_results(out / 'outcomes.jsonl'))}\n\n{next_steps()}")
+
+
+def next_steps(program: str = sys.argv[0]) -> str:
+    """`NEXT`, after the line that puts `gossamer` on the path where it was called from an environment that is not active."""
+    script, (head, lines) = Path(program).with_name("activate"), NEXT.split("\n", 1)
+    active = shutil.which("gossamer")
+    if not script.is_file() or (active is not None and Path(active).absolute().parent == script.absolute().parent):
+        return NEXT
+    return f"{head}\n  {f'. {shlex.quote(str(script))}':<64} # puts gossamer on the path of this shell\n{lines}"
 
 
 def meaning(results: "Sequence[PointResult]") -> str:
     """The meaning of the demo's table, in one sentence, with its certainty."""
     from gossamer.report.table import seconds_text
+    from gossamer.report.verdict import ahead_at_equal_time
 
     losses = _means(results, lambda row: row["loss"])
     times_s = _means(results, lambda row: row["wall_s"].get("straggler"))
     if not losses or losses.keys() != times_s.keys():
         return "Some of these runs have not ended with a loss, so the table says nothing yet: --resume trains them."
-    best, fastest = (min(figures, key=lambda method: figures[method]) for figures in (losses, times_s))
-    lowest = f"{best} reaches the lowest validation loss ({losses[best]:.3f})"
-    if times_s[best] == times_s[fastest]:
-        sentence = (
-            f"{lowest} and also takes the least time where one uplink of eight is slow ({seconds_text(times_s[best])})."
-        )
-    else:
-        as_fast = [method for method, spent_s in times_s.items() if spent_s == times_s[fastest]]
-        near = min(as_fast, key=lambda method: losses[method])
-        sentence = (
-            f"{lowest}, but where one uplink of eight is slow everybody in it waits for that worker: it takes "
-            f"{seconds_text(times_s[best])}, and {near} {seconds_text(times_s[near])}, with a loss of {losses[near]:.3f}."
-        )
+    best = min(losses, key=lambda method: losses[method])
+    lowest = f"{best} ends with the lowest validation loss ({losses[best]:.3f})"
+    sentence = f"{lowest}, and where one uplink of eight is slow it takes {seconds_text(times_s[best])}"
+    sooner = ahead_at_equal_time(results, best, where="there")
+    sentence = f"{sentence}. {sooner}" if sooner else f"{sentence}: none ends sooner."
     sure = (
         ""
         if len({one.seed for one in results}) > 1

@@ -101,7 +101,7 @@ def command(
     Args:
         network: network file (TOML), such as gossamer probe writes
     """
-    from gossamer.network.links import read_network
+    from gossamer.network.links import doubts_of, read_network
 
     options, json = options or PlanOptions(), output.json
     _check_race(asked, options, output)
@@ -113,6 +113,8 @@ def command(
     links, cut, made, priced, choice = _planned(links, network, options, json=json)
     prepared = None if asked.race is None else prepare_race(made, choice, _racers(made, priced), network, asked)
     if not json:
+        for sentence in doubts_of(links):
+            print_sentence(sentence)
         _print(made, cut, priced, choice, options)
     result, best = None, choice.best
     if prepared is not None:  # a race that does not fit its minutes is refused before the plan is printed
@@ -183,12 +185,11 @@ def _passes(text: str) -> float | None:
 
 
 def _doubts(links: "Network", choice: "Pick", passes: float | None) -> list[str]:
-    """Warnings of a network, of a plan that takes years, and of a text that is repeated many times."""
+    """Warnings of a network that changes often, of a plan that takes years, and of a text that is repeated many times."""
     from gossamer.data.settings import MANY_PASSES, passes_warning
-    from gossamer.network.links import doubts_of
     from gossamer.run.planning.plan import MOST_STRETCHES
 
-    sentences = [*doubts_of(links)]
+    sentences = list[str]()
     if (changes := len({change.at_s for change in links.changes})) >= MOST_STRETCHES:
         sentences.append(
             f"the network changes at {changes:,} times, and with {MOST_STRETCHES} or more only the first rounds of each "

@@ -18,7 +18,7 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *,
         folder: run folder
         network: network file (TOML)
     """
-    from gossamer.network.links import PerWorker, links_of, read_network
+    from gossamer.network.links import PerWorker, doubts_of, links_of, read_network
     from gossamer.record.folder import run_file
 
     run_file(folder)  # a missing file is reported before torch is imported
@@ -62,6 +62,8 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *,
     if run.pipeline.stages > 1:
         steps = in_stages(links, run, layout_for(run.model, vocabulary(run.data.tokenizer) or 256))
         links, computing = steps.network, steps.computing
+    for sentence in doubts_of(links, f"'{network}'"):
+        echo(f"gossamer: {sentence}", file=sys.stderr)
     with working(f"pricing {trace.rounds} rounds of {trace.workers} workers"):
         timeline = price(trace, links, computing)
     if json:

@@ -96,9 +96,15 @@ def run_and_folder(
     from gossamer.record.folder import store_file
     from gossamer.run.bookkeeping.resume import history
     from gossamer.run.config.resolve import settings_of
-    from gossamer.run.config.run_file import parse
+    from gossamer.run.config.run_file import parse, survey
 
-    config = parse(document)
+    try:
+        config = parse(document)
+    except ConfigError as first:
+        if file is None or (mistakes := len(survey(document).faults)) < 2:
+            raise
+        check = f"gossamer check {quote(str(file))}{', with the same --set,' if overrides else ''}"
+        raise type(first)(f"{first}; {check} names all {mistakes} mistakes") from None
     folder = folder or Path("runs") / config.name
     if resume is None:
         return config, folder, False

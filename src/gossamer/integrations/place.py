@@ -13,33 +13,10 @@ from gossamer.errors import ConfigError, PeerError, first_line
 from gossamer.library.parts import in_own_words
 from gossamer.transport.processes.backend import backend_of
 from gossamer.transport.processes.launch import join
+from gossamer.transport.processes.launchers import TORCHRUN, numbered_by
 
 log = logging.getLogger("gossamer")
 
-
-class _Names(NamedTuple):
-    """The variables by which a launcher numbers the processes that it starts."""
-
-    rank: str
-    local_rank: str
-    """Variables that other versions of the launcher set, separated by a bar; the first one that is set counts."""
-    world_size: str
-
-
-TORCHRUN = _Names("RANK", "LOCAL_RANK", "WORLD_SIZE")
-OTHERS = (
-    _Names("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
-    _Names("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_SIZE"),
-    _Names("PMI_RANK", "MPI_LOCALRANKID|PALS_LOCAL_RANKID|PMI_LOCAL_RANK", "PMI_SIZE"),
-    _Names("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_SIZE"),
-    _Names("FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_SIZE"),
-    _Names("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
-)
-"""Open MPI, MVAPICH, what speaks PMI (MPICH, Intel MPI, Cray's PALS), jsrun, Flux and srun; the first that is there counts where
-torchrun's variables are not set.
-
-srun comes last: mpirun within an allocation of Slurm has the variables of both.
-"""
 COUNTED = (
     *TORCHRUN,
     "LOCAL_WORLD_SIZE",
@@ -178,28 +155,16 @@ def as_worker(timeout_s: float = 300.0) -> Place:
 
 
 def _take_numbers() -> None:
-    """Takes the numbers of another launcher than torchrun for torchrun's, where it has started several processes.
-
-    The shell of an allocation of Slurm has SLURM_PROCID and SLURM_NTASKS as well; there a process is one of several only where
-    MASTER_ADDR is set too, or srun has made a step of several tasks.
-    """
-    if {*TORCHRUN} & {*os.environ}:
+    """Takes the numbers of another launcher than torchrun for torchrun's, where it has started several processes."""
+    if {*TORCHRUN} & {*os.environ} or (found := numbered_by(os.environ)) is None:
         return
-    for names in OTHERS:
-        if not {names.rank, names.world_size} <= {*os.environ}:
-            continue
-        size = os.environ[names.world_size]
-        if names.world_size == "SLURM_NTASKS" and "MASTER_ADDR" not in os.environ:
-            size = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-        if size != "1":
-            os.environ |= {
-                TORCHRUN.rank: os.environ[names.rank],
-                TORCHRUN.local_rank: next(
-                    (os.environ[name] for name in names.local_rank.split("|") if name in os.environ), "0"
-                ),
-                TORCHRUN.world_size: size,
-            }
-        return
+    names, size = found
+    local_ranks = (os.environ[name] for name in names.local_rank.split("|") if name in os.environ)
+    os.environ |= {
+        TORCHRUN.rank: os.environ[names.rank],
+        TORCHRUN.local_rank: next(local_ranks, "0"),
+        TORCHRUN.world_size: size,
+    }
 
 
 def _take_gpu(turn: int) -> None:

@@ -96,8 +96,9 @@ class Outer(Generic[M]):
         compile: one pass over the memory for the outer update; needs a C++ compiler, and changes no bit.
         process_group: its members are the workers, in the order of their ranks; the default group when None. It may be made
             with any backend string that has gloo for the CPU, or with NCCL alone, which was never run. Connections are
-            Outer's own. Without any group the workers are the processes that a launcher such as torchrun counts in WORLD_SIZE;
-            they meet at its MASTER_ADDR over gloo, and no group is made, so that the script may make one later.
+            Outer's own. Without any group the workers are the processes that a launcher such as torchrun counts in WORLD_SIZE
+            (those of mpirun and srun call `gossamer.integrations.as_worker()` first); they meet at its MASTER_ADDR over gloo, and
+            no group is made, so that the script may make one later.
         rest: what is done at the start with frozen parameters and buffers, which are never exchanged: "compare" refuses
             workers that differ, "broadcast" takes those of worker 0, "own" leaves them.
         mesh: the processes of one worker that hold its model together, as FSDP2, HSDP or tensor parallelism leave it; by default
@@ -182,7 +183,7 @@ class Outer(Generic[M]):
         workers: int | None = None,
     ) -> None:
         must_be_trainable(model)
-        must_be_what_is_asked(rule, join)
+        must_be_what_is_asked(rule, local_steps, site, join, peers)
         given = {"seed": seed, "reduction": reduction, "timeout_s": timeout_s, "compile": compile, "rest": rest}
         _must_be_options(**given, elastic=elastic, peers=peers, store=store)
         timetable = None if local_steps is None else timetable_in(local_steps)

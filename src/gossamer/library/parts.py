@@ -308,22 +308,41 @@ def must_be_a_site(
         )
 
 
-def must_be_what_is_asked(rule: object, join: object, environment: Mapping[str, str] = os.environ) -> None:
-    """Raises ConfigError where GOSSAMER_OUTER asks for another method or another way to meet than a script gives to `Outer`.
+def must_be_what_is_asked(
+    rule: object,
+    local_steps: object = None,
+    site: object = None,
+    join: object = None,
+    peers: object = None,
+    environment: Mapping[str, str] = os.environ,
+) -> None:
+    """Raises ConfigError where the environment asks for something else than a script gives to `Outer`, which does not read it.
 
     `outer_loop` and the callbacks, which read it, pass on what it says.
 
-    >>> must_be_what_is_asked("diloco", None, {"GOSSAMER_OUTER": "diloco:30"})
-    >>> must_be_what_is_asked("gasloc", None, {"GOSSAMER_OUTER": "diloco:30"})
+    >>> must_be_what_is_asked("diloco", environment={"GOSSAMER_OUTER": "diloco:30"})
+    >>> must_be_what_is_asked("diloco", 2, environment={"GOSSAMER_OUTER": "diloco:30"})
     Traceback (most recent call last):
     gossamer.errors.ConfigError: GOSSAMER_OUTER is 'diloco:30' and Outer, which does not read it, got ...
     """
-    asked = environment.get("GOSSAMER_OUTER", "")
     name = rule if isinstance(rule, str) else getattr(rule, "name", None)
-    if asked and (re.split("[:@]", asked)[0] != name or ("@" in asked) != (join is not None)):
+    steps = local_steps or (rule.local_steps if isinstance(rule, OuterMethod) else None) or LOCAL_STEPS
+    of = f"{site[0]}/{site[1]}" if isinstance(site, tuple) and len(site) == 2 else None
+    outer = re.fullmatch(r"(\w+)(?::(\d+))?(?:@(.+))?", environment.get("GOSSAMER_OUTER", ""))
+    what = None if outer is None else (outer[1], outer[2] or str(steps), outer[3])
+    alike = {
+        "GOSSAMER_OUTER": what == (name, str(steps), join),
+        "GOSSAMER_SITE": re.sub(r"\b0+(?=\d)", "", environment.get("GOSSAMER_SITE", "")) == of,
+        "GOSSAMER_PEERS": environment.get("GOSSAMER_PEERS") == str(peers),
+    }
+    if asked := [variable for variable in alike if environment.get(variable)]:
+        if all(alike[variable] for variable in asked):
+            return
+        given = f"rule {name!r:.60}, local_steps={steps!r:.60}, site={site!r:.40}, join={join!r:.60} and peers={peers!r:.60}"
         raise ConfigError(
-            f"GOSSAMER_OUTER is '{asked}' and Outer, which does not read it, got rule {name!r:.60} and join={join!r:.60}; use "
-            "gossamer.outer_loop or a trainer's callback without a rule, or unset GOSSAMER_OUTER"
+            f"{' and '.join(f'{one} is {environment[one]!r}' for one in asked)} and Outer, which does not read "
+            f"{'it' if len(asked) == 1 else 'them'}, got {given}; use gossamer.outer_loop or a trainer's callback without a "
+            f"rule, or unset {' and '.join(asked)}"
         )
 
 

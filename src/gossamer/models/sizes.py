@@ -38,11 +38,12 @@ SIZES: dict[str, Shape] = {
 LARGE: dict[str, Shape] = {
     "3b": Shape(3072, 28, 24, 8, 8192),
     "7b": Shape(4096, 32, 32, 32, 11008),
+    "8b": Shape(4096, 32, 32, 8, 14336),  # 8,030,261,248 parameters with its vocabulary of 128,256 tokens
     "13b": Shape(5120, 40, 40, 40, 13824),
     "34b": Shape(8192, 48, 64, 8, 22016),
     "70b": Shape(8192, 80, 64, 8, 28672),
 }
-"""Further shapes for plans: those of Llama 2 and 3.2, and of Code Llama. A run file gives them as dimensions."""
+"""Further shapes for plans: those of Llama 2, 3.1 and 3.2, and of Code Llama. A run file gives them as dimensions."""
 
 
 # Larger than any real model, and small enough that all tensors are listed within a second.
@@ -288,5 +289,7 @@ def parameter_count(config: ModelConfig, vocab_size: int) -> int:
 
     >>> parameter_count(ModelConfig(size="134m"), 32_000)
     134105856
+    >>> parameter_count(ModelConfig(size="1b", **LARGE["8b"]._asdict()), 128_256)
+    8030261248
     """
     return sum(math.prod(shape) for _, shape in parameter_shapes(config, vocab_size))

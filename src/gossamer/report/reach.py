@@ -1,11 +1,12 @@
 """The runs of an experiment against one of its variants, seed by seed, at equal sent bytes, rounds and time."""
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from gossamer.errors import ConfigError, choose
-from gossamer.report.paired import Side, effect_cells, effect_heads
+from gossamer.report.paired import Effect, Side, effect, effect_cells, effect_heads
 from gossamer.report.results import PointResult
 from gossamer.report.table import markdown_lines
 
@@ -60,6 +61,69 @@ def reach(results: Sequence[PointResult], target: str, *, paired: bool = False) 
                 ratio = None if first is None else first / end
                 reaches.append(Reach(run.method, name, run.seed, ratio, behind, loss))
     return reaches
+
+
+class EqualTime(NamedTuple):
+    """Methods at the end of the one that ends first, on the network where their ends differ most; means over seeds."""
+
+    network: str
+    first: str
+    """The method that ends first; of those within a hundredth of its time, the one with the lowest loss."""
+    end_s: float
+    loss: float
+    """Its last loss."""
+    others: Mapping[str, Effect]
+    """How far each other method's loss is above it by then, at its last evaluation; without those that have none."""
+
+    @property
+    def ahead(self) -> str:
+        """The method with the lowest loss by then."""
+        lowest = min(self.others, key=lambda method: self.others[method].mean, default=self.first)
+        return lowest if lowest in self.others and self.others[lowest].mean < 0 else self.first
+
+    def by_then(self, method: str) -> float | None:
+        """The loss of a method by then; None without an evaluation."""
+        if method == self.first:
+            return self.loss
+        return self.loss + self.others[method].mean if method in self.others else None
+
+
+def at_equal_time(results: Sequence[PointResult]) -> EqualTime | None:
+    """Which method is ahead when the first of them ends; None where no network has priced or measured all of them.
+
+    >>> def run(method, *points): return PointResult(method, {}, 0, {"loss_at_s": {"lan": points}})
+    >>> both = at_equal_time([run("gossip", (10, 3.0), (20, 2.5)), run("mean", (14, 2.75), (28, 2.25))])
+    >>> both.first, both.ahead, both.by_then("mean")
+    ('gossip', 'gossip', 2.75)
+    """
+    curves: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for run in results:
+        for network, curve in run.row.get("loss_at_s", {}).items():
+            if curve:
+                curves.setdefault(network, {}).setdefault(run.method, []).append(curve[-1])
+    methods = {run.method for run in results}
+    means = {
+        network: {
+            method: (statistics.fmean(end_s for end_s, _ in lasts), statistics.fmean(loss for _, loss in lasts))
+            for method, lasts in of.items()
+        }
+        for network, of in curves.items()
+        if of.keys() == methods and min(end_s for lasts in of.values() for end_s, _ in lasts) > 0
+    }
+    if not means:
+        return None
+    network = max(means, key=lambda name: max(means[name].values())[0] / min(means[name].values())[0])
+    # Ends that nearly coincide are equal, else the other's loss would be that of an earlier validation.
+    soon_s = 1.01 * min(end_s for end_s, _ in means[network].values())
+    soonest = {method: loss for method, (end_s, loss) in means[network].items() if end_s <= soon_s}
+    first = min(soonest, key=lambda method: soonest[method])
+    there = [one for one in reach(results, first) if one.network == network and one.behind is not None]
+    pairs = {
+        method: [(one.behind, one.target_loss) for one in there if one.method == method and one.behind is not None]
+        for method in dict.fromkeys(run.method for run in results)
+        if method != first
+    }
+    return EqualTime(network, first, *means[network][first], {m: effect(some) for m, some in pairs.items() if some})
 
 
 def ends(results: Sequence[PointResult], target: str) -> list[Reach]:

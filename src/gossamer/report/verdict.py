@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from gossamer.report.paired import effect
-from gossamer.report.table import method_and_seed, number_text
+from gossamer.report.reach import at_equal_time
+from gossamer.report.results import PointResult
+from gossamer.report.table import method_and_seed, number_text, seconds_text
 
 _UNSEARCHED = "At these settings, for which this comparison did not search."
 """Said of each comparison: other settings of the same two methods may rank them the other way round."""
@@ -52,6 +54,8 @@ def verdict(rows: Sequence[Mapping[str, Any]], *, running: bool = False) -> str:
         return f"No method ended with a finite validation loss with all of its seeds.{besides}"
     if len(ordered) == 1:
         return f"{_ended(ordered[0], losses, single=True)}.{besides}"
+    ranked = [row for row in rows if method_and_seed(row["method"])[0] in ordered]
+    besides = f"{_sooner(ranked, ordered[0])}{besides}"
     first, second = ordered[:2]
     shared = sorted(losses[first].keys() & losses[second].keys())
     if len(shared) < 2:
@@ -61,6 +65,39 @@ def verdict(rows: Sequence[Mapping[str, Any]], *, running: bool = False) -> str:
             why = "they have no two seeds in common, so this says nothing about which is better"
         return f"{both}: {why}.{besides}"
     return _compared(first, second, losses, shared) + _picked(len(ordered)) + besides
+
+
+def ahead_at_equal_time(results: Sequence[PointResult], leader: str, where: str = "") -> str:
+    """Which method is ahead when the first of them ends, as the lowest last loss is no answer where it takes longer.
+
+    Empty where the leader by last losses ends first itself, or where no network has a clock for all methods.
+
+    Args: `where` names the network in place of its name.
+    """
+    then = at_equal_time(results)
+    if then is None or then.first == leader:
+        return ""
+    ends = (
+        f"{then.first} ends first {where or f'on {then.network}'}, after {seconds_text(then.end_s)} at {then.loss:.3f}"
+    )
+    by_then, ahead = then.by_then(leader), then.ahead
+    has = f"{leader} has no validation by then"
+    if by_then is not None:
+        has = f"the last validation of {leader} by then is {by_then:.3f}"
+    if ahead not in (leader, then.first):
+        has = f"{has}, and that of {ahead} {then.by_then(ahead):.3f}"
+    against = then.others.get(leader if ahead == then.first else ahead)
+    if against is not None and against.half is not None and abs(against.mean) <= against.half:
+        return f"{ends}; {has}: at equal time no difference is shown."
+    with_seed = " with this seed" if against is not None and against.half is None else ""
+    return f"{ends}; {has}: at equal time {ahead} is ahead{with_seed}."
+
+
+def _sooner(rows: Sequence[Mapping[str, Any]], leader: str) -> str:
+    """That sentence about the rows of a table."""
+    named = [(*method_and_seed(row["method"]), row) for row in rows]
+    said = ahead_at_equal_time([PointResult(method, {}, int(seed or 0), row) for method, seed, row in named], leader)
+    return f" {said}" if said else ""
 
 
 def _none(rows: Sequence[Mapping[str, Any]]) -> str:

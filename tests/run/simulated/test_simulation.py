@@ -591,7 +591,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a pair, and no loss": (
         {"model": Pair, "data": lambda worker, step: torch.ones(2, 3, dtype=torch.int64), "loss": None},
         ConfigError,
-        r"model.loss was not given, .* returned a tuple; give loss\(model, batch\)",
+        r"^loss was not given, .* returned a tuple; give loss\(model, batch\)",
     ),
     "an exception": ({"loss": lambda model, given: model(given[2])}, UserCodeError, "IndexError"),
     "an exception in a rule": (

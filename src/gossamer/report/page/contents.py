@@ -79,7 +79,23 @@ def row_of_view(view: Mapping[str, Any]) -> dict[str, Any]:
         "rounds": view.get("done", 0),
         "sent_bytes": view.get("sent_bytes"),
         "wall_s": wall_s,
+        "loss_at_s": _losses_at_s(evals),
         "utilisation": {name: _computing(view, name) for name in wall_s},
+    }
+
+
+def _losses_at_s(evals: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
+    """The losses of a view by the seconds of each clock, as in a row of `summary_rows`; initial values are in none."""
+    losses, after = evals["y"].get("loss", []), evals["x"].get("round", [])
+    curves = {key.removeprefix("time:"): x for key, x in evals["x"].items() if key.startswith("time:")}
+    return {
+        name or "its own clock": [
+            (at_s, math.nan if loss is None else loss)
+            for at_s, loss, round in zip(x, losses, after, strict=True)
+            if at_s is not None and round > 0
+        ]
+        for name, x in curves.items()
+        if losses
     }
 
 

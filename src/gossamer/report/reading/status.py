@@ -81,7 +81,7 @@ class RunStatus(NamedTuple):
     answered: list[int]
     """Workers that have answered a query."""
     note: str | None
-    """The reason why no worker was queried, or none has answered."""
+    """The reason why no worker was queried, or none has answered, or nothing is known of some."""
     refused: dict[str, int]
     """Refused messages at the workers that answered, by peer and kind, such as `worker 3: bounds`."""
     workers: list[WorkerStatus]
@@ -270,9 +270,23 @@ def run_status(folder: Path, *, now_s: float | None = None) -> RunStatus:
         run.rounds,
         newest,
         sorted(answers.views),
-        answers.note,
+        answers.note or _about_strangers(records.kind, bool(run.peers), workers),
         answers.refusals,
         workers,
+    )
+
+
+def _about_strangers(kind: str, keyed: bool, workers: Sequence[WorkerStatus]) -> str | None:
+    """The reason why nothing is known of the workers without files here, where those of the run are not asked; else None."""
+    strangers = [one.worker for one in workers if one.standing == "unknown" and one.age_s is None]
+    if not (kind == "server" or (kind == "rounds" and not keyed)) or len(strangers) in (0, len(workers)):
+        return None
+    of = f"{len(strangers)} workers" if len(strangers) > 4 else f"worker {', '.join(map(str, strangers))}"
+    keys = ", or list keys as [peers] in the run file (gossamer keys), with which status asks all workers"
+    return (
+        f"no files of {of} are here, and workers of other machines are not asked in a run "
+        f"{'with a server' if kind == 'server' else 'in rounds without [peers]'}; call gossamer status there too"
+        f"{'' if kind == 'server' else keys}"
     )
 
 

@@ -98,7 +98,7 @@ def in_keywords(given: Keywords) -> Iterator[None]:
             if callable(given.get(kind)):
                 key = rf"\b{re.escape(KEYS[kind])}\b( is)? '(?:{GIVEN})?(?:[^' ]*<locals>\.)?"
                 sentence = re.sub(key, rf"{kind}\1 '", sentence)
-        return sentence
+        return sentence.replace(f"{KEYS['loss']} was not given", "loss was not given")
 
     with reworded(renamed):
         yield

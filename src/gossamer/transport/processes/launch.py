@@ -25,6 +25,7 @@ from gossamer.transport.keys import Keys
 from gossamer.transport.processes.backend import connected, hang_up, threads_end
 from gossamer.transport.processes.interfaces import GLOO, advised, use_interface_towards
 from gossamer.transport.processes.keyed_store import KeyedStore, meeting_store
+from gossamer.transport.processes.launchers import numbered_by
 from gossamer.transport.processes.member import Member, sizes_of_workers
 from gossamer.transport.processes.store import (
     ENTRY_BYTES,
@@ -121,9 +122,16 @@ def launched(timeout_s: float, *, outlives: bool = True) -> Member | None:
     Args:
         timeout_s: how long to wait for the store.
         outlives: whether rank 0 hosts the store beyond its script.
-    Raises: ConfigError when the environment counts several processes without saying how to reach them, TransportError
-        when the store cannot be reached.
+    Raises: ConfigError when the environment counts several processes without saying how to reach them, as that of mpirun
+        and srun does; TransportError when the store cannot be reached.
     """
+    if not os.environ.get("WORLD_SIZE") and (counted := numbered_by(os.environ)) is not None:
+        names, size = counted
+        raise ConfigError(
+            f"{names.world_size} is {os.environ[names.world_size]} and WORLD_SIZE is not set, so each of the {size} processes of "
+            "mpirun, srun or another launcher would train alone; set MASTER_ADDR and MASTER_PORT and call "
+            "gossamer.integrations.as_worker() first, start the script with torchrun, or set WORLD_SIZE=1 to train alone"
+        )
     world = os.environ.get("WORLD_SIZE") or "1"
     if world.isascii() and world.isdigit() and int(world) < 2:
         return None
