@@ -4,6 +4,7 @@ A liar that starts a run is `started_by` its launcher. The others join, and are 
 member, can be `held` before a round, so that what a test is about happens in the same rounds on busy cores too.
 """
 
+import itertools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -87,6 +88,14 @@ def bytes_of_ones(argv: Sequence[str]) -> int:
 
     if int(os.environ.get("RANK", "-1")) == LIAR:
         GroupTransport.post = posted  # type: ignore[method-assign, assignment]
+    return main(argv)
+
+
+def wrong_clock(argv: Sequence[str]) -> int:
+    """Worker 1, or any process that no launcher has started: its clock jumps by an hour at each look, there and back."""
+    clock, hours = time.time, itertools.cycle((3600.0, -3600.0))
+    if os.environ.get("RANK", "1") == "1":
+        time.time = lambda: clock() + next(hours)
     return main(argv)
 
 

@@ -5,6 +5,7 @@
 
 import math
 import struct
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -87,9 +88,11 @@ class Averager(Participant):
         if self._waits_for is not None and self.closing.is_overtaken(self._tried):
             self.core.give_up(range(self.plan.slots))
         if self._waits_for is not None and self.core.settled(self._waits_for):
-            whole = self._receive(self._waits_for)
-            if self._waits_for is None:
-                (self.closing.hold if whole else self.closing.fail)(self._tried, self.network.now)
+            whole, unsound = self._receive(self._waits_for)
+            if self._waits_for is None and whole:
+                self.closing.hold(self._tried, self.network.now)
+            elif self._waits_for is None:
+                self.closing.fail(self._tried, self.network.now, unsound)
         if self._waits_for is None:
             self._conclude()
         self.flush()
@@ -99,6 +102,8 @@ class Averager(Participant):
         closing = self.closing
         if closing.closed:
             self._update()
+        elif closing.needed:
+            self._fail(f"needs the message of worker {sorted(closing.needed)}, which is not finite")
         elif self.members.replaced:
             self._must_end(closing.round)
         elif closing.left_out or self.members.alone:
@@ -135,9 +140,14 @@ class Averager(Participant):
         self.network.after(plan.limit_s, self._tick, self)
         self._poll()
 
-    def _receive(self, ticket: Ticket) -> bool:
-        """Whether everything has come that the mean needs."""
-        whole = True
+    def post(self, ticket: Ticket, peer: int, frames: Sequence[Tensor]) -> None:
+        """See `gossamer.transport.Transport`; one that lies sends NaN."""
+        lies = self.slot in self.network.liars and ticket.round >= self.network.liars[self.slot]
+        super().post(ticket, peer, [math.nan * frame for frame in frames] if lies else frames)
+
+    def _receive(self, ticket: Ticket) -> tuple[bool, frozenset[int]]:
+        """Whether everything has come that the mean needs, and whose messages were declined."""
+        whole, unsound = True, frozenset[int]()
         if self._exchange is None:
             self._told = {peer: _VECTOR.unpack(body.numpy().tobytes()) for peer, body in self._collect(ticket).items()}
             self._told[self.slot] = tuple(self.x)
@@ -147,11 +157,11 @@ class Averager(Participant):
                 if not self._exchange.advance():
                     self._waits_for, self._posted_s = self._exchange.waits_for, self.network.now
                     self.network.after(self.plan.limit_s, self._tick, self)
-                    return False
-            except IncompleteError:
-                whole = False
+                    return False, unsound
+            except IncompleteError as error:
+                whole, unsound = False, error.unsound
         self._waits_for = None
-        return whole
+        return whole, unsound
 
     def _tick(self) -> None:
         self._watch(self.network.now)

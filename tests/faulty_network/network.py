@@ -10,7 +10,7 @@ import heapq
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from faulty_network.averager import Averager
@@ -67,7 +67,13 @@ class FaultReport(NamedTuple):
 
 
 def check_faults(
-    rule: Rule | None = None, *, seed: int, workers: int | None = None, verbose: bool = False, keyed: bool = False
+    rule: Rule | None = None,
+    *,
+    seed: int,
+    workers: int | None = None,
+    verbose: bool = False,
+    keyed: bool = False,
+    liars: Mapping[int, int] | None = None,
 ) -> FaultReport:
     """Runs one elastic run over a network whose faults come from a seed, and checks what must hold whatever fails.
 
@@ -86,6 +92,7 @@ def check_faults(
         workers: slots; 3 to 7 of them by the seed if None.
         verbose: whether to print each fault as it happens.
         keyed: whether workers believe each other about themselves alone, as with keys.
+        liars: the slots whose messages in a mean over everyone are NaN, and from which round on.
     Returns: what happened, with the list of faults.
     Raises: AssertionError that begins with the seed.
     Cost: some 30 ms; with a rule ten times as much.
@@ -93,7 +100,7 @@ def check_faults(
     >>> check_faults(seed=3) == check_faults(seed=3)
     True
     """
-    return FaultyNetwork(seed, rule=rule, workers=workers, verbose=verbose, keyed=keyed).run()
+    return FaultyNetwork(seed, rule=rule, workers=workers, verbose=verbose, keyed=keyed, liars=liars).run()
 
 
 class FaultyNetwork:
@@ -107,8 +114,9 @@ class FaultyNetwork:
         workers: int | None = None,
         verbose: bool = False,
         keyed: bool = False,
+        liars: Mapping[int, int] | None = None,
     ) -> None:
-        self.keyed = keyed
+        self.keyed, self.liars = keyed, liars or {}
         self.seed, self.random, self._verbose = seed, random.Random(f"faults {seed}"), verbose
         draw = self.random
         slots = workers or draw.randint(3, 7)
@@ -273,6 +281,8 @@ class FaultyNetwork:
 
     def _must_exchange(self) -> None:
         for process in [process for island in self._islands() if self._goes_on(island) for process in island]:
+            if process.slot in self.liars:
+                continue  # others close their rounds without it
             began = self._made.get(process.uid, process.made - 1)  # one whose last partner has ended since is alone
             assert process.made > began, f"{process} exchanges with nobody"
 

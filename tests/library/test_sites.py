@@ -620,6 +620,25 @@ def test_a_site_does_not_take_a_state_that_does_not_fit_and_asks_another(caplog:
         outer.close()
 
 
+def test_a_site_does_not_take_a_state_that_no_other_site_has(caplog: pytest.LogCaptureFixture) -> None:
+    join = f"127.0.0.1:{free_port()}"
+    outers = in_threads(*(partial(small, site, 4, join) for site in range(4)))
+    in_threads(*(outer.step for outer in outers))
+    outers[3].close()
+    assert outers[0]._site is not None
+    state = outers[0]._for_others()
+    outers[0]._site.keep(1, {**state, "x": state["x"] + 1})
+    again = small(3, 4, join)
+    assert not again.step(), "its first step takes a state over"
+    assert (
+        "site 3 does not take the state that site 0 gave: 1 of 3 workers have this state after round 1" in caplog.text
+    )
+    assert "word alone" not in caplog.text
+    assert torch.equal(again.model.weight, outers[1].model.weight)
+    for outer in (*outers[:3], again):
+        outer.close()
+
+
 # --- what is refused, and in which words ------------------------------------------------------------------------------
 
 

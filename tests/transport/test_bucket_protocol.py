@@ -127,6 +127,9 @@ class Chain:
         self.history.append((round, self._x))
         self.begun.append((round, begun, self._x))
 
+    def common(self) -> str:
+        return hashlib.sha256(self._x.encode()).hexdigest()
+
     def train(self, round: int) -> bytes:
         self._steps += 5
         return f"{round} {self._steps} {self._x}".encode()
@@ -567,6 +570,40 @@ def test_who_closes_rounds_with_another_mean_is_named_by_each_other_worker_and_c
     for work in honest:
         assert any("worker 1 has closed it with what does not follow" in one for one in work.said), work.said
         assert not any("worker 0 has closed" in one or "worker 2 has closed" in one for one in work.said)
+
+
+class FalseDonor(Chain):
+    """One that writes states which are not its own."""
+
+    def state(self, finished: int) -> bytes | None:
+        return None if super().state(finished) is None else json.dumps([finished, "a lie"]).encode()
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_newcomer_passes_over_a_state_that_most_others_do_not_have_and_names_its_writer(
+    seals: list[KeySeal], every: int
+) -> None:
+    """With a state after every third round worker 1 never closes the round before it, and nothing is passed over."""
+    passed = 0
+    for seed in range(3):
+        world = World(seed, workers=3, rounds=14, faults=0.0)
+        for seal, kind in zip(seals, (Chain, FalseDonor, Chain), strict=True):
+            world.start({}, seal, kind)
+        for process in world.alive.values():
+            process.work._every = every
+        world.at(150.0, lambda world=world: world.kill(2, None, keeps_disk=False))
+        world.at(230.0 + 15.0 * seed, lambda world=world: world.start({}, seals[2]))
+        world.run()
+        assert not world.failed
+        states, late = states_of(world, seals[0]), world.works[3]
+        assert late.begun and all(begun.after and begun.donor != 1 for _, begun, _ in late.begun), late.begun
+        assert all(state == states[finished] for work in (world.works[0], late) for finished, state in work.history)
+        said = [one for one in late.said if "is passed over for another" in one]
+        assert all("worker 1 has written it, and 2 of 2 workers had another one after round" in one for one in said), (
+            said
+        )
+        passed += bool(said)
+    assert bool(passed) == (every == 1)
 
 
 @pytest.mark.parametrize("what", ["a message that is not there", "a message that is not sound"])

@@ -36,6 +36,8 @@ class World:
         self.side = [0] * n
         self.unheard: set[tuple[int, int]] = set()
         """Senders and receivers whose letters are lost on the way, though the answers would come."""
+        self.unsound = set[tuple[int, int]]()
+        """Accusers and accused: whose message the first one declines in every attempt."""
         self.faults = sorted(self.draw.uniform(0.0, 25.0) for _ in range(self.draw.randint(0, 6)))
         self.left_s = [self.draw.uniform(0.1, 2.0) for _ in range(n)]
         self.letters: list[tuple[float, int, int, Letter]] = []
@@ -139,7 +141,12 @@ class World:
         worker.outbox.clear()
 
     def _try(self, i: int, worker: Closing, named: Proposal) -> None:
-        if all(self.hears(i, j) for j in named.workers) and self.draw.random() < 0.3:
+        bad = {j for j in named.workers if (i, j) in self.unsound}
+        if any({*pair} <= named.workers for pair in self.unsound):
+            if self.draw.random() < 0.3:
+                self.held[i] = worker.round, named.attempt
+                worker.fail(named.attempt, self.now, bad)
+        elif all(self.hears(i, j) for j in named.workers) and self.draw.random() < 0.3:
             self.held[i] = worker.round, named.attempt
             worker.hold(named.attempt, self.now)
 
@@ -160,6 +167,62 @@ class World:
         for _, sender, receiver, letter in sorted(due, key=lambda one: one[0]):
             if self.hears(receiver, sender):
                 self.workers[receiver].receive(letter, self.now)
+
+
+@pytest.mark.parametrize("n", [3, 4, 5])
+@pytest.mark.parametrize("liar", range(2))
+def test_rounds_are_closed_without_who_sends_all_others_what_is_not_finite(n: int, liar: int) -> None:
+    for seed in range(2):
+        world = World(seed, n)
+        world.faults, world.unsound = [], {(i, liar) for i in range(n) if i != liar}
+        assert world.run(limit_s=60.0), (seed, [worker.round for worker in world.workers])
+        others = frozenset(range(n)) - {liar}
+        assert all(workers == others for named in world.histories.values() for _, workers in named), seed
+        accused = {pair for i in others for pair in world.workers[i].accused}
+        assert accused == world.unsound
+
+
+@pytest.mark.parametrize("accuser", range(3))
+@pytest.mark.parametrize("n", [3, 5])
+def test_of_one_that_accuses_one_each_is_left_out_in_turn_and_who_accuses_all_always(n: int, accuser: int) -> None:
+    victim = (accuser + 1) % 3
+    for seed, senders in enumerate(({victim}, {*range(n)} - {accuser})):
+        world = World(seed, n)
+        world.faults, world.unsound = [], {(accuser, j) for j in senders}
+        assert world.run(limit_s=90.0), (seed, [worker.round for worker in world.workers])
+        assert len({worker.history_hash for worker in world.workers}) == 1
+        closed = [(round, workers) for (round, _), named in sorted(world.histories.items()) for _, workers in named]
+        assert [round for round, _ in closed] == [*range(ROUNDS)]
+        out = [frozenset(range(n)) - workers for _, workers in closed]
+        if len(senders) > 1:
+            assert {*out} == {frozenset({accuser})}
+        else:  # and one that is left out may come back a round later
+            assert out[0] == {victim} and {*out} == {frozenset({victim}), frozenset({accuser})}, closed
+
+
+def test_all_end_with_one_history_where_some_accuse_others_and_the_network_falls_apart() -> None:
+    for seed in range(6):
+        world = World(seed, 5)
+        world.unsound = {(a, b) for a, b in [world.draw.sample(range(5), 2) for _ in range(2)]}
+        assert world.run(limit_s=240.0), (seed, [worker.round for worker in world.workers])
+        assert len({worker.history_hash for worker in world.workers}) == 1, seed
+
+
+def test_where_too_few_are_left_without_who_sends_what_is_not_finite_its_message_is_needed() -> None:
+    for slots, few in ((2, True), (3, False)):
+        closing = Closing(
+            Members(limits(slots), 0, [SlotEntry(i, 0, 100 + i, MemberStatus.ALIVE, 0) for i in range(slots)]),
+            limit_s=3.0,
+            beat_s=0.5,
+        )
+        closing.begin_round(0)
+        closing.ready(1.0)
+        for i in range(1, slots):
+            report = [0, 0, True, -1, -1, -1, False, False, None, []]
+            closing.receive(Letter(LetterKind.REPORT, i, body=body_of(json.dumps(report).encode())), 1.0)
+        assert closing.proposed is not None and closing.proposed.workers == frozenset(range(slots))
+        closing.fail(closing.proposed.attempt, 1.0, {1})
+        assert closing.needed == (frozenset({1}) if few else frozenset())
 
 
 @pytest.mark.sampled(1)
@@ -355,7 +418,7 @@ def lie(sender, round, history_hash=0, last=None):
     return Letter(
         LetterKind.REPORT,
         sender,
-        body=body_of(json.dumps([round, history_hash, True, -1, -1, -1, False, False, last]).encode()),
+        body=body_of(json.dumps([round, history_hash, True, -1, -1, -1, False, False, last, []]).encode()),
     )
 
 

@@ -72,6 +72,13 @@ def test_workers_of_a_mean_over_everyone_have_the_same_bits_after_each_round_tha
     assert check_faults(seed=4 * seed + 3).closed
 
 
+def test_a_mean_continues_without_a_worker_whose_messages_are_not_finite_whatever_fails() -> None:
+    """Where too few are left without it, those that have declined its message end, and newcomers fill their slots."""
+    reports = [check_faults(diloco(), seed=seed, workers=5 + seed % 3, liars={seed % 5: 1}) for seed in range(6)]
+    assert all(one.closed for one in reports)
+    assert any("needs the message of worker" in fault for one in reports for fault in one.faults)
+
+
 def test_a_worker_that_closes_a_round_before_all_have_its_mean_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def hasty(self: Closing, attempt: int, now: float) -> None:
         honest(self, attempt, now)

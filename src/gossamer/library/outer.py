@@ -277,6 +277,7 @@ class Outer(Generic[M]):
                     self.x,
                     rest_of(self.model),
                     closes=rule.needs == "everyone",
+                    compares=self.method.equal_after_rounds,
                     closings=sum(bool(stop.sends) for stop in schedule.stops(0, self.local_steps)),
                     exchanges=self.method.sends_per_round,
                     timeout_s=timeout_s,

@@ -18,7 +18,7 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -37,6 +37,7 @@ from gossamer.record.packed import packable_snapshot, unpacked
 from gossamer.rounds.loop import Membership, OuterLoop
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic.closing import LeftOutError
+from gossamer.transport.elastic.common import CommonHashes, common_hash, must_be_common
 from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry, is_process
 from gossamer.transport.elastic.newcomer import Applicant, Handover, Offer, ask, ask_for_state, most_bytes_of_state
 from gossamer.transport.elastic.transport import ElasticTransport
@@ -128,6 +129,7 @@ class ElasticSite:
 
     Args:
         closes: whether the rule takes a mean over all sites, whose rounds are committed over those that are ready.
+        compares: whether parameters and outer state of all sites are equal after a round, and so is a state that it takes.
         closings: commits per round.
         numel: numbers of this shard.
         entry: what all sites have in common, and what of it is to be compared number by number, for those that come back.
@@ -141,6 +143,7 @@ class ElasticSite:
         endpoint: Endpoint,
         *,
         closes: bool,
+        compares: bool,
         closings: int,
         numel: int,
         device: torch.device,
@@ -149,6 +152,7 @@ class ElasticSite:
     ) -> None:
         self.lane, self.start, self._siblings, self._endpoint = begins.lane, begins.run, siblings, endpoint
         self._closes, self._donor = closes, begins.donor
+        self._hashes = CommonHashes() if compares else None
         self.is_back = begins.donor is not None
         """Whether it has come back, and has not yet taken over another site's state."""
         self._alive: frozenset[int] = frozenset()
@@ -233,20 +237,23 @@ class ElasticSite:
             self._inner.lead(round, self._alive, range(self.lane.n), (high << 32) | low)
         return attempt, self._alive
 
-    def committed(self, attempt: int, *, whole: bool) -> bool:
-        """See `gossamer.transport.contract.Closes`: whole where it is in all lanes of the site.
+    def committed(self, attempt: int, *, whole: bool, unsound: Collection[int] = ()) -> bool:
+        """See `gossamer.transport.contract.Closes`: whole, and sound, where it is in all lanes of the site.
 
         Raises: as `proposed`; PeerError where a lane has been cut for so long that this site leaves.
         """
         # Independent of whose messages are missing: a mean that fails between two others is missing here too.
         silent_s, limit_s = self._inner.view().silent_s, self._endpoint.timeout_s / 2
-        hears = [j not in self._alive or silent_s.get(j, 0.0) < limit_s for j in range(self.lane.n)]
-        whole, *hears = self._siblings.all_have([whole, *hears], f"round {self._round}")
+        n = self.lane.n
+        hears = [j not in self._alive or silent_s.get(j, 0.0) < limit_s for j in range(n)]
+        sound = [j not in unsound for j in range(n)]
+        whole, *flags = self._siblings.all_have([whole, *hears, *sound], f"round {self._round}")
+        hears, unsound = flags[:n], [j for j in range(n) if not flags[n + j]]
 
         def result() -> list[int] | None:
             if self._is_cut_off([j for j, heard in enumerate(hears) if not (whole or heard)]):
                 return [2, 0]
-            outcome = self._poll(lambda: self._inner.committed(attempt, whole=whole))
+            outcome = self._poll(lambda: self._inner.committed(attempt, whole=whole, unsound=unsound))
             if outcome is None or isinstance(outcome, LeftOutError):
                 return outcome and [1, 0 if outcome.source is None else outcome.source + 1]
             return [0, int(outcome)]
@@ -301,7 +308,11 @@ class ElasticSite:
 
     def keep(self, after: int, state: Mapping[str, Any]) -> None:
         """Keeps the state after so many rounds for sites that come back. Cost: a copy."""
-        kept, self._before = Handover(after, packable_snapshot({**state, "line": self._inner.history_hash})), None
+        history_hash = self._inner.history_hash
+        copy = packable_snapshot({**state, "line": history_hash})
+        kept, self._before = Handover(after, copy), None
+        if self._hashes is not None and "x" in state:
+            self._hashes.add(after, lambda: common_hash(history_hash, copy.tensors("x", "outer")))
         with self._changed:
             self._kept = kept
             self._changed.notify_all()
@@ -324,7 +335,11 @@ class ElasticSite:
         except PeerError as error:
             log.info("site %d serves nobody yet: %s", self.lane.worker, error)
         else:
-            self._inner.serve(channel, self._boundary)
+            self._inner.serve(channel, self._boundary, self._hash_after)
+
+    def _hash_after(self, after: int) -> str | None:
+        """See `CommonHashes.after`."""
+        return None if self._hashes is None else self._hashes.after(after)
 
     # --- the state of others ------------------------------------------------------------------------------------------
 
@@ -359,6 +374,8 @@ class ElasticSite:
         what, joins, me = "taking a state over", self.is_back, self.lane.worker
         source = self._donor if source is None else source
         newest = 0
+        if self._hashes is not None:
+            self._hashes.abstains = True  # until it keeps that state
         if joins:  # the membership view may be stale or partial
             newest = self._siblings.from_first(lambda: [self._inner.first_round(self._endpoint.timeout_s)], what)[0]
         donor, after, state = self._state_of_all_lanes(source, tensors)
@@ -442,6 +459,9 @@ class ElasticSite:
             must_fit(received, tensors)
             if not all_finite(tuple(received)):
                 raise ValueError("it has numbers that are not finite")
+            if self._hashes is not None:
+                mine = common_hash(history_hash, [state["x"], *state["outer"]])
+                must_be_common(mine, offer, self._inner.members, self._endpoint)
         except (CheckpointError, LookupError, TypeError, ValueError) as error:
             return None, f"it has no {error}" if isinstance(error, KeyError) else first_line(error)
         return state, ""
@@ -531,6 +551,7 @@ def elastic_site(
     others: Mapping[str, Tensor],
     *,
     closes: bool,
+    compares: bool,
     closings: int,
     exchanges: int,
     timeout_s: float,
@@ -558,6 +579,7 @@ def elastic_site(
             siblings,
             endpoint,
             closes=closes,
+            compares=compares,
             closings=closings,
             numel=x.numel(),
             device=x.device,

@@ -71,7 +71,7 @@ class _Job(NamedTuple):
 
     def ticket(self, leg: int = 0) -> Ticket:
         """The ticket of the messages of one leg."""
-        return Ticket(self.ctx.round, self.setup.part.fragment, 2 * self.setup.attempt + leg)
+        return Ticket(self.ctx.round, self.setup.part.fragment, 2 * (self.setup.attempt or 0) + leg)
 
     def key(self, *use: str | int) -> int:
         """The random key for this use."""
@@ -153,7 +153,7 @@ def begin(setup: Setup, mixing: Mixing, ctx: Context, sent: Sent | None = None) 
     Raises: TransportError and PeerError from the transport, wherever the exchange is continued; TrainingError for a
         message of this worker that is not finite, before it is sent, and, naming the sender, for a received one that
         this rule requires. Any other such message is declined: it does not count, and its sender is passed to
-        `Setup.declined`.
+        `Setup.declined`; in an attempt of an elastic mean an IncompleteError names it too.
     Cost: one payload to each receiver. Only a `mean` over everyone with an exact codec, or with one that has a way back, goes
         through chunk owners, (n-1)/n payloads there and (n-1)/n back per worker. With overlap or a merge one more copy
         of x while it is in flight.
@@ -461,8 +461,8 @@ def _decoded_sums(job: _Job, owners: _Owners, total: Tree, message: Sequence[Tre
     arrived = {j: refill(owners.sums[place[j]], frames) for j, frames in collected.items()} | {job.ctx.worker: total}
     _must_be_whole(job.ctx, owners.others, arrived)
     sums_of = {j: _decoded(owners.back, arrived[j], map_leaves(widen, message[k])) for j, k in place.items()}
-    if bad := [j for j, one in sums_of.items() if one is None]:
-        raise _unsound_error(job, "sum", bad)
+    bad = [j for j, one in sums_of.items() if one is None]
+    _decline(job, bad, "sum", may=job.setup.attempt is not None and job.ctx.worker not in bad)
     return [leaves(one) for one in sums_of.values()]
 
 
@@ -532,12 +532,18 @@ def _unsound_error(job: _Job, what: str, senders: Sequence[int]) -> TrainingErro
     )
 
 
-def _decline(job: _Job, bad: Sequence[int], *, may: bool = True) -> None:
-    """Drops these messages. Raises: TrainingError where this worker requires them."""
-    if bad and (job.setup.attempt or not may):
-        raise _unsound_error(job, "message", bad)
+def _decline(job: _Job, bad: Sequence[int], what: str = "message", *, may: bool = True) -> None:
+    """Drops these messages, or sums.
+
+    Raises: TrainingError where this worker requires them; IncompleteError in an elastic mean, whose workers must agree on
+        those that are left out.
+    """
+    if bad and not may:
+        raise _unsound_error(job, what, bad)
     for j in bad:
         job.setup.declined(j)
+    if bad and job.setup.attempt is not None:
+        raise IncompleteError(str(_unsound_error(job, what, bad)), bad)
 
 
 def _over_the_rest(row: Row, i: int, bad: Collection[int]) -> Row:

@@ -18,6 +18,7 @@ from gossamer.rounds.schedule import Stop
 from gossamer.rounds.together import GivenMeans
 from gossamer.transport.bucket.protocol import Commit
 from gossamer.transport.contract import Ticket, Transport
+from gossamer.transport.elastic.common import common_hash
 from gossamer.transport.memory import MemoryNetwork, Parcel
 from gossamer.tree import Tree, leaves, must_fit, refill
 
@@ -59,7 +60,7 @@ class RoundsInStore(ABC):
         """See `gossamer.transport.contract.Closes`: the commit exists already."""
         return 0, self._present
 
-    def committed(self, attempt: int, *, whole: bool) -> bool:
+    def committed(self, attempt: int, *, whole: bool, unsound: Collection[int] = ()) -> bool:
         """See `proposed`."""
         return whole
 
@@ -67,6 +68,10 @@ class RoundsInStore(ABC):
         """The only stop of a round, at its end."""
         (stop,) = self.loop.stops(round)
         return stop
+
+    def common(self) -> str:
+        """See `StoreWorker`."""
+        return common_hash(0, self.loop.shared)
 
     def message(self, round: int) -> bytes:
         """The message of this worker, after its local phase."""

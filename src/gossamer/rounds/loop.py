@@ -269,13 +269,13 @@ class OuterLoop:
             attempt, _ = closes.proposed(round)  # from now on, these are the `participants` of the round
             exchanges = {(round, p): self._begin(round, p, attempt) for p in stop.sends}
             operations = [exchange.post() for exchange in exchanges.values()]
-            whole = True
+            whole, unsound = True, frozenset[int]()
             try:
                 for exchange in exchanges.values():
                     exchange.receive()
-            except IncompleteError:
-                whole = False
-            if closes.committed(attempt, whole=whole):
+            except IncompleteError as error:
+                whole, unsound = False, error.unsound
+            if closes.committed(attempt, whole=whole, unsound=unsound):
                 self.in_flight.update(exchanges)
                 return operations
 
@@ -496,7 +496,7 @@ class OuterLoop:
         s = MixedUpdate(setup.rule.start(setup.part.s), setup.rule.mixed(setup.part.s))
         return setup._replace(rule=rule_of_updates(self._updates), part=setup.part._replace(s=s, fragment=p))
 
-    def _begin(self, round: int, p: int, attempt: int = 0) -> Exchange:
+    def _begin(self, round: int, p: int, attempt: int | None = None) -> Exchange:
         mixing, ctx = self._place(round, p)
         return begin(self._setup_in(round, p)._replace(attempt=attempt), mixing, ctx)
 

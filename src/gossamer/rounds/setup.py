@@ -47,8 +47,8 @@ class Setup(NamedTuple):
     """How the update is merged with those steps, as in `Schedule.merge`."""
     merge_strength: float = 0.5
     """As in `Schedule.merge_strength`."""
-    attempt: int = 0
-    """The attempt number in an elastic run, which retries the mean of a round over fewer workers when one fails."""
+    attempt: int | None = None
+    """The attempt number in an elastic run, which retries the mean of a round over fewer workers when one fails; else None."""
     around: Callable[[], AbstractContextManager[None]] = nullcontext
     """A context manager around the outer update."""
     compare: Callable[[Tree, Sequence[Tree]], None] | None = None

@@ -37,7 +37,7 @@ def robust(
         would halve the bytes, and an owner that is wrong would then decide its chunk alone.
     Source: trimmed mean and median arXiv 1803.01498, Krum Blanchard et al., NeurIPS 2017, geometric median arXiv 1912.13445;
         around an outer step as in RoDiLoCo's public code, which has no results yet.
-    Differs: a message that is not finite counts for nothing, and ends an elastic run, as everywhere. Several tensors are
+    Differs: a message that is not finite counts for nothing, as everywhere. Several tensors are
         combined one by one.
     Fails when: shards differ so much that honest messages look wrong; on sparse codecs, whose messages are zero at most places,
         as are their medians; and for "krum" where workers run on different processors, as two of them may choose differently.

@@ -1,6 +1,6 @@
 """What an exchange needs of a network: tickets that name messages, and the transport that carries them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from gossamer.errors import TransportError
@@ -13,7 +13,14 @@ WIRE_VERSION = 4
 
 
 class IncompleteError(TransportError):
-    """Messages that a mean over everyone needs are missing; an elastic run retries the round over fewer workers."""
+    """Messages that a mean over everyone needs are missing; an elastic run retries the round over fewer workers.
+
+    Args: `unsound` are the workers whose messages were declined, as they are not finite or cannot be decoded.
+    """
+
+    def __init__(self, message: str, unsound: Collection[int] = ()) -> None:
+        super().__init__(message)
+        self.unsound = frozenset(unsound)
 
 
 Sound = Callable[[Sequence["Tensor"]], bool]
@@ -59,9 +66,11 @@ class Closes(Protocol):
         """The next attempt of the round, and the participants of its mean. Blocks until it is known."""
         ...
 
-    def committed(self, attempt: int, *, whole: bool) -> bool:
+    def committed(self, attempt: int, *, whole: bool, unsound: Collection[int] = ()) -> bool:
         """Whether all participants have received everything, as this worker has if `whole`; if not, the round is
-        retried. Blocks.
+        retried, without those whose messages are `unsound`. Blocks.
+
+        Raises: TrainingError where too few are left without these.
         """
         ...
 

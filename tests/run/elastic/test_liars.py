@@ -17,6 +17,7 @@ from gossamer.cli import main
 from gossamer.record import checkpoint
 from gossamer.record.logs.outcomes import read_outcomes
 from gossamer.run.config.run_file import RunConfig, digest, dump
+from gossamer.transport.processes.local import run_local
 from tiny import single
 
 NAMES = ("berlin", "paris", "rome")
@@ -117,6 +118,32 @@ def test_who_says_that_it_is_ahead_is_left_out_and_named_and_the_others_keep_the
     assert code == 0, shown
     for worker in range(2):
         assert torch.equal(some.x(some.folder, worker), some.x(tmp_path / "again", worker))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.usefixtures("forks")
+@pytest.mark.parametrize("over", ["sockets", "a store"])
+def test_a_clock_that_jumps_by_an_hour_changes_no_bit(over: str, tmp_path: Path) -> None:
+    means = {"rule__name": "diloco", "topology__name": "complete", "run__elastic": True}
+    config = single(workers=2, run__steps=16, run__eval_every=0, run__timeout_s=20, **means)
+    (tmp_path / "run.toml").write_text(dump(config))
+    words = ["train", str(tmp_path / "run.toml"), "--out", str(tmp_path / "run")]
+    if over == "sockets":
+        assert run_local(2, liars.wrong_clock, words) == 0
+    else:
+        stored = [*words, "--store", str(tmp_path / "store")]
+        for one in (Command(*stored), Command(*stored, work=liars.wrong_clock)):
+            code, said = one.finish(120)
+            assert code == 0, said
+    code, shown = run("simulate", "--replay", tmp_path / "run", "--out", tmp_path / "again")
+    assert code == 0, shown
+    assert len(read_outcomes(tmp_path / "run")) == 2
+    for worker in range(2):
+        real, again = (
+            checkpoint.load(tmp_path / name / "checkpoints", config.length.rounds, worker, digest(config))["x"]
+            for name in ("run", "again")
+        )
+        assert torch.equal(real, again)
 
 
 @pytest.mark.parametrize("liar", [liars.no_line, liars.bad_inner], ids=["no line", "bad inner"])

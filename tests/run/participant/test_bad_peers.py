@@ -9,9 +9,11 @@ import torch
 
 from commands import run
 from gossamer.cli import main
+from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
+from gossamer.record.logs.outcomes import read_outcomes
 from gossamer.run.asynchronous.message_form import MessageForm
-from gossamer.run.config.run_file import dump
+from gossamer.run.config.run_file import digest, dump
 from gossamer.run.simulated.rounds import Rounds
 from gossamer.testing.attacks import Attacker
 from gossamer.transport.elastic.transport import ElasticTransport
@@ -23,6 +25,7 @@ BAD = 1
 DRIVERS = {
     "in rounds": {},
     "elastic": {"run__elastic": True},
+    "an elastic mean": {"run__elastic": True, "rule__name": "diloco", "topology__name": "complete"},
     "without waiting": {"rule__name": "gossip", "run__wait": False, "run__steps": 32},
 }
 
@@ -45,7 +48,7 @@ def train_but_send_nan(argv: list[str]) -> int:
     return main(argv)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("forks")
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("driver", DRIVERS)
@@ -64,9 +67,40 @@ def test_the_others_train_to_the_end_and_the_record_and_status_name_who_sent_nan
     told = {worker for line in lines for worker in line.get("declined", {}) if line["worker"] != BAD}
     assert told == {str(BAD)}, (lines, said)
     assert f"declined what worker {BAD} sent" in said or f"worker {BAD} sent" in said, said
+    if driver == "an elastic mean":
+        assert f"says that what worker {BAD} sent is not finite or cannot be decoded" in said, said
+        assert "the state of worker 1" not in said, "it is left out, and never the one that the others follow"
+        for worker in (0, 2):
+            (life,) = read_outcomes(tmp_path / "run")[worker]
+            assert [one.round for one in life.rounds] == [*range(8)]
+            assert all((one.alive is None) == (one.round < 2) for one in life.rounds), life.rounds
+        # As in a run from which it was absent in these rounds: the log says so, and from it the bits follow.
+        code, shown = run("simulate", "--replay", tmp_path / "run", "--out", tmp_path / "again")
+        assert code == 0, shown
+        for worker in range(3):
+            real, again = (
+                checkpoint.load(tmp_path / name / "checkpoints", 8, worker, digest(config))["x"]
+                for name in ("run", "again")
+            )
+            assert torch.equal(real, again)
     code, output = run("status", tmp_path / "run", "--json")
     declined = [worker["declined"] for worker in json.loads(output)["workers"]]
     assert code == 0 and declined[BAD] > 0 and declined[0] == declined[2] == 0, output
+
+
+@pytest.mark.usefixtures("forks")
+@pytest.mark.parametrize("why", ["too few are left", "all diverge"])
+def test_an_elastic_mean_ends_with_a_sentence_where_too_few_are_left_and_where_all_diverge(
+    why: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    diverges = {} if why == "too few are left" else {"inner__optimizer": "sgd", "inner__lr": 1e30}
+    config = single(run__steps=16, run__eval_every=0, run__timeout_s=8.0, **DRIVERS["an elastic mean"], **diverges)
+    (tmp_path / "run.toml").write_text(dump(config))
+    work = train_but_send_nan if why == "too few are left" else main
+    assert run_local(2, work, ["train", str(tmp_path / "run.toml"), "--out", str(tmp_path / "run")]) != 0
+    said = str(capfd.readouterr())
+    assert ("the others are too few to close the round; lower the learning rate" in said) == (not diverges), said
+    assert "lower the learning rate or clip the gradients" in said and "Traceback" not in said, said
 
 
 def test_a_simulated_run_declines_the_same_messages_as_a_real_one(

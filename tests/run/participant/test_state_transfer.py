@@ -14,8 +14,9 @@ import torch
 
 from gossamer.errors import PeerError
 from gossamer.record.packed import packable_snapshot
-from gossamer.run.participant import state_transfer
-from gossamer.run.participant.state_transfer import CommonHashes, common_hash, fetch_state, must_be_common
+from gossamer.run.participant.state_transfer import fetch_state
+from gossamer.transport.elastic import common
+from gossamer.transport.elastic.common import CommonHashes, common_hash, must_be_common
 from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry, membership_update
 from gossamer.transport.elastic.newcomer import Handover, Offer
 from gossamer.transport.elastic.transport import ElasticTransport
@@ -95,7 +96,7 @@ def taken(members: Members, endpoint: Endpoint) -> tuple[int, float]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_transfer, "_COMPARES_S", 0.5)
+    monkeypatch.setattr(common, "_COMPARES_S", 0.5)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from gossamer.rounds import stability
 from gossamer.rounds.compatibility import lossy_codecs as coding
 from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.incompatibilities import check
-from gossamer.rounds.compatibility.modes import exchanges_once
+from gossamer.rounds.compatibility.modes import exchanges_once, is_equal_after_rounds
 from gossamer.rounds.kernel import PLAIN, Kernel, compiled
 from gossamer.rounds.schedule import Schedule
 from gossamer.rounds.updates import topology_of_updates
@@ -55,6 +55,15 @@ class Method(NamedTuple):
     def exchanges_once(self) -> bool:
         """Whether a round has one exchange, which ends with it."""
         return exchanges_once(self.rule, self.schedule)
+
+    @property
+    def equal_after_rounds(self) -> bool:
+        """Whether parameters and outer state of all workers are equal after a round of a mean over everyone.
+
+        Else workers differ by what is in flight, by their own errors or by their experts.
+        """
+        one = self.exchanges_once and self.codec.back is None and not self.holders
+        return self.rule.needs == "everyone" and is_equal_after_rounds(self.rule) and one
 
     def topology_of(self, seed: int) -> Callable[[int], Topology]:
         """The topology that the exchanges of each fragment follow, numbered as in `gossamer.rounds.loop`."""

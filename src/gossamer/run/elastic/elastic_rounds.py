@@ -8,7 +8,7 @@ other's addresses, and any of them admits newcomers.
 import contextlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,17 +28,17 @@ from gossamer.record.logs.outcomes import (
 )
 from gossamer.record.packed import unpacked
 from gossamer.record.progress import say
-from gossamer.rounds.compatibility.modes import is_equal_after_rounds
 from gossamer.rounds.loop import Membership
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.life import KEPT, Participant
 from gossamer.run.participant.rendezvous import RendezvousResult
-from gossamer.run.participant.state_transfer import PAUSE_S, common_hash, must_be_common
+from gossamer.run.participant.state_transfer import PAUSE_S
 from gossamer.run.worker.task import Task
 from gossamer.run.worker.worker import RoundReport, Worker
 from gossamer.stop_signals import Asked
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic.closing import LeftOutError
+from gossamer.transport.elastic.common import common_hash, must_be_common
 from gossamer.transport.elastic.core import Outcome
 from gossamer.transport.elastic.members import MemberStatus
 from gossamer.transport.elastic.newcomer import Handover, Offer
@@ -75,10 +75,7 @@ class ElasticRounds(Participant[ElasticTransport]):
         self._method = m = run.in_rounds
         self._closes, self._once = m.rule.needs == "everyone", m.exchanges_once
         self._closings = sum(bool(stop.sends) for stop in m.schedule.stops(0, run.full_steps))
-        # Else workers differ after a round by what is in flight, by their own errors or by their experts.
-        one = is_equal_after_rounds(m.rule) and m.exchanges_once and m.codec.back is None and not m.holders
-        self._compares = self._closes and one
-        """Whether all workers have the same parameters and outer state after a round."""
+        self._compares = m.equal_after_rounds
         self._donor: int | None = None
         """The donor of the last state taken, if no round has ended since."""
         self._taken_in_row = 0
@@ -300,9 +297,9 @@ class ElasticRounds(Participant[ElasticTransport]):
         attempt, self._plans[round].participants = self.transport.proposed(round)
         return attempt, self._plans[round].participants
 
-    def committed(self, attempt: int, *, whole: bool) -> bool:
+    def committed(self, attempt: int, *, whole: bool, unsound: Collection[int] = ()) -> bool:
         """See `gossamer.transport.contract.Closes`."""
-        return self.transport.committed(attempt, whole=whole)
+        return self.transport.committed(attempt, whole=whole, unsound=unsound)
 
     # --- what became of the exchanges ---------------------------------------------------------------------------------
 

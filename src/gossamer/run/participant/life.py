@@ -32,10 +32,11 @@ from gossamer.run.bookkeeping.resume import Resume
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.agreement import prepare, use_recorded_threads
 from gossamer.run.participant.rendezvous import RendezvousResult, StartFacts, addresses_in, join_run, started
-from gossamer.run.participant.state_transfer import CommonHashes, fetch_state
+from gossamer.run.participant.state_transfer import fetch_state
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.task import Task
 from gossamer.stop_signals import Asked, leaving
+from gossamer.transport.elastic.common import CommonHashes
 from gossamer.transport.elastic.members import MemberStatus, SlotEntry, SlotTakenError
 from gossamer.transport.elastic.newcomer import Handover, Offer, most_bytes_of_state
 from gossamer.transport.elastic.transport import ElasticTransport

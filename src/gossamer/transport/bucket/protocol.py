@@ -29,7 +29,7 @@ worker are a generator that yields requests to the store (`Asking`). `gossamer.t
 import hashlib
 import re
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -197,6 +197,10 @@ class StoreWorker(StoreProcess, Protocol):
 
     def start(self, round: int, begun: Basis) -> None:
         """Begins to train from this state."""
+        ...
+
+    def common(self) -> str:
+        """The hash of what all workers have in common now, where they are equal after each round."""
         ...
 
     def train(self, round: int) -> bytes:
@@ -640,8 +644,9 @@ class Attendance(SlotHolder[StoreWorker]):
             if self.seen.newest < 0 and self.round == 0:
                 yield from self._await_company()
             while not work.asked():
+                common = (yield Do(work.common)) if self._compares else None
                 body = yield TrainPhase(partial(work.train, self.round))
-                done = yield from self._exchange(body)
+                done = yield from self._exchange(body, common)
                 if done is None:
                     break
                 yield Do(partial(work.mix if terms.gossip else work.finish, *done))
@@ -765,7 +770,54 @@ class Attendance(SlotHolder[StoreWorker]):
         if isinstance(sha256, CheckpointError):
             self._pass_over(name, sha256)
             return None
+        if self._compares and after and not self.terms.seal.trusts(slot):
+            differs = yield from self._compared(after, slot)
+            if differs is not None:
+                self._pass_over(name, differs)
+                return None
         return Basis(after, slot, sha256)
+
+    @property
+    def _compares(self) -> bool:
+        """Whether messages say what all have in common, so that a newcomer need not believe the writer of a state."""
+        return self.terms.seal.proves_writers and not self.terms.gossip
+
+    def _compared(self, after: int, slot: int) -> Steps[CheckpointError | None]:
+        """Compares the state that was loaded with what the others say of theirs in their messages of the next round.
+
+        That round must be over: waits for it while others live, for a timeout at most. Returns the error where two or more,
+        and more than half of those that ended the round before, have another state.
+        """
+        waited_s, terms = 0.0, self.terms
+        while waited_s <= terms.timeout_s and not self._work.asked() and (yield from self.read_commit(after)) is None:
+            yield from self._look(after)
+            if self.seen.live(self._looked_s, terms.timeout_s) <= {self.slot}:
+                break
+            waited_s += yield from self._pause(waited_s)
+        mine, others, names = (
+            (yield Do(self._work.common)),
+            dict[int, str](),
+            (yield from self._names(f"r{after:08d}-f")),
+        )
+        for match in filter(None, map(_NAMES.fullmatch, names)):
+            if match["sender"] and int(match["round"]) == after and int(match["sender"]) < terms.workers:
+                item = yield from self._try_read(match[0])
+                match item:
+                    case Item(head={"state": str(common), "begun": None}):
+                        others[int(match["sender"])] = common
+        most, count = Counter(others.values()).most_common(1)[0] if others else (mine, 0)
+        if most == mine:
+            return None
+        if count > 1 and 2 * count > len(others):
+            return CheckpointError(
+                f"worker {slot} has written it, and {count} of {len(others)} workers had another one after round {after}; look "
+                f"at the machine of worker {slot}"
+            )
+        self._work.say(
+            f"the state of worker {slot} after round {after} is taken on its word alone: no two workers have the same; if one of "
+            "these machines is bad, take its key out of [peers] before the next run"
+        )
+        return None
 
     def _continue_after(self, finished: int) -> Steps[bool]:
         """In gossip: continues after so many rounds; returns whether the outcome of the last can be read."""
@@ -797,10 +849,15 @@ class Attendance(SlotHolder[StoreWorker]):
 
     # --- a round ------------------------------------------------------------------------------------------------------
 
-    def _exchange(self, body: bytes) -> Steps[tuple[Commit, Any] | None]:
-        """The commit of this round, with its mean or the messages of this worker's peers, if its message counts; else None."""
+    def _exchange(self, body: bytes, common: str | None) -> Steps[tuple[Commit, Any] | None]:
+        """The commit of this round, with its mean or the messages of this worker's peers, if its message counts; else None.
+
+        Args: `common` is what it had in common with the others before its local phase.
+        """
         terms, round = self.terms, self.round
         head = {"steps": self._work.steps(), "begun": None if self._begun is None else self._begun._asdict()}
+        if common is not None:
+            head["state"] = common
         yield from self._create(message_name(round, self.slot, self.life), head, body)
         own = Item(head, memoryview(body))
         open_round = _OpenRound(own, self._clock())

@@ -7,8 +7,10 @@ Workers whose replicas are identical must all make the same update, or none. The
     leader -> all            CLOSED    all of the set hold this attempt's mean: make the update
 
 If a worker of the set fails on the way, the leader proposes the rest in a new attempt, or all again if a message was lost; if the
-leader fails, the next slot leads. A set is more than half of all slots, so at most one side of a partition continues, as long as
-newcomers take no slots meanwhile (ADR 97).
+leader fails, the next slot leads. A worker that has received what is not finite, or cannot be decoded, accuses its sender, to
+all: the round is closed without the one who is in most accusations, as accuser or accused. Where one accuses one, that is the
+accused, and the accuser the next time, so the word of one worker does not keep another out for good (ADR 98). A set is more than
+half of all slots, so at most one side of a partition continues, as long as newcomers take no slots meanwhile (ADR 97).
 `history_hash` is a hash of all closed rounds: reports with another one do not count, so that a worker whose last round closed
 differently takes another's state first.
 
@@ -35,6 +37,7 @@ ambiguity.
 """
 
 import json
+from collections import Counter
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -127,6 +130,8 @@ class _Report(NamedTuple):
     returns: bool
     """Whether the others should wait for it although it is away."""
     last: _Closed | None
+    accused: frozenset[int] = frozenset()
+    """Workers whose messages in this round it has declined."""
 
 
 class Closing:
@@ -144,6 +149,9 @@ class Closing:
         self.outbox: list[tuple[int, Letter]] = []
         self.round, self.history_hash = -1, 0
         self.proposed: Proposal | None = None
+        """The newest attempt in which this worker takes part."""
+        self._led: Proposal | None = None
+        """The newest attempt, if this worker has proposed it."""
         self.closed = self.left_out = False
         """Whether the round of this worker has been closed with it, or without it."""
         self.source: int | None = None
@@ -160,6 +168,12 @@ class Closing:
         """Workers to be reported; cleared by the caller that reports them."""
         self._claims: dict[int, _Claim] = {}
         """The first claim of each other worker that no closed round has confirmed or disproved."""
+        self.accused: list[tuple[int, int]] = []
+        """Accusers and accused to be reported; cleared by the caller that reports them."""
+        self._declined, self._listed = set[int](), set[tuple[int, int]]()
+        """Whose messages in this round it has declined, and the accusations of this round listed in `accused`."""
+        self._last_out: dict[tuple[int, int], int] = {}
+        """Without which of the two the last round was closed in which one accused the other."""
         self._disputed_s: dict[int, float] = {}
         """Since when each other worker contradicts this worker's round and history."""
         self._named: set[int] = set()
@@ -182,8 +196,10 @@ class Closing:
         if history_hash is not None:
             self.history_hash, self._last, self._taken, self._behind_s = history_hash, None, True, None
             self._claims.clear()  # they were about the rounds that this worker has discarded
-        self.round, self.proposed, self._ready_s = round, None, None
+        self.round, self.proposed, self._led, self._ready_s = round, None, None, None
         self._named.clear()
+        self._declined.clear()
+        self._listed.clear()
         was_away, self.closed, self.left_out = self.left_out, False, False
         self._held = self._attempt = self._failed = -1
         if was_away:
@@ -200,10 +216,12 @@ class Closing:
             self._held = attempt
             self.tick(now, again=True)
 
-    def fail(self, attempt: int, now: float) -> None:
-        """Records that this worker cannot complete the mean of an attempt, as a message was lost."""
+    def fail(self, attempt: int, now: float, unsound: Collection[int] = ()) -> None:
+        """Records that this worker cannot complete the mean of an attempt, as a message was lost or is `unsound`."""
         if self._attempt == attempt:
             self._failed = attempt
+            self._declined.update(unsound)
+            self._list(self.members.me, unsound)
             self.tick(now, again=True)
 
     def advance(self) -> None:
@@ -211,6 +229,9 @@ class Closing:
         assert self.closed and self.proposed is not None
         self._last = _Closed(self.round, self.history_hash, self.proposed.attempt)
         self._misses, self._taken, self._behind_s = 0, False, None
+        for pair in self._accusations:
+            if len(out := {*pair} - self.proposed.workers) == 1:
+                (self._last_out[pair],) = out
         self.history_hash = key(
             self.history_hash, "closed", self.round, self.proposed.attempt, *sorted(self.proposed.workers)
         )
@@ -268,6 +289,8 @@ class Closing:
             self._said_s, self._leader = now, leader
             if self.left_out:
                 self._report_to_all()
+            elif self._declined:
+                self._report_to_all()  # the next leader needs to know too
             elif leader != self.members.me:
                 self._report_to(leader)
         if leader == self.members.me and self._ready_s is not None and not self.closed and not self.left_out:
@@ -278,6 +301,38 @@ class Closing:
     def _alive(self) -> frozenset[int]:
         """Workers with which this round may be closed: those in another round will not be ready in it."""
         return self._present - {j for j in self._places if self._contradicts(j)}
+
+    @property
+    def _accusations(self) -> set[tuple[int, int]]:
+        """The accusers and accused of this round, by the last reports; a newcomer's replaces that of its slot."""
+        place = self.round, self.history_hash
+        said = {(j, k) for j, report in self._reports.items() if report[:2] == place for k in report.accused}
+        return {(j, k) for j, k in said if self.members.me != j != k} | {(self.members.me, k) for k in self._declined}
+
+    @property
+    def _excluded(self) -> frozenset[int]:
+        """The workers without which this one would close the round, so that no accusation is left between two others."""
+        left, excluded = {pair for pair in self._accusations if self._living.issuperset(pair)}, set[int]()
+        while left:
+            counts = Counter(j for pair in left for j in pair)
+            before, accused = {self._last_out.get(pair) for pair in left}, {j for _, j in left}
+            most = max(counts, key=lambda j: (counts[j], j not in before, j in accused, j))
+            excluded.add(most)
+            left = {pair for pair in left if most not in pair}
+        return frozenset(excluded)
+
+    @property
+    def needed(self) -> frozenset[int]:
+        """The workers whose messages this one has declined, where a round needs them: without them too few are alive."""
+        slots, living = self.members.slots, self._living
+        declined = self._declined & living
+        few = bool(declined) and 2 * len(living - self._excluded) <= slots < 2 * len(living)
+        return frozenset(declined) if few else frozenset()
+
+    def _list(self, accuser: int, senders: Collection[int]) -> None:
+        new = {(accuser, j) for j in senders if j != accuser} - self._listed
+        self._listed |= new
+        self.accused += sorted(new)
 
     @property
     def _present(self) -> frozenset[int]:
@@ -317,9 +372,8 @@ class Closing:
         # With several closings in a round it could come back only at the first, and the others would wait for it at
         # each. It asks every other time: a worker whose state transfer exceeds the deadline must not delay every round.
         returns = self.left_out and self.per_round == 1 and self._misses % 2 == 0
-        return _Report(
-            self.round, self.history_hash, ready, held, self._attempt, failed, self.left_out, returns, self._last
-        )
+        place, declined = (self.round, self.history_hash), frozenset(self._declined)
+        return _Report(*place, ready, held, self._attempt, failed, self.left_out, returns, self._last, declined)
 
     def is_overtaken(self, attempt: int) -> bool:
         """Whether no more can come of an attempt: a later one was proposed, or this worker is left out.
@@ -336,10 +390,12 @@ class Closing:
             for j, report in self._reports.items()
             if j in alive and report.ready and (report.round, report.history_hash) == (self.round, self.history_hash)
         }
-        if (proposed := self.proposed) is not None:
+        if (proposed := self._led or self.proposed) is not None:
             if all(j in reports and reports[j].held == proposed.attempt for j in proposed.workers):
                 self._send_all(LetterKind.CLOSED, [self.round, self.history_hash, proposed.attempt])
-                self.closed = True
+                self.closed = self.members.me in proposed.workers
+                if not self.closed:
+                    self._leave_out(min(proposed.workers))
                 return
             lost = any(self._contradicts(j) for j in proposed.workers)
             overtaken = any(report.attempt > proposed.attempt for report in reports.values())
@@ -348,16 +404,18 @@ class Closing:
                 if now - self._said_s >= self._beat_s or self._said_s == now:
                     self._send_all(LetterKind.PROPOSAL, self._proposal(proposed))
                 return
-        since_s = max(self._ready_s, self._proposed_s)
-        expected = alive | (self._living & self._returns_until_s.keys())
+        since_s, excluded = max(self._ready_s, self._proposed_s), self._excluded
+        reports = {j: report for j, report in reports.items() if j not in excluded}
+        expected = (alive | (self._living & self._returns_until_s.keys())) - excluded
         if 2 * len(reports) > self.members.slots and (reports.keys() >= expected or now >= since_s + self._limit_s):
             # A newcomer that leads within a round does not know its attempts. No two leaders use the same number.
             newest = max(self._attempt, *(report.attempt for report in reports.values()))
             self._attempt = (newest // self.members.slots + 1) * self.members.slots + self.members.me
             self._held, self._proposed_s = -1, now
-            self.proposed = Proposal(self._attempt, frozenset(reports))
+            self._led = Proposal(self._attempt, frozenset(reports))
+            self.proposed = self._led if self.members.me in self._led.workers else None
             self._reports[self.members.me] = self._own_report
-            self._send_all(LetterKind.PROPOSAL, self._proposal(self.proposed))
+            self._send_all(LetterKind.PROPOSAL, self._proposal(self._led))
 
     def _has_failed(self, proposed: Proposal) -> bool:
         reports = [self._reports[j] for j in proposed.workers if j in self._reports]
@@ -384,6 +442,12 @@ class Closing:
         self._disputed_s = {j: self._disputed_s.get(j, now) for j in against}
         if self._are_enough(against):
             self._leave_out(self._source_of(against))
+            return
+        excluded = self._excluded
+        if against and self.members.me in excluded and 2 * len(self._alive - excluded) <= self.members.slots:
+            self._leave_out(
+                self._source_of(against)
+            )  # it loses this round anyway, and the others lack those that are ahead
             return
         for j in against:
             self._claims.setdefault(j, _Claim(self.round, self._places[j], self.members.entries[j].nonce))
@@ -445,6 +509,7 @@ class Closing:
     def _leave_out(self, source: int | None) -> None:
         if not self.left_out:
             self.left_out, self.source, self._misses = True, source, self._misses + 1
+            self._last_out |= {pair: self.members.me for pair in self._accusations if self.members.me in pair}
             self._report_to_all()
 
     def _proposal(self, proposed: Proposal) -> list[object]:
@@ -454,6 +519,8 @@ class Closing:
         self._reports[sender], self._places[sender] = report, _Place(report.round, report.history_hash)
         self._away_until_s.pop(sender, None)
         self._returns_until_s.pop(sender, None)
+        if (report.round, report.history_hash) == (self.round, self.history_hash):
+            self._list(sender, report.accused)
         if report.away:
             self._away_until_s[sender] = now + _AWAY_BEATS * self._beat_s
             if report.returns:
@@ -483,6 +550,7 @@ class Closing:
             self._settle(now)
         elif attempt > self._attempt and not self.closed:
             self._attempt, self._held, self._proposed_s = attempt, -1, now
+            self._led = None
             takes_part = self.members.me in workers and self._ready_s is not None
             self.proposed = Proposal(attempt, frozenset(workers)) if takes_part else None
             if self.members.me in workers and not takes_part:
@@ -531,12 +599,17 @@ class Closing:
                 bool(away),
                 bool(returns),
                 last,
+                [*accused],
             ] if (
-                self._are_bounded(round, history_hash, attempt) and self._is_attempt(held) and self._is_attempt(failed)
+                self._are_bounded(round, history_hash, attempt)
+                and self._is_attempt(held)
+                and self._is_attempt(failed)
+                and self._are_slots(accused)
             ):
                 before = None if last is None else self._closed_round(last)
                 if last is None or before is not None:
-                    return _Report(round, history_hash, ready, held, attempt, failed, away, returns, before)
+                    place, named = (round, history_hash), frozenset(accused)
+                    return _Report(*place, ready, held, attempt, failed, away, returns, before, named)
         return None
 
     def _closed_round(self, values: object) -> _Closed | None:
@@ -564,7 +637,7 @@ class Closing:
 
 
 def _plain(report: _Report) -> list[object]:
-    return [*report[:-1], None if report.last is None else list(report.last)]
+    return [*report[:-2], None if report.last is None else list(report.last), sorted(report.accused)]
 
 
 def _is_below(value: object, limit: int) -> bool:

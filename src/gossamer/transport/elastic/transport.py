@@ -11,12 +11,13 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 
 import torch
 from torch import Tensor
 
-from gossamer.errors import GossamerError, PeerError, RefusedError
+from gossamer.errors import GossamerError, PeerError, RefusedError, TrainingError
+from gossamer.finite import GO_ON
 from gossamer.transport import wire
 from gossamer.transport.contract import Delivery, Sound, Ticket, Wait
 from gossamer.transport.elastic.ask import View, look, show
@@ -214,12 +215,15 @@ class ElasticTransport:
             self.core.plan(closing.proposed.workers, closing.history_hash)
             return closing.proposed
 
-    def committed(self, attempt: int, *, whole: bool) -> bool:
+    def committed(self, attempt: int, *, whole: bool, unsound: Collection[int] = ()) -> bool:
         """See `gossamer.transport.contract.Closes`. Raises: LeftOutError."""
         with self.changed:
             closing = self._closes()
             before = closing.round
-            (closing.hold if whole else closing.fail)(attempt, time.monotonic())
+            if whole:
+                closing.hold(attempt, time.monotonic())
+            else:
+                closing.fail(attempt, time.monotonic(), unsound)
             self._until(lambda: closing.closed or closing.proposed is None or closing.proposed.attempt != attempt)
             if closing.closed:
                 # Steps count as held by this worker only now: those of a failed attempt are not held by any.
@@ -240,6 +244,12 @@ class ElasticTransport:
             # If all others have finished for good there will never be a majority.
             if closing.left_out or self.stop() or self.members.alone:
                 raise LeftOutError(self.worker, self.core.round, closing.source)
+            if needed := closing.needed:
+                who = " and ".join(map(str, sorted(needed)))
+                raise TrainingError(
+                    f"the message of worker {who} in round {self.core.round + 1} has numbers that are not finite, or cannot be "
+                    f"decoded, and the others are too few to close the round; {GO_ON}"
+                )
             self._flush()
             self.changed.wait(min(self._beat_s, max(0.0, self.core.deadline() - time.monotonic())))
             self._look_at(time.monotonic())
@@ -294,7 +304,7 @@ class ElasticTransport:
 
         with self.changed:
             self._like[ticket, peer] = forms
-            # A mean over everyone cannot use the remaining messages, and fails with the sender's name.
+            # In a mean over everyone the exchange itself declines what is not sound: all must agree on who is left out.
             self.core.expect(ticket, peer, wire.frames_bytes(like), whole if self.closing is None else None)
             self._flush()
             self.changed.notify_all()
@@ -715,6 +725,7 @@ class ElasticTransport:
         if self.closing is not None:
             self.closing.tick(now)
             self._name_unvouched(self.closing)
+            self._name_accused(self.closing)
 
     def _name_unvouched(self, closing: Closing) -> None:
         """Reports the workers that are alone in claiming another round; one line for each power of two of them."""
@@ -734,6 +745,22 @@ class ElasticTransport:
                 )
             else:
                 log.warning("%s; worker %d keeps its own state, and does not wait for it", alone, self.worker)
+
+    def _name_accused(self, closing: Closing) -> None:
+        """Reports whose message was declined by whom; one line for each power of two of them."""
+        accused, closing.accused = closing.accused, []
+        for accuser, sender in accused:
+            count = self.refusals.count(f"worker {sender}: declined by worker {accuser}")
+            if count.bit_count() == 1:
+                log.warning(
+                    "round %d: worker %d says that what worker %d sent is not finite or cannot be decoded; the round is closed "
+                    "without worker %d, or without worker %d if nobody else says so",
+                    closing.round // closing.per_round + 1,
+                    accuser,
+                    sender,
+                    sender,
+                    accuser,
+                )
 
     def _run_timeouts(self) -> None:
         """Runs timeouts, and redials suspected workers, which may have come back."""
