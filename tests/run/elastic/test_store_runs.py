@@ -59,6 +59,8 @@ def test_a_run_outlives_all_its_workers_and_its_replay_has_their_bits(tmp_path: 
         **MEANS,
     )
     (tmp_path / "run.toml").write_text(dump(config))
+    plain = tmp_path / "plain.toml"  # which a store makes elastic
+    plain.write_text(dump(config).replace("elastic = true\n", ""))
     store, out = tmp_path / "store", tmp_path / "out"
     words = ("train", tmp_path / "run.toml", "--store", store, "--out", out)
 
@@ -68,7 +70,7 @@ def test_a_run_outlives_all_its_workers_and_its_replay_has_their_bits(tmp_path: 
     def lives() -> int:
         return len([*store.glob("t*")])
 
-    first, second = Command(*words), Command(*words)
+    first, second = Command(*words), Command("train", plain, *words[2:])
     until(lambda: closed() > 3, first, second)
     second.kill()
     third = Command(*words)
@@ -247,11 +249,18 @@ def test_with_keys_a_store_shows_nothing_and_only_listed_machines_take_part(
 @pytest.mark.parametrize(
     ("settings", "words", "told"),
     [
-        ({"run__elastic": False}, (), "run.elastic is false"),
+        ({"run__elastic": False}, (), "--store was given with run.elastic = false"),
+        ({"run__adapt": True}, (), "--store is given and run.adapt is True"),
+        ({"data__constant_batch": True}, (), "it does not carry: data.constant_batch is true"),
+        (
+            {"run__wait": False, "rule__name": "gossip", "topology__name": "ring", "run__elastic": False},
+            (),
+            "of the kind 'no waiting'",
+        ),
         (
             {"rule__name": "easgd", "topology__name": "complete"},
             (),
-            "of rule 'easgd' its workers are not equal in all, and it is no plain gossip",
+            "--store is given, and after a round of rule 'easgd' its workers are not equal in all, and it is no plain gossip",
         ),
         ({"schedule__fragments": 2}, (), "a round has several exchanges"),
         ({}, ("--local", 2), "--store was given with --local"),

@@ -28,8 +28,9 @@ class _Given(NamedTuple):
 
 
 def _elastic(c: Combination) -> str:
-    """The setting that makes a run elastic: in a run file, `Outer(elastic=True)`, or `Outer(store=...)`."""
-    return "store is given" if c.store else f"{'' if c.driver == 'library' else 'run.'}elastic is true"
+    """The setting that makes a run elastic: `run.elastic` or `--store`, `Outer(elastic=True)` or `Outer(store=...)`."""
+    library = c.driver == "library"
+    return f"{'' if library else '--'}store is given" if c.store else f"{'' if library else 'run.'}elastic is true"
 
 
 _FEATURES = {
