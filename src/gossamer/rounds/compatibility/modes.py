@@ -223,6 +223,19 @@ OUTER = tuple(
 )
 """Conditions of `gossamer.Outer`, which cannot see the user's loop between two calls."""
 
+
+def _stores(c: Combination) -> str:
+    """The networks of a run file whose messages go through a store."""
+    return " and ".join(
+        f"network.{name}.store" for name, network in (c.networks or {}).items() if network.store is not None
+    )
+
+
+def _unpriced(c: Combination) -> str | None:
+    """What a run has of which a store has no price; None for a run that is priced there."""
+    return f"run.adapt is {c.adapt!r}" if c.adapt else store_obstacle(c.rule, c.codec, c.schedule)
+
+
 MODES: tuple[Incompatibility, ...] = (
     *OUTER,
     *_rows(
@@ -382,6 +395,11 @@ MODES: tuple[Incompatibility, ...] = (
             f"{_elastic(c)}, and {store_obstacle(c.rule, c.codec, c.schedule)}, which a store does not carry; use a rule such as "
             "'diloco', 'local_sgd' or 'gasloc' with one exchange a round"
         ),
+    ),
+    Incompatibility(
+        "network with a store",
+        lambda c: c.kind == "rounds" and bool(_stores(c)) and _unpriced(c) is not None,
+        lambda c: f"{_stores(c)} is given, and {_unpriced(c)}, which a store does not carry; remove one of the two",
     ),
     Incompatibility(
         "elastic and topology",

@@ -44,7 +44,7 @@ BEATS = 3
 """Signs of life within the time after which a silent worker counts as dead."""
 AHEAD = 8
 """Most missed rounds after which a worker continues from its own state and reads their means, to keep its inner optimizer."""
-_LOOK_SHARE = 0.25
+LOOK_SHARE = 0.25
 """The pause until the next look, as a share of the time waited so far: long waits make few requests."""
 _STRIKES = 5
 _MOST_TIME_S = 1e11
@@ -495,7 +495,7 @@ class SlotHolder(Generic[P]):
                 yield from self._remove(match[0])
 
     def _pause(self, waited_s: float) -> Steps[float]:
-        pause_s = min(self.terms.rest_s, max(self.terms.look_s, _LOOK_SHARE * waited_s))
+        pause_s = min(self.terms.rest_s, max(self.terms.look_s, LOOK_SHARE * waited_s))
         yield Sleep(pause_s)
         return pause_s
 
