@@ -93,9 +93,10 @@ def test_a_run_outlives_all_its_workers_and_its_replay_has_their_bits(tmp_path: 
     assert ended == [-signal.SIGKILL] * 3
     fast = (*words, "--set", "run.pace_s=0")
     fourth, fifth = Command(*fast), Command(*(tmp_path / "new" if word is out else word for word in fast))
-    (code, said), (of_fifth, _) = fourth.finish(), fifth.finish()
+    (code, said), (of_fifth, of_fifth_said) = fourth.finish(), fifth.finish()
     assert (code, of_fifth) == (0, 0), said
     assert "a worker that has died frees its own within 3 s" in said
+    assert said.count("is not encrypted") == of_fifth_said.count("is not encrypted") == 1
     logged = read_outcomes(out)
     assert logged == read_outcomes(tmp_path / "new"), "each has that of all"
     assert sorted(logged) == [0, 1]
@@ -125,14 +126,18 @@ def test_a_run_outlives_all_its_workers_and_its_replay_has_their_bits(tmp_path: 
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-def test_gossip_in_a_store_goes_on_without_the_dead_and_its_replay_has_the_bits_of_all_slots(
-    tmp_path: Path, request: pytest.FixtureRequest
+@pytest.mark.parametrize(
+    "method",
+    [{"rule__name": "gasloc", "topology__name": "random"}, {"rule__name": "diloco", "topology__name": "complete"}],
+    ids=["gossip", "mean"],
+)
+def test_a_run_in_a_store_continues_without_the_dead_and_its_replay_has_the_bits_of_all_slots(
+    method: dict[str, object], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     kills = 20 if request.config.getoption("--full") else 1
     config = single(
         workers=3,
-        rule__name="gasloc",
-        topology__name="random",
+        **method,
         codec__name="int8",
         run__elastic=True,
         run__timeout_s=3,
