@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import random
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -666,6 +667,24 @@ def test_old_messages_are_removed_and_what_others_have_put_into_the_folder_stays
     there = world.store.objects.keys()
     assert foreign <= there
     assert not any(name < "r00000005" and name[0] == "r" and "commit" not in name for name in there - foreign - {"run"})
+
+
+def test_in_gossip_what_a_slot_has_left_whose_worker_never_returns_is_removed() -> None:
+    world = World(0, workers=4, rounds=40, faults=0.0)
+    as_gossip(world)
+    for _ in range(4):
+        world.start({})
+    world.at(200.0, lambda: world.kill(3, None, keeps_disk=False))
+    world.run(until_s=200.0)
+    (gone,) = {*range(4)} - {process.one.slot for process in world.alive.values()}
+
+    def left(slot: int) -> list[str]:
+        return [name for name in world.store.objects if re.fullmatch(rf"r.*-from-{slot:05d}-.*|s.*-{slot:05d}", name)]
+
+    assert left(gone), "it has sent messages and a state"
+    world.run()
+    must_hold_in_gossip(world)
+    assert not left(gone) and all(left(slot) for slot in {*range(4)} - {gone})
 
 
 def patience(work: Chain, answer: Callable[[Asking], object], **terms: Any) -> tuple[float, str]:
