@@ -77,6 +77,9 @@ def test_a_run_outlives_all_its_workers_and_its_replay_has_their_bits(tmp_path: 
     until(lambda: lives() == 3, first, third)
     there = closed()
     until(lambda: closed() > there + 3, first, third)
+    code, said = run("status", out, "--json")
+    assert code == 0 and [one["standing"] for one in json.loads(said)["workers"]] == ["alive", "alive"], said
+    assert json.loads(said)["note"].endswith("gossamer status URL shows all of them")
     for one in (first, third):
         one.kill()
     code, said = run("status", store, "--json")
