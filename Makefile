@@ -43,7 +43,7 @@ gpu:  ## what needs a GPU, and runs of every kind on one, simulated and real, bi
 
 chaos: .venv/.installed  ## kill, stop and cut off workers of elastic runs; an hour or two, partitions need root; writes docs/results/chaos.md
 	$(BIN)/python benchmarks/chaos.py
-	$(BIN)/pytest tests/transport/test_bucket_protocol.py tests/run/elastic/test_store_runs.py --full
+	$(BIN)/pytest tests/transport/test_bucket_protocol.py tests/transport/test_bucket_server.py tests/run/elastic/test_store_runs.py tests/run/served/test_served_in_store.py --full
 
 injuries: .venv/.installed  ## hurt a thousand run folders and try every verb on each; two hours; writes docs/results/injuries.md
 	$(BIN)/python tests/injuries.py --page docs/results/injuries.md

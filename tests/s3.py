@@ -1,4 +1,4 @@
-"""As much of S3 as a store of a run asks for, on loopback: conditional puts, gets, lists behind a name, and removals."""
+"""As much of S3 as a store of a run asks for, on loopback: conditional puts, gets, lists in pages, and removals."""
 
 import contextlib
 import re
@@ -17,6 +17,8 @@ class S3:
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
         self.requests = 0
+        self.page = 3
+        """Most keys of one answer to a list, where S3 has 1,000."""
         self.fails_every = 0
         """Every so many requests one is answered with 503, half of them after it was done."""
         self.lock = threading.Lock()
@@ -39,14 +41,19 @@ class S3:
                 return 200, f"<DeleteResult>{rows}</DeleteResult>".encode()
             case _ if "list-type" in query:
                 prefix, after = query.get("prefix", [""])[0], query.get("start-after", [""])[0]
-                keys = sorted(name.split("/", 1)[1] for name in self.objects)
+                after = max(after, query.get("continuation-token", [""])[0])
+                every = sorted(name.split("/", 1)[1] for name in self.objects)
+                keys = [key for key in every if key.startswith(prefix) and key > after]
+                more = len(keys) > self.page
+                keys = keys[: self.page]
+                token = f"<NextContinuationToken>{escape(keys[-1])}</NextContinuationToken>" if more else ""
                 rows = "".join(
                     f"<Contents><Key>{escape(key)}</Key><Size>{len(self.objects[f'{path}/{key}'])}</Size><ETag>e</ETag>"
                     "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
                     for key in keys
-                    if key.startswith(prefix) and key > after
                 )
-                return 200, f"<ListBucketResult><IsTruncated>false</IsTruncated>{rows}</ListBucketResult>".encode()
+                cut = f"<IsTruncated>{str(more).lower()}</IsTruncated>{token}"
+                return 200, f"<ListBucketResult>{cut}{rows}</ListBucketResult>".encode()
             case _ if path in self.objects:
                 return 200, self.objects[path]
             case _:

@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gossamer.clock.durations import Durations
 from gossamer.errors import ConfigError
 from gossamer.network import pricing
 from gossamer.network.fluid import ends_at_once, max_min_rates, rates_of_few
 from gossamer.network.links import Change, Network, Route, Site, jitter_factors, tcp_bps
 from gossamer.network.pricing import price, price_everyone, price_together
+from gossamer.network.store_time import StoreLink
 from gossamer.network.timeline import Timeline, legs_of
 from gossamer.record.logs.trace import (
     KINDS,
@@ -49,6 +51,37 @@ def means(rounds: int, n: int, payload: int, steps: int, members: range | None =
         return (Operation("mean", 0, moved, moved),) if i in group else ()
 
     return from_entries(Entry(r, i, steps, 0.0, operations(i)) for r in range(rounds) for i in range(n))
+
+
+def test_a_round_in_a_store_takes_its_requests_pauses_and_bytes_one_after_the_other() -> None:
+    """Worker 1 is slow, so worker 0 closes the round, half a pause after the message of worker 1 is there."""
+    network = Network(uplink_bps=(8e6, 4e6), downlink_bps=8e6, step_s=(1.0, 11.0), store=StoreLink(latency_s=0.1))
+    there_0, there_1 = 1 + 0.1 + 1, 11 + 0.1 + 2
+    closed = there_1 + (there_1 - there_0) / 8 + 0.1 + (0.1 + 1) + (0.1 + 1) + 0.1
+    ends = closed + 0.1 + (0.1 + 1), closed + 0.25 + 0.1 + 0.1 + (0.1 + 1)
+    ends = ends[0], ends[1] + max(0.0, (closed - there_1) / 8 - 0.25)
+    timeline = price(means(1, 2, 1_000_000, 1), network)
+    assert timeline.end_s[0].tolist() == pytest.approx(ends)
+    assert timeline.waits_on.tolist() == [[1, 1]]
+    assert timeline.communication_s[0].tolist() == pytest.approx([ends[0] - 1, ends[1] - 11])
+    swap = from_targets(np.array([[1, 0]]), 1_000_000, steps=1)
+    assert price(swap, network).end_s[0, 0] == pytest.approx(ends[0] - 1.1), (
+        "no mean is written, and one message is read"
+    )
+    assert price_together([swap], network)[0].end_s.tolist() == price(swap, network).end_s.tolist()
+    large = price(means(1, 40, 1_000_000, 1), replace(network, uplink_bps=4e6, step_s=1.0)).end_s
+    assert large.max() > 39 * 1.1, "the closer reads one message after the other"
+    several = means(1, 2, 1_000_000, 1)
+    several = several._replace(messages=several.messages._replace(fragment=np.array([0, 1])))
+    for wrong, told in (
+        (lambda: price(several, network), "exchanges more than once a round"),
+        (lambda: price_everyone(np.array([[1, 1]]), 1000, network, kind="mean"), "does not know; remove [store]"),
+        (lambda: Durations(network, 2), "virtual time does not know"),
+        (lambda: replace(network, mean="ring"), "has a [store] and mean"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            wrong()
+        assert told in str(refused.value)
 
 
 @st.composite

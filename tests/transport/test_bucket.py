@@ -58,6 +58,9 @@ def test_names_come_sorted_and_only_those_behind_the_one_that_is_given(bucket: B
     bucket.remove("r1-commit")
     assert bucket.names("r1") == ["r1-from-1", "u0"]
     assert bucket.get("r1-commit", 10) is None
+    many = [f"r2-{k:02}" for k in range(20)]  # several pages of S3
+    assert all(bucket.create(name, b"x") for name in many)
+    assert bucket.names("r2-07") == [*many[8:], "u0"]
 
 
 def test_an_object_that_is_larger_than_any_of_the_run_is_not_read(bucket: Bucket) -> None:

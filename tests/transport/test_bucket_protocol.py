@@ -7,14 +7,21 @@ import hashlib
 import heapq
 import itertools
 import json
+import math
 import random
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 from gossamer.errors import CheckpointError, GossamerError, PeerError, TransportError
+from gossamer.network.links import Network
+from gossamer.network.pricing import price
+from gossamer.network.store_time import StoreLink
+from gossamer.record.logs.trace import from_targets
 from gossamer.transport.bucket.bucket import Folder, Seal, opened_item, sealed
 from gossamer.transport.bucket.protocol import (
     Asking,
@@ -244,6 +251,8 @@ class World:
         self.kind: type[Chain] = Chain
         self.attends: Callable[..., Any] = Attendance
         self.works: list[Chain] = []
+        self.ended_s = 0.0
+        """When the last process had ended that did so by itself."""
         self.failed: list[Exception] = []
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order, self._numbers = itertools.count(), itertools.count()
@@ -279,6 +288,7 @@ class World:
         except StopIteration:
             if main:
                 del self.alive[number]
+                self.ended_s = self.now
             return
         except CheckpointError as error:
             self.failed.append(error)
@@ -517,6 +527,29 @@ def test_a_round_costs_a_few_requests_for_each_worker_and_one_more_for_each_peer
         assert world.store.asked_of_rounds <= (7 if kind is Mixer else 5) * workers * 20
 
 
+@pytest.mark.parametrize("kind", [Chain, Mixer])
+@pytest.mark.parametrize(("workers", "slow_s"), [(4, 2.0), (3, 120.0), (8, 2.0)])
+def test_a_round_takes_the_seconds_of_its_price(kind: type[Chain], workers: int, slow_s: float) -> None:
+    """In virtual time a request takes half a second in the mean, and its bytes none."""
+    rounds, everyone = 40, range(workers)
+    world = World(0, workers, rounds, faults=0.0)
+    world.kind = kind
+    world.terms = world.terms._replace(gossip=kind is Mixer, timeout_s=1e4, deadline_s=1e4, rest_s=15.0)
+    world.training_s = dict.fromkeys(everyone, 2.0) | {0: slow_s}
+    for _ in everyone:
+        world.start({})
+        world.works[-1]._every = rounds
+    world.run()
+    (must_hold_in_gossip if kind is Mixer else must_hold)(world)
+    targets = [[sorted(neighbours(i, everyone) if kind is Mixer else {*everyone} - {i}) for i in everyone]] * rounds
+    trace = from_targets(np.array(targets), 0, steps=1, kind="exchange" if kind is Mixer else "mean")
+    draws = random.Random(1)
+    seconds = [[draws.uniform(0.5, 1.5) * (2.0 if i else slow_s) for i in everyone] for _ in range(rounds)]
+    store = Network(uplink_bps=math.inf, downlink_bps=math.inf, store=StoreLink(latency_s=0.5))
+    predicted_s = price(trace._replace(compute_s=np.array(seconds)), store).total_s
+    assert predicted_s == pytest.approx(world.ended_s, rel=0.1)
+
+
 class Liar(Chain):
     """One whose means are not those of the messages."""
 
@@ -671,6 +704,24 @@ def test_old_messages_are_removed_and_what_others_have_put_into_the_folder_stays
     there = world.store.objects.keys()
     assert foreign <= there
     assert not any(name < "r00000005" and name[0] == "r" and "commit" not in name for name in there - foreign - {"run"})
+
+
+def test_in_gossip_what_a_slot_has_left_whose_worker_never_returns_is_removed() -> None:
+    world = World(0, workers=4, rounds=40, faults=0.0)
+    as_gossip(world)
+    for _ in range(4):
+        world.start({})
+    world.at(200.0, lambda: world.kill(3, None, keeps_disk=False))
+    world.run(until_s=200.0)
+    (gone,) = {*range(4)} - {process.one.slot for process in world.alive.values()}
+
+    def left(slot: int) -> list[str]:
+        return [name for name in world.store.objects if re.fullmatch(rf"r.*-from-{slot:05d}-.*|s.*-{slot:05d}", name)]
+
+    assert left(gone), "it has sent messages and a state"
+    world.run()
+    must_hold_in_gossip(world)
+    assert not left(gone) and all(left(slot) for slot in {*range(4)} - {gone})
 
 
 def patience(work: Chain, answer: Callable[[Asking], object], **terms: Any) -> tuple[float, str]:

@@ -101,7 +101,7 @@ def command(
     Args:
         network: network file (TOML), such as gossamer probe writes
     """
-    from gossamer.network.links import doubts_of, read_network
+    from gossamer.network.links import doubts_of, must_be_direct, read_network
 
     options, json = options or PlanOptions(), output.json
     _check_race(asked, options, output)
@@ -109,6 +109,7 @@ def command(
         say(f"pricing all candidates; then the best of them train for {in_minutes(asked.race)}")
     _check_out(options)
     links = read_network(network)  # a missing file is reported before torch is imported
+    must_be_direct(links, "gossamer plan")
     _check_workers(links, options, network)
     links, cut, made, priced, choice = _planned(links, network, options, json=json)
     prepared = None if asked.race is None else prepare_race(made, choice, _racers(made, priced), network, asked)

@@ -72,10 +72,11 @@ NO_CHANGES = Changes()
 
 
 def run_and_folder(
-    file: Path | None, overrides: tuple[str, ...], out: Path | None, resume: Path | None
+    file: Path | None, overrides: tuple[str, ...], out: Path | None, resume: Path | None, *, store: bool = False
 ) -> "tuple[RunConfig, Path, Resume]":
     """The run, its folder and whether it is resumed, from a run file or from the folder to resume, with overrides.
 
+    Args: `store` is whether the run lies in a store, where one in rounds is elastic.
     Raises: ConfigError when neither or both are given, the run cannot work, or a run to resume may not change so.
     """
     from gossamer.run.config.document import load_document, load_run, parse_overrides, with_settings
@@ -105,6 +106,13 @@ def run_and_folder(
             raise
         check = f"gossamer check {quote(str(file))}{', with the same --set,' if overrides else ''}"
         raise type(first)(f"{first}; {check} names all {mistakes} mistakes") from None
+    if store and config.kind == "rounds" and not config.run.elastic:
+        if "elastic" in document.get("run", {}):
+            raise ConfigError(
+                "--store was given with run.elastic = false, and a run in a store continues without workers that die; remove "
+                "run.elastic"
+            )
+        config = parse({**document, "run": {**document.get("run", {}), "elastic": True}})
     folder = folder or Path("runs") / config.name
     if resume is None:
         return config, folder, False

@@ -59,8 +59,8 @@ class ServerOptions:
     listen: Annotated[str | None, Parameter(metavar="HOST:PORT")] = None
     """where this machine listens for the others, which --join it; with --local N each worker takes the next port"""
     store: Annotated[str | None, Parameter(metavar="URL")] = None
-    """folder or object store (such as s3://bucket/run) in which the whole state of an elastic run, or one with a [server], lies:
-    starts it, joins it, or continues it, alone or among others"""
+    """folder or object store (such as s3://bucket/run) in which the whole state of the run lies: starts it, joins it, or
+    continues it, alone or among others; run.elastic = true is implied"""
     secret: Path | None = None
     """file with the secret of the run (default: GOSSAMER_SECRET, else the file 'secret' of the run folder)"""
 
@@ -114,7 +114,7 @@ def command(
         if meeting is None:
             return 0
         changes, resume = replace(changes, stages=None, overrides=(*changes.overrides, *meeting.words)), Path(AUTO)
-    config, folder, resumed = run_and_folder(file, changes.words, out, resume)
+    config, folder, resumed = run_and_folder(file, changes.words, out, resume, store=served.store is not None)
     from gossamer.record.locks import must_be_idle
 
     # One process reports imports: our launcher, or worker 0 under another launcher.
@@ -194,7 +194,7 @@ def _resolved(
 
     joins = way.join is not None or way.served.store is not None
     parts = parts_to_train(config, folder, resumed, allowed=allowed, speaks=speaks, joins=joins)
-    run = resolve(config, parts, real=True)
+    run = resolve(config, parts, real=True, store=way.served.store is not None)
     for sentence in run.warnings if speaks else ():
         log.warning(sentence)
     return run

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from gossamer.errors import ConfigError
-from gossamer.network.links import Network, jitter_factors, links_of, tcp_bps
+from gossamer.network.links import Network, jitter_factors, links_of, must_be_direct, tcp_bps
 from gossamer.record.logs.seconds import SERVER
 
 
@@ -24,6 +24,7 @@ class Durations:
     """
 
     def __init__(self, network: Network, workers: int) -> None:
+        must_be_direct(network, "virtual time")
         shared = [name for name, site in network.sites.items() if min(site.uplink_bps, site.downlink_bps) < math.inf]
         if shared or network.changes:
             raise ConfigError(

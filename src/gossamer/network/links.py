@@ -44,6 +44,8 @@
 Streams that share a worker's link, a site's or a route get max-min fair parts of it (`gossamer.network.fluid`). Where packets are
 lost, no stream is faster than `tcp_bps`, which is a published formula, and was not measured here. Leave `loss` out where the
 bandwidths are what `gossamer probe` has measured, as that was by TCP over the same loss.
+Workers that share only a store (`gossamer train --store`) have a table `[store]`, whose `latency_s` are the seconds of a request
+without its bytes and take the place of the workers' own, and neither sites, loss nor changes (`gossamer.network.store_time`).
 """
 
 import math
@@ -61,6 +63,7 @@ from pydantic import AfterValidator, AllowInfNan, Field
 from gossamer.errors import ConfigError, choose
 from gossamer.models.sizes import ModelConfig
 from gossamer.network.pipeline_time import StageLinks
+from gossamer.network.store_time import StoreLink
 from gossamer.record.logs.trace import Integers
 from gossamer.rng import numpy_rng
 from gossamer.settings.fields import Words
@@ -201,6 +204,8 @@ class Network:
     """Routes between two sites; one for each pair, or none at all."""
     stages: StageLinks | None = None
     """The links between the stages of a worker; without cost when left out."""
+    store: StoreLink | None = None
+    """The store through which all messages go in place of connections."""
     changes: tuple[Change, ...] = ()
     """From then on, until the next change of the same link, a link is faster or slower."""
 
@@ -210,6 +215,7 @@ class Network:
         _check_lists(self)
         _check_routes(self)
         _check_changes(self)
+        _check_store(self)
 
     @property
     def workers(self) -> int | None:
@@ -510,6 +516,29 @@ def _check_changes(network: Network) -> None:
                 f"changes.worker is {change.worker} but must be a whole number from 0 to {(network.workers or 1) - 1}; "
                 "choose one of those"
             )
+
+
+def _check_store(network: Network) -> None:
+    given = {
+        "sites": network.sites,
+        "changes": network.changes,
+        "loss": network.loses,
+        "mean": network.mean != "owners",
+    }
+    if network.store is not None and (names := [name for name, value in given.items() if value]):
+        raise ConfigError(
+            f"the network has a [store] and {' and '.join(names)}, but a store is priced over each worker's own uplink and "
+            "downlink, which stay as they are; remove one of the two"
+        )
+
+
+def must_be_direct(network: Network, what: str) -> None:
+    """Raises ConfigError where workers communicate through a store, which only prices of rounds know."""
+    if network.store is not None:
+        raise ConfigError(
+            f"the network has a [store], which {what} does not know; remove [store], or look at the price of a run in "
+            "rounds with gossamer check or gossamer price"
+        )
 
 
 def times_as_fast(network: Network, factor: float) -> Network:

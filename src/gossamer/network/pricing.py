@@ -20,6 +20,8 @@ A whole run is replayed where sites or routes share links, bandwidths change, or
 it, unless its rounds are large. Worker i waits for an overlapping message after `⌊overlap_steps · steps_i / max steps⌋` more
 inner steps, across rounds if need be, or at the end of the run.
 
+With a store (`[store]`) all messages go through it, in rounds whose price is a formula (`gossamer.network.store_time`).
+
 While no two messages share a direction, all times are maxima and sums of terms that fall with the bandwidth, so more
 bandwidth is never slower. Where messages share, more bandwidth for one may slow down another.
 """
@@ -35,8 +37,9 @@ from numpy.typing import NDArray
 
 from gossamer.errors import ConfigError
 from gossamer.network.fluid import ends_at_once
-from gossamer.network.links import Floats, Links, Network, PerWorker, links_of
+from gossamer.network.links import Floats, Links, Network, PerWorker, links_of, must_be_direct
 from gossamer.network.replay import Paths, Replay
+from gossamer.network.store_time import store_seconds
 from gossamer.network.timeline import (
     Leg,
     Timeline,
@@ -84,6 +87,14 @@ def price(trace: Trace, network: Network, computing: PerWorker = 1.0) -> Timelin
 def _price(trace: Trace, paths: Paths, computing: PerWorker) -> Timeline:
     network, links = paths.network, paths.links
     share = np.broadcast_to(np.asarray(computing, float), trace.workers)
+    if network.store is not None:
+        timeline = no_rounds(trace)._replace(computing=share)
+        for r in range(trace.rounds):
+            timeline.compute_s[r] = compute_seconds(trace, network, links, r)
+        ends = store_seconds(trace, links.uplink_bps, links.downlink_bps, network.store.latency_s, timeline.compute_s)
+        timeline.end_s[:], timeline.waits_on[:] = ends
+        timeline.communication_s[:] = np.diff(timeline.end_s, axis=0, prepend=0) - timeline.compute_s
+        return timeline
     trace = trace.listed(lambda mean: mean.pairs <= _MOST_REPLAYED)  # few messages are priced one by one
     overlaps = np.append(trace.messages.overlap_steps, [mean.overlap_steps for mean in trace.means]) > 0
     large = bool(trace.means) or _most_of_a_round(trace) > _MOST_REPLAYED
@@ -106,7 +117,7 @@ def price_together(traces: Sequence[Trace], network: Network, computing: PerWork
         return []
     n, count = traces[0].workers, len(traces)
     links = links_of(network, n)
-    if network.shares or not all(map(_is_small_gossip, traces)):
+    if network.shares or network.store is not None or not all(map(_is_small_gossip, traces)):
         paths = Paths(network, links)
         return [_price(trace, paths, computing) for trace in traces]
     # One run on as many copies of the network, without messages between them. Seconds are passed in, as jitter is by worker.
@@ -419,6 +430,7 @@ def price_everyone(
     >>> price_everyone(np.array([[30, 30]]), 1000, uneven, kind="exchange").end_s
     array([[40., 40.]])
     """
+    must_be_direct(network, "a price without a list of messages")
     if network.shares or network.loses:
         raise ConfigError(
             f"{kind} among all {steps.shape[1]} workers was to be priced at once, but the network has links that are shared, "

@@ -10,6 +10,7 @@ from gossamer.codecs import both_ways, int8, topk, topk2bit
 from gossamer.errors import ConfigError, PairingError
 from gossamer.library import Outer
 from gossamer.network.links import Network
+from gossamer.network.store_time import StoreLink
 from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.combine import FITTING, Method
 from gossamer.rounds.compatibility.incompatibilities import INCOMPATIBILITIES, check, combination_faults
@@ -339,6 +340,15 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
     "store and exchange": (
         Combination(driver="library", elastic=True, store=True, rule=sparseloco(), topology=complete(3)),
         ["store is given", "'sparseloco'", "one exchange a round"],
+    ),
+    "network with a store": (
+        Combination(
+            networks={"far": Network(uplink_bps=1e6, downlink_bps=1e6, store=StoreLink(latency_s=0.1))},
+            rule=diloco(),
+            topology=complete(2),
+            schedule=Schedule(fragments=2),
+        ),
+        ["network.far.store is given", "several exchanges", "remove one"],
     ),
     "peers and all-reduce": (
         Combination(peers=True, driver="train", rule=diloco(), topology=complete(2), reduction="all_reduce"),

@@ -59,6 +59,8 @@ def test_a_run_outlives_all_its_workers_and_its_replay_has_their_bits(tmp_path: 
         **MEANS,
     )
     (tmp_path / "run.toml").write_text(dump(config))
+    plain = tmp_path / "plain.toml"  # which a store makes elastic
+    plain.write_text(dump(config).replace("elastic = true\n", ""))
     store, out = tmp_path / "store", tmp_path / "out"
     words = ("train", tmp_path / "run.toml", "--store", store, "--out", out)
 
@@ -68,13 +70,16 @@ def test_a_run_outlives_all_its_workers_and_its_replay_has_their_bits(tmp_path: 
     def lives() -> int:
         return len([*store.glob("t*")])
 
-    first, second = Command(*words), Command(*words)
+    first, second = Command(*words), Command("train", plain, *words[2:])
     until(lambda: closed() > 3, first, second)
     second.kill()
     third = Command(*words)
     until(lambda: lives() == 3, first, third)
     there = closed()
     until(lambda: closed() > there + 3, first, third)
+    code, said = run("status", out, "--json")
+    assert code == 0 and [one["standing"] for one in json.loads(said)["workers"]] == ["alive", "alive"], said
+    assert json.loads(said)["note"].endswith("gossamer status URL shows all of them")
     for one in (first, third):
         one.kill()
     code, said = run("status", store, "--json")
@@ -91,9 +96,10 @@ def test_a_run_outlives_all_its_workers_and_its_replay_has_their_bits(tmp_path: 
     assert ended == [-signal.SIGKILL] * 3
     fast = (*words, "--set", "run.pace_s=0")
     fourth, fifth = Command(*fast), Command(*(tmp_path / "new" if word is out else word for word in fast))
-    (code, said), (of_fifth, _) = fourth.finish(), fifth.finish()
+    (code, said), (of_fifth, of_fifth_said) = fourth.finish(), fifth.finish()
     assert (code, of_fifth) == (0, 0), said
     assert "a worker that has died frees its own within 3 s" in said
+    assert said.count("is not encrypted") == of_fifth_said.count("is not encrypted") == 1
     logged = read_outcomes(out)
     assert logged == read_outcomes(tmp_path / "new"), "each has that of all"
     assert sorted(logged) == [0, 1]
@@ -123,14 +129,18 @@ def test_a_run_outlives_all_its_workers_and_its_replay_has_their_bits(tmp_path: 
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-def test_gossip_in_a_store_goes_on_without_the_dead_and_its_replay_has_the_bits_of_all_slots(
-    tmp_path: Path, request: pytest.FixtureRequest
+@pytest.mark.parametrize(
+    "method",
+    [{"rule__name": "gasloc", "topology__name": "random"}, {"rule__name": "diloco", "topology__name": "complete"}],
+    ids=["gossip", "mean"],
+)
+def test_a_run_in_a_store_continues_without_the_dead_and_its_replay_has_the_bits_of_all_slots(
+    method: dict[str, object], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     kills = 20 if request.config.getoption("--full") else 1
     config = single(
         workers=3,
-        rule__name="gasloc",
-        topology__name="random",
+        **method,
         codec__name="int8",
         run__elastic=True,
         run__timeout_s=3,
@@ -247,11 +257,18 @@ def test_with_keys_a_store_shows_nothing_and_only_listed_machines_take_part(
 @pytest.mark.parametrize(
     ("settings", "words", "told"),
     [
-        ({"run__elastic": False}, (), "run.elastic is false"),
+        ({"run__elastic": False}, (), "--store was given with run.elastic = false"),
+        ({"run__adapt": True}, (), "--store is given and run.adapt is True"),
+        ({"data__constant_batch": True}, (), "it does not carry: data.constant_batch is true"),
+        (
+            {"run__wait": False, "rule__name": "gossip", "topology__name": "ring", "run__elastic": False},
+            (),
+            "of the kind 'no waiting'",
+        ),
         (
             {"rule__name": "easgd", "topology__name": "complete"},
             (),
-            "of rule 'easgd' its workers are not equal in all, and it is no plain gossip",
+            "--store is given, and after a round of rule 'easgd' its workers are not equal in all, and it is no plain gossip",
         ),
         ({"schedule__fragments": 2}, (), "a round has several exchanges"),
         ({}, ("--local", 2), "--store was given with --local"),

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from gossamer.errors import ConfigError, PeerError
 from gossamer.record.addresses import Address, read_addresses
-from gossamer.record.folder import read_metrics, run_file
+from gossamer.record.folder import read_metrics, run_file, store_file
 from gossamer.record.locks import trains_here
 from gossamer.record.logs.order import read_order
 from gossamer.record.logs.outcomes import Begun, Ended, Life, read_outcomes
@@ -247,6 +247,11 @@ class _Answers(NamedTuple):
         return dict(counts.most_common())
 
 
+IN_STORE = (
+    "the run lies in a store, and here are the files of some of its workers: gossamer status URL shows all of them"
+)
+
+
 def run_status(folder: Path, *, now_s: float | None = None) -> RunStatus:
     """The status of the run in a folder.
 
@@ -270,7 +275,8 @@ def run_status(folder: Path, *, now_s: float | None = None) -> RunStatus:
         run.rounds,
         newest,
         sorted(answers.views),
-        answers.note or _about_strangers(records.kind, bool(run.peers), workers),
+        answers.note
+        or (IN_STORE if store_file(folder).exists() else _about_strangers(records.kind, bool(run.peers), workers)),
         answers.refusals,
         workers,
     )
@@ -304,7 +310,7 @@ def _records(folder: Path, run: RunFile, metrics: Sequence[dict[str, Any]]) -> _
         folder=folder,
         kind=kind,
         rounds=rounds,
-        elastic=elastic,
+        elastic=elastic and not store_file(folder).exists(),  # there no process can be asked
         in_rounds=in_rounds,
         lives=lives,
         trained=trained,

@@ -69,7 +69,7 @@ class Combination(NamedTuple):
     elastic: bool = False
     """As in `run.elastic`."""
     store: bool = False
-    """Whether it is an `Outer(store=...)`, whose workers share a store alone, and come and go."""
+    """Whether its workers share a store alone, and come and go: `Outer(store=...)`, or `--store`."""
     peers: bool = False
     """Whether the run file has [peers], so that all connections are to be encrypted."""
     constant_batch: bool = False

@@ -28,8 +28,9 @@ class _Given(NamedTuple):
 
 
 def _elastic(c: Combination) -> str:
-    """The setting that makes a run elastic: in a run file, `Outer(elastic=True)`, or `Outer(store=...)`."""
-    return "store is given" if c.store else f"{'' if c.driver == 'library' else 'run.'}elastic is true"
+    """The setting that makes a run elastic: `run.elastic` or `--store`, `Outer(elastic=True)` or `Outer(store=...)`."""
+    library = c.driver == "library"
+    return f"{'' if library else '--'}store is given" if c.store else f"{'' if library else 'run.'}elastic is true"
 
 
 _FEATURES = {
@@ -222,6 +223,19 @@ OUTER = tuple(
 )
 """Conditions of `gossamer.Outer`, which cannot see the user's loop between two calls."""
 
+
+def _stores(c: Combination) -> str:
+    """The networks of a run file whose messages go through a store."""
+    return " and ".join(
+        f"network.{name}.store" for name, network in (c.networks or {}).items() if network.store is not None
+    )
+
+
+def _unpriced(c: Combination) -> str | None:
+    """What a run has of which a store has no price; None for a run that is priced there."""
+    return f"run.adapt is {c.adapt!r}" if c.adapt else store_obstacle(c.rule, c.codec, c.schedule)
+
+
 MODES: tuple[Incompatibility, ...] = (
     *OUTER,
     *_rows(
@@ -381,6 +395,11 @@ MODES: tuple[Incompatibility, ...] = (
             f"{_elastic(c)}, and {store_obstacle(c.rule, c.codec, c.schedule)}, which a store does not carry; use a rule such as "
             "'diloco', 'local_sgd' or 'gasloc' with one exchange a round"
         ),
+    ),
+    Incompatibility(
+        "network with a store",
+        lambda c: c.kind == "rounds" and bool(_stores(c)) and _unpriced(c) is not None,
+        lambda c: f"{_stores(c)} is given, and {_unpriced(c)}, which a store does not carry; remove one of the two",
     ),
     Incompatibility(
         "elastic and topology",

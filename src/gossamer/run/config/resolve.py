@@ -39,16 +39,18 @@ def may_change(key: str) -> bool:
     return any(key == one or key.startswith(f"{one}.") for one in CHANGEABLE)
 
 
-def resolve(config: RunConfig, parts: UserParts = BUILT_IN, *, real: bool = False) -> ResolvedRun:
+def resolve(config: RunConfig, parts: UserParts = BUILT_IN, *, real: bool = False, store: bool = False) -> ResolvedRun:
     """The resolved run of a run file and the user's parts. Every verb that trains calls it once in a process.
 
     Args:
         parts: the user's own, where the run names any (`own_parts` imports them).
         real: for real processes (`gossamer train`), which measure seconds and support less than a simulation.
+        store: for processes that share a store alone (`--store`), which carries less.
     Raises: PairingError and ConfigError, the first of `run_faults`; UserCodeError.
     Cost: the stability of the rule on its topology, some milliseconds, up to a second for hundreds of workers.
     """
     facts, errors = _facts(config, parts, real)
+    facts = facts._replace(store=store)
     for error in [*errors, *map(PairingError, incompatibilities.combination_faults(facts)), *_misfits(config, real)]:
         raise error
     run, (name, network) = settings_of(config, parts), _clock(config, facts)

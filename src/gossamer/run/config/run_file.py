@@ -164,8 +164,8 @@ class LoopSettings:
     timeout_s: Annotated[float, Field(gt=0, le=_LONGEST_S), SECONDS, NEUTRAL] = 300.0
     """How long a worker waits for a peer before it gives up."""
     elastic: Annotated[bool, NEUTRAL] = False
-    """Whether a real run goes on when workers die, hang, leave and join; with the same bits as without as long as nothing fails.
-    For rules that gossip on parameters over a symmetric topology."""
+    """Whether a real run continues when workers die, hang, leave and join; bitwise equal to one without as long as nothing fails.
+    For means over everyone, and gossip on parameters over a symmetric topology. `gossamer train --store` implies it."""
     round_deadline_s: Annotated[Annotated[float, Field(gt=0, le=_LONGEST_S), SECONDS] | None, NEUTRAL] = None
     """How long an elastic worker waits in a round for peers that live but have not answered; `timeout_s` if not set."""
     rejoin_rounds: Annotated[Number, NEUTRAL] = 2

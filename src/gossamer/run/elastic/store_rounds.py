@@ -24,7 +24,6 @@ from gossamer.record.logs.seconds import recorded_s
 from gossamer.record.packed import packable_snapshot, packed, unpacked
 from gossamer.record.progress import say
 from gossamer.record.whole_files import atomic_write, make_folder
-from gossamer.rounds.compatibility.modes import store_obstacle
 from gossamer.rounds.in_store import RoundsInStore
 from gossamer.rounds.loop import OuterLoop
 from gossamer.rounds.stopwatch import Stopwatch
@@ -49,24 +48,11 @@ log = logging.getLogger("gossamer")
 
 
 def must_fit_a_store(run: ResolvedRun) -> None:
-    """Raises ConfigError for a run that cannot use a store."""
-    m = None if run.kind != "rounds" else run.in_rounds
-    obstacles = [
-        (f"it is of the kind '{run.kind}'", m is None),
-        ("run.elastic is false", not run.loop.elastic),
-        ("data.constant_batch is true", run.data.constant_batch),
-        ("its workers are cut into stages or shards", max(run.processes) > 1),
-    ]
-    if m is not None:
-        exchange = store_obstacle(m.rule, m.codec, m.schedule)
-        obstacles += [
-            (exchange or "", exchange is not None),
-            ("its local steps adapt", bool(run.loop.adapt)),
-            ("its experts lie on some workers each", bool(m.holders)),
-        ]
-    if obstacle := next((reason for reason, holds in obstacles if holds), None):
+    """Raises ConfigError for a run that cannot use a store, beyond what no pairing of methods allows there."""
+    obstacle = f"it is of the kind '{run.kind}'" if run.kind != "rounds" else "data.constant_batch is true"
+    if run.kind != "rounds" or run.data.constant_batch:
         raise ConfigError(
-            f"--store was given for a run that it does not carry: {obstacle}; it carries runs with run.elastic = true of rules "
+            f"--store was given for a run that it does not carry: {obstacle}; it carries runs of rules "
             "such as gasloc, gossip, diloco, slowmo, fedopt and local_sgd with one exchange a round, and runs with a [server], "
             "whose exchanges may be of fragments"
         )

@@ -44,7 +44,7 @@ BEATS = 3
 """Signs of life within the time after which a silent worker counts as dead."""
 AHEAD = 8
 """Most missed rounds after which a worker continues from its own state and reads their means, to keep its inner optimizer."""
-_LOOK_SHARE = 0.25
+LOOK_SHARE = 0.25
 """The pause until the next look, as a share of the time waited so far: long waits make few requests."""
 _STRIKES = 5
 _MOST_TIME_S = 1e11
@@ -321,6 +321,10 @@ class Sightings:
             return False
         return now - self._moved_s.get((slot, life), now) < timeout_s
 
+    def sent_until(self, slot: int, life: int) -> int:
+        """The round after the last one in which a message of a process was seen."""
+        return self._beats.get((slot, life), (0, 0))[1]
+
     def moved_s(self, slot: int) -> float | None:
         """When the lease or a message of the last holder of a slot was first seen, by the clock of the looks."""
         return self._moved_s.get((slot, self.lives.get(slot, -1)))
@@ -499,7 +503,7 @@ class SlotHolder(Generic[P]):
                 yield from self._remove(match[0])
 
     def _pause(self, waited_s: float) -> Steps[float]:
-        pause_s = min(self.terms.rest_s, max(self.terms.look_s, _LOOK_SHARE * waited_s))
+        pause_s = min(self.terms.rest_s, max(self.terms.look_s, LOOK_SHARE * waited_s))
         yield Sleep(pause_s)
         return pause_s
 
@@ -604,6 +608,8 @@ class Attendance(SlotHolder[StoreWorker]):
         super().__init__(terms, work, nonce, clock)
         self.commits: dict[int, Commit] = {}
         """The commits that it has read, by round."""
+        self._cleared = set[tuple[int, int]]()
+        """The slots and lives of dead processes whose objects were removed."""
         self._begun: Basis | None = None
         self._steps: tuple[int, ...] = (0,) * terms.workers
 
@@ -870,6 +876,7 @@ class Attendance(SlotHolder[StoreWorker]):
                 commit = yield from self._close_in_turn(open_round)
             if commit is not None:
                 if not self._counts(commit):
+                    yield from self._remove(message_name(round, self.slot, self.life))  # nobody looks for it any more
                     return None
                 ended = yield from (self._of_peers if terms.gossip else self._mean_of)(commit, own)
                 if ended is not None:
@@ -1045,6 +1052,25 @@ class Attendance(SlotHolder[StoreWorker]):
         yield from self._create(state_name(self.round, self.slot), {"slot": self.slot}, body)
         self.seen.holders[self.slot].add(self.round)
         yield from self._remove_older(self.seen.holders[self.slot], self.slot)
+        yield from self._remove_of_the_gone()
+
+    def _remove_of_the_gone(self) -> Steps[None]:
+        """In gossip: removes what slots without a live holder have left, once it is older than this slot's last state but one.
+
+        Nobody continues from it then, as newer states are there. The last process of a slot is cleared up after once.
+        """
+        states = sorted(self.seen.holders[self.slot])
+        until = min(states[0], self.round - self.terms.rejoin_rounds) if len(states) > 1 else 0
+        live = self.seen.live(self._looked_s, self.terms.timeout_s)
+        for slot, life in [*self.seen.lives.items()]:
+            there = [one for one in self.seen.holders[slot] if state_name(one, slot) in self._listed]
+            if slot in live or (slot, life) in self._cleared or max(there, default=0) >= until:
+                continue
+            if self.seen.sent_until(slot, life) <= until:
+                self._cleared.add((slot, life))
+                yield from self._remove_rounds(0, until, f"{slot:05d}")
+                for state in there:
+                    yield from self._remove(state_name(state, slot))
 
     # --- the store ----------------------------------------------------------------------------------------------------
 
