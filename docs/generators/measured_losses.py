@@ -42,6 +42,8 @@ _RECIPES = (
     "noloco",
 )
 """Of the leaderboard, those that have 30 local steps and another price than what was measured over local steps."""
+_EVERY_STEP = {"distro": "DisTrO", "demo": "DeMo"}
+"""Those that exchange after every step, measured at both lengths, with their labels there."""
 _LARGER = 870e3 / 139_584
 """By how much the larger model of `size-870k` is larger."""
 
@@ -55,6 +57,7 @@ def measured_losses() -> str:
     for method in _BY_LOCAL_STEPS:
         known[method] = {steps: cells[f"{method}, H = {steps}"] for steps in LENGTHS}
     known |= {recipe: {30: cells[recipe]} for recipe in _RECIPES}
+    known |= {recipe: {1: _every_step(label)} for recipe, label in _EVERY_STEP.items()}
     methods = [
         f"  {json.dumps(method)}: {{\n"
         + ",\n".join(f'   "{steps}": {json.dumps(one)}' for steps, one in own.items())
@@ -81,6 +84,14 @@ def _cells() -> dict[str, dict[str, Any]]:
         settings = {"inner_lr": variant["inner"]["lr"], "lr": rule.get("lr"), "momentum": rule.get("momentum")}
         cells[variant["label"]] = {"losses": [round(loss, 4) for loss in losses.values()], **settings}
     return cells
+
+
+def _every_step(label: str) -> dict[str, Any]:
+    """The losses of a method that exchanges after every step, and its learning rate."""
+    variants = load_document(config_of(RESULTS / "evidence" / "recent_longer-short.jsonl")[0])["variant"]
+    lr = next(one["inner"]["lr"] for one in variants if one["label"] == label)
+    losses = [round(loss, 4) for loss in _losses("recent_longer-short", label).values()]
+    return {"losses": losses, "inner_lr": lr, "lr": None, "momentum": None}
 
 
 def _losses(stem: str, label: str, **at: Any) -> _Losses:
@@ -134,7 +145,7 @@ def _longer() -> Mapping[str, Mapping[int, list[float]]]:
             if steps > 1
         }
         for method in _BY_LOCAL_STEPS
-    }
+    } | {recipe: {1: _above(_losses("recent_longer", label), least)} for recipe, label in _EVERY_STEP.items()}
 
 
 def _per_e_fold() -> float:
@@ -211,7 +222,9 @@ def losses_page() -> str:
     for method, own in MEASURED.items():
         if method == "data parallel":
             continue
-        stems = ("equal_warmup", "four_times_as_long") if method in _BY_LOCAL_STEPS else ("equal_warmup",)
+        every_step = method in _EVERY_STEP
+        longer = ("four_times_as_long",) if every_step or method in _BY_LOCAL_STEPS else ()
+        stems = (*(("recent_longer-short", "recent_longer") if every_step else ("equal_warmup",)), *longer)
         steps = ", ".join(map(str, own))
         published = PUBLISHED.get(method)
         there = "the share of DiLoCo's gap that was measured"
@@ -220,8 +233,10 @@ def losses_page() -> str:
             there = f"as DiLoCo{more} from {published.parameters / 1e6:,.0f}M on ({published.source})"
         if method == "DiLoCo":
             there = "the share of its gap with 30 that was measured"
-        measured = f"share of DiLoCo's gap, measured with {steps} local steps"
-        rows.append([method, there, f"{measured}; never falls from 5 on", _runs(*stems)])
+        measured = f"share of DiLoCo's gap, measured with {steps} local steps; never falls from 5 on"
+        if every_step:
+            measured = "share of DiLoCo's gap with 30, measured at both lengths with an exchange after every step"
+        rows.append([method, there, measured, _runs(*stems)])
     for method, codecs in CODECS_MEASURED.items():
         stems = [PENALTY, "systems_tuned", "straggler_codecs"] if method == "DiLoCo" else [PENALTY]
         rows.append([f"{method}: {', '.join(codecs)}", "share of DiLoCo's gap", "measured", _runs(*stems)])

@@ -19,7 +19,7 @@ from gossamer.run.planning.expected_loss import (
     penalty,
     read_law,
 )
-from gossamer.run.planning.measured_losses import MEASURED
+from gossamer.run.planning.measured_losses import EVERY_STEP, MEASURED
 
 
 def scale(parameters: float = 139_584, workers: int = 8, each: float = 20, vocab_size: int = 256) -> LossScale:
@@ -188,7 +188,7 @@ def test_local_steps_that_some_workers_leave_out_widen_an_interval_and_move_no_m
 
 
 _SIZES, _TIMES = st.floats(1e5, 1e10), st.floats(0.3, 300)
-_METHODS = sorted({*MEASURED} - {"data parallel"})
+_METHODS = sorted({*MEASURED} - {"data parallel", *EVERY_STEP})
 
 
 @given(_SIZES, st.integers(2, 64), _TIMES, st.sampled_from(_METHODS), st.integers(5, 100_000), st.integers(5, 100_000))
@@ -241,6 +241,17 @@ def test_from_the_size_of_a_paper_on_a_method_stands_to_diloco_as_it_does_there(
         stands = expected_difference(at, known(at, method, 30), known(at, "DiLoCo", 30))
         assert stands.nats == pytest.approx(PUBLISHED[method].share * at.level, abs=1e-9)
         assert stands.half >= PUBLISHED[method].half * at.level
+
+
+@pytest.mark.parametrize("method", sorted(EVERY_STEP))
+def test_what_exchanges_at_every_step_pays_for_no_few_rounds_and_has_no_loss_with_more_local_steps(method: str) -> None:
+    for parameters in (139_584, 5e6, 35e6, 1e9):
+        short, long = scale(parameters)._replace(steps=1350), scale(parameters)._replace(steps=5400)
+        assert (
+            known(short, method, 1).few_rounds == 0.0 < known(short, method, 1).nats < known(short, "DiLoCo", 30).nats
+        )
+        assert known(long, method, 1).nats / long.gap > known(short, method, 1).nats / short.gap, "its lead shrinks"
+        assert penalty(short, method, 2, "topk") is None
 
 
 def test_one_worker_has_no_gap_and_two_in_pairs_are_everyone() -> None:

@@ -327,6 +327,15 @@ def test_of_many_workers_streaming_diloco_is_priced_with_those_of_the_choice_alo
     assert {one.left_out for one in price_recipes(made, USUAL).candidates} == {(16,)}
 
 
+def test_a_sign_method_has_the_measured_learning_rate_when_small_and_that_of_its_recipe_when_large() -> None:
+    for size, rate in ("0.2m", 0.004), ("134m", 0.0004):
+        made = plan(EVEN, ModelConfig(size=size), PlanSettings(workers=4))
+        (only,) = price_recipes(made, "distro", thorough=True).candidates
+        loss = made.choice.loss(only)
+        assert only.full_steps == 1 and loss is not None and loss.nats > 0
+        assert parse(tomllib.loads(recipe_toml(made, only, name="x", run={}))).inner.lr == rate
+
+
 def test_streaming_muon_and_sparse_messages_are_tried_with_all_local_steps_and_muon_has_seconds_of_its_own() -> None:
     made = planned(EVEN, workers=4, local_steps=[15, 60], codecs={"bf16": 16.0, "fp4": 4.25})
     tried: dict[str, set[tuple[str, str | None, int]]] = {}

@@ -23,7 +23,8 @@ from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import parse
 from gossamer.run.planning.check import ROUNDS, counted, is_hidden
 from gossamer.run.planning.choice import Candidate, Pick, pick
-from gossamer.run.planning.measured_losses import MEASURED
+from gossamer.run.planning.measured_losses import EVERY_STEP, MEASURED
+from gossamer.run.planning.optima import is_published
 from gossamer.run.planning.plan import (
     PlanSettings,
     RunPlan,
@@ -119,6 +120,8 @@ def _teams(made: RunPlan) -> list[tuple[int, ...]]:
 
 def _tried_steps(name: str, recipe: Recipe, made: RunPlan, *, thorough: bool) -> list[int]:
     """The local steps with which a method is priced."""
+    if name in EVERY_STEP:
+        return [1]
     if (fixed := recipe.settings.get("run.local_steps")) is not None:
         return [fixed]
     if thorough or (made.workers <= _FEW and name in SEVERAL):
@@ -169,8 +172,10 @@ def recipe_toml(made: RunPlan, chosen: Candidate, *, name: str, run: Mapping[str
     codec = (chosen.codec, chosen.back) if chosen.method in SEVERAL else None
     document = _document(chosen.method, chosen.full_steps, made, rounds, chosen.left_out, codec)
     document["run"] |= run
-    muon = recipe(chosen.method).settings.get("inner.optimizer") in _MUONS
-    best = optima_of(made, chosen, rounds, muon=muon)
+    own = recipe(chosen.method).settings
+    # Published rates are those of AdamW.
+    own_lr = own.get("inner.optimizer") in _MUONS or ("inner.lr" in own and is_published(made.parameters))
+    best = optima_of(made, chosen, rounds, own_lr=own_lr)
     document = with_tables(document, {"inner": best.inner, **({"rule": best.rule} if best.rule else {})})
     head = f"{headline(made, chosen)}{without_text(chosen)}{best.source}{made.length_of(chosen, rounds)}"
     return head + tomli_w.dumps({"name": name, **document})

@@ -48,6 +48,8 @@ MEASURED: Mapping[str, Mapping[int, TunedLoss]] = {
     for method, own in _DOCUMENT["losses"].items()
 }
 """Losses by method, as a plan names it, and local steps."""
+EVERY_STEP = frozenset(method for method, own in MEASURED.items() if [*own] == [1]) - {"data parallel"}
+"""Methods that exchange after every step, in all that was measured of them."""
 CODECS_MEASURED: Mapping[str, Mapping[str, tuple[float, ...]]] = {
     method: {codec: tuple(above) for codec, above in own.items()} for method, own in _DOCUMENT["codecs"].items()
 }
@@ -143,6 +145,8 @@ def relative_losses(method: str, local_steps: int) -> tuple[RelativeLoss, Relati
     >>> relative_losses("heloco", 30), relative_losses("data parallel", 1)[1].by_seed
     (None, (0.0, 0.0, 0.0))
     """
+    if method in EVERY_STEP and local_steps > 1:
+        return None
     if method in _LONGER:
         return _at_local_steps(_SHORTER[method], local_steps), _longer(method, local_steps)
     if method not in MEASURED:

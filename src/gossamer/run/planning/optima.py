@@ -54,14 +54,14 @@ def optima(
     steps: int,
     local_steps: int,
     *,
-    muon: bool = False,
+    own_lr: bool = False,
 ) -> Optima:
     """The settings for a method, a model and a run of so many inner steps.
 
     Args:
         method: as a plan names it, or a recipe, which keeps its outer settings.
         batch_tokens: of all replicas together in an inner step.
-        muon: the inner learning rate is that of the recipe.
+        own_lr: the inner learning rate is that of the recipe.
 
     >>> large = optima("DiLoCo", 10**9, 2, 1024 * 300, 10_000, 30)
     >>> large.inner["lr"], large.inner["warmup_steps"], large.rule
@@ -69,7 +69,7 @@ def optima(
     """
     replicas = 1 if method == "data parallel" else min(replicas, _MOST_REPLICAS)
     if not is_published(parameters):
-        return _measured(method, steps, local_steps, muon)
+        return _measured(method, steps, local_steps, own_lr)
     fitted = max(parameters, _SMALLEST)
     lr, batch = inner_lr_fit(fitted, replicas), batch_tokens_fit(fitted, replicas)
     lr *= min(1.0, math.sqrt(batch_tokens / batch))
@@ -78,11 +78,11 @@ def optima(
         "schedule": "cosine",
         "warmup_steps": max(1, min(_WARMUP_STEPS, steps // 5)),
         "min_lr_ratio": _LAST_LR,
-        **({} if muon else {"lr": float(f"{lr:.3g}")}),
+        **({} if own_lr else {"lr": float(f"{lr:.3g}")}),
     }
     source = (
         ""
-        if muon
+        if own_lr
         else (
             f"# inner.lr: 22256 N^-0.8827 M^0.2929 (arXiv 2503.09799), that is for batches of {batch:.2g} tokens; of fewer, as\n"
             f"# the {batch_tokens:.2g} of this run, times the root of their ratio (arXiv 2205.10330).\n"
@@ -100,7 +100,7 @@ def optima(
     return Optima(inner, rule, f"{source}\n")
 
 
-def _measured(method: str, steps: int, local_steps: int, muon: bool) -> Optima:
+def _measured(method: str, steps: int, local_steps: int, own_lr: bool) -> Optima:
     """The settings of the search of a small model, with about as many local steps."""
     if method not in MEASURED:
         return Optima(measured_schedule(steps), {}, "# Warm-up: that of the measured runs.\n")
@@ -111,5 +111,5 @@ def _measured(method: str, steps: int, local_steps: int, muon: bool) -> Optima:
         f"workers: inner.lr = {tuned.inner_lr:g}{', with the lr and momentum of [rule]' if outer else ''}.\n"
         "# gossamer tune searches for your model.\n"
     )
-    inner = {**measured_schedule(steps), **({} if muon else {"lr": tuned.inner_lr})}
+    inner = {**measured_schedule(steps), **({} if own_lr else {"lr": tuned.inner_lr})}
     return Optima(inner, outer, source)

@@ -687,11 +687,11 @@ def run_toml(
     return head + tomli_w.dumps(document)
 
 
-def optima_of(plan: RunPlan, chosen: Candidate, rounds: int, *, muon: bool = False) -> Optima:
+def optima_of(plan: RunPlan, chosen: Candidate, rounds: int, *, own_lr: bool = False) -> Optima:
     """The settings of a candidate's run of so many rounds."""
     replicas, steps = len(chosen.local_steps), rounds * chosen.full_steps
     batch_tokens = plan.options.step_tokens * replicas * chosen.site
-    return optima(chosen.trained_as, plan.parameters, replicas, batch_tokens, steps, chosen.full_steps, muon=muon)
+    return optima(chosen.trained_as, plan.parameters, replicas, batch_tokens, steps, chosen.full_steps, own_lr=own_lr)
 
 
 def with_tables(document: Mapping[str, Any], tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
