@@ -140,8 +140,12 @@ def planned(network: Path, size: str) -> Planned:
 
 
 def _expectations(choice: Pick, everything: Sequence[Candidate]) -> dict[str, float]:
-    """Nats that a plan expects of each candidate above data parallelism that reads as much as the choice."""
-    return {label_of(one): loss.nats for one in everything if (loss := choice.loss(one)) is not None}
+    """Nats that a plan expects of each candidate above data parallelism that reads as much as the choice.
+
+    Of several with one label, as each kind of machine is alone, the lowest is kept: it is the one that is raced.
+    """
+    known = [(loss.nats, label_of(one)) for one in everything if (loss := choice.loss(one)) is not None]
+    return {label: nats for nats, label in sorted(known, reverse=True)}
 
 
 def cell_of(network: str, size: str, horizon_s: float | None = None) -> Cell:
@@ -386,6 +390,20 @@ def _verdict(lines: Sequence[dict[str, Any]], seeds: Sequence[int]) -> Verdict |
     return Verdict(standing(losses), apart is not None and apart < 0.05, losses)
 
 
+_OF_THE_QUICKEST = {
+    ("two_desks", "one machine alone 1 exact"): 0.07278494921852574,
+    ("three_homes", "one machine alone 1 exact"): 0.0937157145298299,
+    ("campus", "one machine alone 1 exact"): 0.4876743648323414,
+}
+"""Nats that the planner of these races expected of the quickest machine, in place of which it wrote those of the slowest."""
+
+
+def held_out_outcomes(file: Path | None = None) -> list[dict[str, Any]]:
+    """The runs on networks that no rule has seen, where one machine alone has the expectation of the machine that ran."""
+    lines = outcomes(file or HELD_OUT)
+    return [{**one, "expected": _OF_THE_QUICKEST.get((one["network"], one["label"]), one["expected"])} for one in lines]
+
+
 SECTION = "## Networks that no rule has seen"
 """The last of the page."""
 
@@ -528,7 +546,7 @@ def page() -> str:
         parts += _at_its_own_size(whole)
     if not_run := [f"{NETWORKS[network]} with {size}" for (network, size), one in found.items() if one is None]:
         parts.append(f"Not run, or not with all seeds: {'; '.join(not_run)}.")
-    return "\n\n".join(parts) + "\n\n" + held_out_section(outcomes(HELD_OUT))
+    return "\n\n".join(parts) + "\n\n" + held_out_section(held_out_outcomes())
 
 
 def _at_its_own_size(lines: Sequence[dict[str, Any]]) -> list[str]:
@@ -620,7 +638,7 @@ def main() -> None:
         if not given.page:
             run_held_out(given.core_hours, given.jobs, texts(given.pods))
         before = PAGE.read_text(encoding="utf-8").partition(SECTION)[0]
-        PAGE.write_text(f"{before.rstrip()}\n\n{held_out_section(outcomes(HELD_OUT))}", encoding="utf-8")
+        PAGE.write_text(f"{before.rstrip()}\n\n{held_out_section(held_out_outcomes())}", encoding="utf-8")
         return
     if not given.page:
         run(given.core_hours, given.own_size, given.jobs)
