@@ -405,9 +405,9 @@ def held_out_outcomes(file: Path | None = None) -> list[dict[str, Any]]:
 
 
 SINCE = (
-    "The planner has changed since these races: data parallelism is priced as DDP runs it, sites may train as single workers, and "
-    "published laws hold the level of losses. In eight of the twelve cells its pick of today was not raced, or not at its price; "
-    "so the page is of the planner of then, and the command above refuses to write it until these have run."
+    "The planner has changed since these races: data parallelism is priced as DDP runs it, sites may train as single workers, "
+    "and published laws hold the level of losses. In eight of the twelve cells its pick of today was not raced, or not at its "
+    "price; so the page is of the planner of then, and the command above refuses to write it until these have run."
 )
 """To be removed when they have run."""
 SECTION = "## Networks that no rule has seen"
