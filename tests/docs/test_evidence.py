@@ -1041,3 +1041,10 @@ def test_a_plan_expects_and_sets_what_the_answers_say() -> None:
 
     small, large = (LossScale(parameters, 8, 20.0 * parameters, 256) for parameters in (139_584, 869_504))
     assert 0 < above_diloco(large) < above_diloco(small), "answer 10"
+
+
+def test_muloco_in_longer_runs_ends_above_data_parallelism_with_muon() -> None:
+    ended = [one for stem in ("penalty", "long_tuned") for one in read_results(FIRST_STAGE / f"{stem}.jsonl")]
+    losses = {(one.method, one.seed): one.row["loss"] for one in ended}
+    above = [losses["MuLoCo, H = 30", seed] - losses["data parallel, Muon", seed] for seed in (5, 6, 7)]
+    assert min(above) > 0 and f"MuLoCo ends {statistics.fmean(above):.3f} above" in page_of_evidence()
