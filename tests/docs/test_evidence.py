@@ -5,6 +5,8 @@ import json
 import math
 import re
 import statistics
+import subprocess
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +35,7 @@ from gossamer.data.corpus import open_corpus, text_fingerprint
 from gossamer.errors import DataError
 from gossamer.models.sizes import ModelConfig, parameter_count
 from gossamer.network.links import read_network
+from gossamer.record.jsonl import json_lines
 from gossamer.report.paired import effect, holm
 from gossamer.report.results import PointResult, read_results
 from gossamer.run.config.document import load_document
@@ -1048,3 +1051,32 @@ def test_muloco_in_longer_runs_ends_above_data_parallelism_with_muon() -> None:
     losses = {(one.method, one.seed): one.row["loss"] for one in ended}
     above = [losses["MuLoCo, H = 30", seed] - losses["data parallel, Muon", seed] for seed in (5, 6, 7)]
     assert min(above) > 0 and f"MuLoCo ends {statistics.fmean(above):.3f} above" in page_of_evidence()
+
+
+WITHOUT_THEIR_COMMIT = {"leaderboard.jsonl": 8, "lost_stage.jsonl": 30}
+"""Outcomes of evidence whose commit the history does not have."""
+
+
+def commits_of(folder: str) -> list[tuple[str, str]]:
+    """The file of each outcome of a folder and its commit, "" where there is none."""
+    files = sorted((ROOT / "docs" / "results" / folder).glob("*.jsonl"))
+    return [(file.name, (line.get("origin") or {}).get("commit", "")) for file in files for _, line in json_lines(file)]
+
+
+def test_the_page_on_method_counts_the_outcomes_whose_code_is_not_that_of_a_commit() -> None:
+    commits = [commit for _, commit in commits_of("evidence")]
+    said = " ".join((ROOT / "docs" / "evidence" / "method.md").read_text(encoding="utf-8").split())
+    assert f"{sum(one.endswith('+') for one in commits)} ran with code that was modified" in said
+    assert f"{commits.count('')} name none, and {sum(WITHOUT_THEIR_COMMIT.values())}, which are 8 of" in said
+
+
+def test_outcomes_name_commits_of_this_history() -> None:
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True).stdout.strip()
+
+    if git("rev-parse", "--is-shallow-repository") != "false":
+        pytest.skip("the whole history is not here")
+    history = {*git("rev-list", "HEAD").splitlines()}
+    named = [(name, commit.rstrip("+")) for folder in ("evidence", "races") for name, commit in commits_of(folder)]
+    unknown = Counter(name for name, commit in named if commit and commit not in history)
+    assert unknown == WITHOUT_THEIR_COMMIT, "train them again from a commit that was merged"
