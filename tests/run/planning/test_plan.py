@@ -617,6 +617,12 @@ def test_of_a_network_that_changes_often_the_first_rounds_are_priced_and_the_pla
     assert "the network changes at 17 times" in out and " ± " not in out.split("above the choice")[1].split("chosen")[0]
 
 
+def test_methods_that_were_measured_at_other_local_steps_take_those_that_were_asked_for() -> None:
+    for steps, found in (((60, 240), [60, 240]), ((5, 30, 120), [30])):
+        made = planned(EVEN, workers=8, local_steps=steps)
+        assert [one.full_steps for one in price_recipes(made, "local_sgd").candidates] == found
+
+
 def test_the_check_of_a_run_file_agrees_with_its_plan_on_a_committed_network_within_what_both_print(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
