@@ -414,7 +414,7 @@ def test_the_leaderboard_ranks_methods_at_equal_tokens_and_says_what_their_runs_
     picture = leaderboard.drawn_standings(found).decode()
     assert all(picture.count(name) >= 1 for name in ("a2cid2", "gasloc", "slow-uplink", "nats per byte"))
     over_time = leaderboard.drawn_over_time(every).decode()
-    assert "DiLoCo, fp32" in over_time and "SparseLoCo" not in over_time, "what has no price or no run has no curve"
+    assert "DiLoCo, 4 bits" in over_time and "SparseLoCo" not in over_time, "what has no price or no run has no curve"
     assert leaderboard.standings(every[1:3]) == [], "no seed that both have"
     assert "| gasloc | not run yet |" in leaderboard.leaderboard_table([], ["gasloc"])
 
@@ -1080,3 +1080,9 @@ def test_outcomes_name_commits_of_this_history() -> None:
     named = [(name, commit.rstrip("+")) for folder in ("evidence", "races") for name, commit in commits_of(folder)]
     unknown = Counter(name for name, commit in named if commit and commit not in history)
     assert unknown == WITHOUT_THEIR_COMMIT, "train them again from a commit that was merged"
+
+
+def test_the_first_figure_prices_what_was_trained_with_fp32_with_its_codec() -> None:
+    assert leaderboard.share_of_seconds("streaming_diloco", None) == 1.0
+    assert leaderboard.share_of_seconds("diloco", {"name": "fp4", "back": "bf16"}) == pytest.approx(0.4255, abs=1e-3)
+    assert leaderboard.apart([1.0, 1.01, 2.0, 1.005], 0.1) == pytest.approx([1.0, 1.2, 2.0, 1.1])
