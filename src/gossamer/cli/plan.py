@@ -481,11 +481,20 @@ def _print(made: "RunPlan", cut: "StagePlan | None", priced: "Priced", choice: "
     from gossamer.run.planning.candidates import USUAL
     from gossamer.run.planning.choice import PLAN_HEADINGS, leading, plan_rows
     from gossamer.run.planning.plan import choosable
+    from gossamer.run.planning.teams import places_of
 
     shown, usual = [*made.candidates, *priced.candidates], [one for one in priced.candidates if one.method == USUAL]
     print_sentence(_recommendation(choice, shown, asked=options.method is not None))
     if cut is not None:
+        assert options.memory_bytes is not None
         _print_cut(cut)
+        site = min(map(len, places_of(made.network).values()), default=1)
+        if site > 1 and cut.replica_bytes <= site * options.memory_bytes:
+            print_sentence(
+                f"the {site} workers of a site could hold a replica together in place of stages, each about "
+                f"{cut.replica_bytes / site / 1e9:.4g} GB without activations: gossamer train --shards {site}; "
+                "that is not priced here"
+            )
     elif options.memory_bytes is not None:
         echo(f"a replica fits a process of {options.memory_bytes / 1e9:.4g} GB, without activations")
     print_sentence(_what_is_trained(made, choice, options))
