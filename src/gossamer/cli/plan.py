@@ -483,11 +483,20 @@ def _print(made: "RunPlan", cut: "StagePlan | None", priced: "Priced", choice: "
     from gossamer.run.planning.candidates import USUAL
     from gossamer.run.planning.choice import PLAN_HEADINGS, leading, plan_rows
     from gossamer.run.planning.plan import choosable
+    from gossamer.run.planning.teams import places_of
 
     shown, usual = [*made.candidates, *priced.candidates], [one for one in priced.candidates if one.method == USUAL]
     print_sentence(_recommendation(choice, shown, asked=options.method is not None))
     if cut is not None:
+        assert options.memory_bytes is not None
         _print_cut(cut)
+        site = min(map(len, places_of(made.network).values()), default=1)
+        if site > 1 and cut.replica_bytes <= site * options.memory_bytes:
+            print_sentence(
+                f"the {site} workers of a site could hold a replica together in place of stages, each about "
+                f"{cut.replica_bytes / site / 1e9:.4g} GB without activations: gossamer train --shards {site}; "
+                "that is not priced here"
+            )
     elif options.memory_bytes is not None:
         echo(f"a replica fits a process of {options.memory_bytes / 1e9:.4g} GB, without activations")
     print_sentence(_what_is_trained(made, choice, options))
@@ -633,17 +642,22 @@ def _basis(choice: "Pick") -> str:
 
 def _print_choice(made: "RunPlan", choice: "Pick", rivals: "Sequence[Candidate]") -> None:
     """Prints what is taken, and what was near; `rivals` are all candidates that could have been taken."""
-    from gossamer.report.table import digits_text
-    from gossamer.run.planning.choice import doublings_that_help, lower_without_some
+    from gossamer.report.table import digits_text, spread_text
+    from gossamer.run.planning.choice import doublings_that_help, hours_text, lower_without_some
 
     best = choice.best
     left = f"dropping {best.dropped} (slowest): " if best.dropped and best.trained_as == best.method else ""
     steps = f"{best.full_steps:,} local step{'s' if best.full_steps > 1 else ''}"
     sends = f"{digits_text(best.round_bytes / 1e6)} MB and " if best.round_bytes else ""
     print_sentence(
-        f"chosen: {left}{best.method}, {steps}{_codecs(best)}: {sends}{digits_text(best.round_s)} s a round, "
-        f"{digits_text(choice.hours)} h"
+        f"chosen: {left}{best.method}, {steps}{_codecs(best)}: {sends}{spread_text(best.round_s, best.spread_s)} s a round, "
+        f"{hours_text(choice, best)} h"
     )
+    if best.spread_s >= 0.001 * best.round_s:
+        print_sentence(
+            "± of hours and seconds: half of the 95 % interval of their mean over the rounds that were priced, as they depend on "
+            "chance; gossamer check of the run file has its own, of fewer rounds"
+        )
     if not choice.whole_round(best):
         print_sentence(
             f"no method ends a round in that time, and a run has one at least: {digits_text(best.round_s / 3600)} h; give more "

@@ -53,6 +53,31 @@ def svg(figure: Any) -> bytes:
     return image.getvalue()
 
 
+_DARK = {
+    **dict.fromkeys(("fill: #2b2b2b", "fill: #000000", "fill: #4a4a4a"), "fill: #e6e8ea"),
+    **dict.fromkeys(("stroke: #2b2b2b", "stroke: #000000", "stroke: #4a4a4a"), "stroke: #e6e8ea"),
+    **dict.fromkeys(("stroke: #d9d9d9", "stroke: #b0b0b0", "stroke: #cccccc"), "stroke: #4a4f54"),
+}
+"""What the ink and the grid of a figure become on a dark page."""
+
+
+def on_any_ground(image: bytes) -> bytes:
+    """An SVG of matplotlib without a ground, whose ink and grid are light where the page is dark.
+
+    >>> b"prefers-color-scheme: dark" in on_any_ground(b'<svg><defs></defs><path style="fill: #ffffff"/></svg>')
+    True
+    """
+    rules = " ".join(f'[style*="{light}"] {{ {dark} !important }}' for light, dark in _DARK.items())
+    style = f"<style>@media (prefers-color-scheme: dark) {{ svg {{ fill: #e6e8ea }} {rules} }}</style>\n <defs>"
+    return image.replace(b'style="fill: #ffffff', b'style="fill: none').replace(b"<defs>", style.encode(), 1)
+
+
+def dashed_style(place: int) -> tuple[str, Any]:
+    """Colour and line style of one of few lines, of which each has other dashes than its neighbours."""
+    dashes = _DASHES[place % len(_DASHES)]
+    return _COLOURS[place % len(_COLOURS)], (0, dashes) if dashes else "-"
+
+
 def line_style(place: int) -> tuple[str, Any]:
     """Colour and line style of the run at this place: all colours solid first, then dashed."""
     dashes = _DASHES[place // len(_COLOURS) % len(_DASHES)]

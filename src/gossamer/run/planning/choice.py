@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-from gossamer.report.table import digits_text
+from gossamer.report.table import spread_text
 from gossamer.run.planning.expected_loss import EXACT_CODECS, LossScale, Penalty, Range, expected_difference, penalty
 
 _AS_FAST = 1.05
@@ -343,8 +343,8 @@ def format_codecs(candidate: Candidate) -> str:
 
 def hours_text(choice: Pick, candidate: Candidate) -> str:
     """The hours that a candidate needs for the tokens, with their spread by chance where that is a thousandth or more."""
-    hours, share = choice.hours_of(candidate), candidate.spread_s / candidate.round_s if candidate.round_s else 0.0
-    return digits_text(hours) + (f" ± {digits_text(hours * share, 2)}" if share >= 0.001 else "")
+    hours = choice.hours_of(candidate)
+    return spread_text(hours, hours * candidate.spread_s / candidate.round_s if candidate.round_s else 0.0)
 
 
 def plan_rows(choice: Pick, candidates: Iterable[Candidate]) -> list[tuple[str, ...]]:
