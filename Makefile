@@ -60,11 +60,13 @@ TITAN ?= .titan/bin/python
 titan:  ## unmodified torchtitan jobs as sites, in an environment of its own: TITAN is a Python with torch, torchtitan 0.3.0 and triton
 	PYTHONPATH=src $(TITAN) tests/titan/accept.py | tee tests/titan/accepted.txt
 
-methods: .venv/.installed  ## write docs/methods.md, and what gossamer list prints, from the code
+methods: .venv/.installed  ## write docs/methods.md, what gossamer list prints, and the names of run files, from the code
 	PYTHONPATH=docs $(BIN)/python -m generators.methods_table > docs/methods.md
 	mkdir -p build
 	$(BIN)/python -c 'import json; from gossamer.cli.list import from_code; print(json.dumps(from_code(), indent=0, ensure_ascii=False))' > build/list.json
 	mv build/list.json src/gossamer/cli/list.json  # not at once: an error would leave an empty one
+	$(BIN)/python -c 'import json; from gossamer.run.config.spelling import from_code; print(json.dumps(from_code()._asdict(), indent=0, ensure_ascii=False))' > build/names.json
+	mv build/names.json src/gossamer/run/config/names.json
 
 results: .venv/.installed  ## write what is computed (docs/results/utilisation.md, goodput.md), and pages and numbers from committed outcomes
 	$(BIN)/python benchmarks/bench.py --page
