@@ -6,7 +6,7 @@ PROCESSES ?= 4  # for two cores: tests wait for disks, timeouts and each other, 
 
 export PYTHONDONTWRITEBYTECODE :=  # tests start many processes, each of which would compile the package anew
 
-.PHONY: help demo test types tests parity full bench chaos survival injuries fuzz methods results pictures docs release titan gpu
+.PHONY: help demo test types tests parity full bench chaos survival injuries fuzz methods results pictures docs release titan gpu gpu-runs
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' Makefile | expand -t 10
@@ -40,6 +40,9 @@ GPU ?= $(BIN)/python
 ON_GPU := test_gpu.py $(addprefix run/,asynchronous elastic experiments replay served simulated synchronous worker) library optimizers/test_averaging.py models/test_fomoe.py integrations
 gpu:  ## what needs a GPU, and runs of every kind on one, simulated and real, bit for bit; GPU is a Python with a torch for CUDA and what tests need
 	GOSSAMER_TEST_DEVICE=cuda PYTHONPATH=src $(GPU) -m pytest --numprocesses $(PROCESSES) --dist loadfile $(ON_GPU:%=tests/%)
+
+gpu-runs:  ## what is left of five runs at 35M parameters, for nine minutes of a GPU
+	PYTHONPATH=src $(GPU) benchmarks/first_published.py
 
 chaos: .venv/.installed  ## kill, stop and cut off workers of elastic runs; an hour or two, partitions need root; writes docs/results/chaos.md
 	$(BIN)/python benchmarks/chaos.py
