@@ -62,7 +62,6 @@ BETWEEN = {
     "sign, ": "within the scatter of runs; not profiled",
     "one exchange of 1 kB": "Python around the messages, and three threads that hand over",
     "one exchange of 1 MB": "two passes of the checksum, and three threads hand over",
-    "dct_topk, ": "four products with 64 × 64 matrices take most of the time",
     "gasloc: outer step of FSDP2": "four processes on two cores: the shards of a worker wait for the slower of their lanes",
     "seconds of work under a flood": "each stranger costs a thread and the beginning of TLS, in the process that works",
     "outer update of": "without a compiler, an update writes and reads the temporaries of a chunk",
