@@ -229,8 +229,9 @@ Medians of the ratios of runs that took turns:
   step takes longer than one without exchange. Four processes share the cores, so a sync waits for processes that wait for a
   core. One process without messages has none: a simulation's outer step is within its tokens.
 - **Memory** is the peak of the proportional set sizes of all processes, read twice a second.
-- **EXO Gym**'s package on PyPI (0.0.0a0) is an empty placeholder. A runner of ours has its design: torch's multiprocessing
-  starts a process for each node, each parameter is averaged by itself, rank 0 does the outer step, and broadcasts each parameter.
+- **EXO Gym**'s package on PyPI (`exogym` 0.0.0a0, 1.4 kB) is an empty placeholder, and there is no `exo-gym`. A runner of ours
+  has its design: torch's multiprocessing starts a process for each node, each parameter is averaged by itself, rank 0 does the
+  outer step, and broadcasts each parameter.
 - **torchft** runs with its own manager and lighthouse, each process being a replica. It can lose replicas and go on, which
   `Outer` does only with `elastic=True`.
 - `gossamer.simulate` is given model, data, loss and optimizer as functions.

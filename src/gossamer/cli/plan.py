@@ -160,11 +160,18 @@ def _planned(
 ) -> "tuple[Network, StagePlan | None, RunPlan, Priced, Pick]":
     """The network as it is planned for, how a replica is cut, the plan, the priced methods and the choice."""
     from gossamer.models.sizes import parameter_count
+    from gossamer.run.config.spelling import must_be_named
+
+    links, model, step = _timed_model(links, options, file)
+    if options.method is not None:
+        must_be_named("method", options.method)
+    for name in options.codec:
+        must_be_named("codec", name)
+    # Not before: a wrong name is reported before torch is imported.
     from gossamer.run.planning.candidates import USUAL, choose_among, price_recipes
     from gossamer.run.planning.plan import plan
     from gossamer.run.planning.planned_stages import plan_in_stages
 
-    links, model, step = _timed_model(links, options, file)
     settings = _settings(options, step, parameter_count(model, step["vocab_size"]))
     boundaries, cut = _boundaries(options), None
     if options.memory_bytes is not None:
@@ -392,11 +399,12 @@ def _timed_model(network: "Network", options: PlanOptions, file: Path) -> "tuple
 def _model(named: str) -> "ModelConfig":
     """The model of a size, or of a run file."""
     from gossamer.models.sizes import LARGE, SIZES, ModelConfig
-    from gossamer.run.config.document import load_document
-    from gossamer.run.config.run_file import parse
     from gossamer.settings.user_code import is_code
 
     if named.endswith(".toml"):
+        from gossamer.run.config.document import load_document
+        from gossamer.run.config.run_file import parse
+
         return parse(load_document(Path(named))).model
     if named in LARGE:
         return ModelConfig(size="1b", **LARGE[named]._asdict())

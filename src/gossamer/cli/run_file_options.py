@@ -79,7 +79,8 @@ def run_and_folder(
     Args: `store` is whether the run lies in a store, where one in rounds is elastic.
     Raises: ConfigError when neither or both are given, the run cannot work, or a run to resume may not change so.
     """
-    from gossamer.run.config.document import load_document, load_run, parse_overrides, with_settings
+    from gossamer.run.config.document import load_run, parse_overrides, with_settings
+    from gossamer.run.config.spelling import must_be_spelt
 
     changes = parse_overrides([*overrides])
     if resume is not None and str(resume) != AUTO:
@@ -88,11 +89,12 @@ def run_and_folder(
                 f"--resume got '{resume}' and a run file or --out, but a run to resume has both in its folder; give --resume "
                 f"alone, or with --set for what changes, or --resume {AUTO} with the run file"
             )
-        document, folder = with_settings(load_run(resume), changes), resume
+        must_be_spelt(recorded := load_run(resume), changes)
+        document, folder = with_settings(recorded, changes), resume
     elif file is None:
         raise ConfigError("no run file was given (got none, need one); name a TOML file, or --resume with a run folder")
     else:
-        document, folder = load_document(file, changes), out
+        document, folder = with_settings(read_spelt(file, overrides), changes), out
     # Not before: a wrong path or word is reported before torch is imported.
     from gossamer.record.folder import store_file
     from gossamer.run.bookkeeping.resume import history
@@ -125,6 +127,16 @@ def run_and_folder(
     return config, folder, AUTO if str(resume) == AUTO else True
 
 
+def read_spelt(file: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
+    """The document as a file has it, where that and the overrides name nothing unknown. Raises: ConfigError; imports no torch."""
+    from gossamer.run.config.document import as_written, parse_overrides
+    from gossamer.run.config.spelling import must_be_spelt
+
+    document = as_written(file)
+    must_be_spelt(document, parse_overrides([*overrides]))
+    return document
+
+
 @contextlib.contextmanager
 def experiment_and_folder(
     file: Path | None, overrides: tuple[str, ...], out: Path | None, scale: str, example: str
@@ -133,12 +145,12 @@ def experiment_and_folder(
 
     Raises: ConfigError when no file is given, or it is no experiment file.
     """
-    from gossamer.run.config.document import load_document, parse_overrides
+    from gossamer.run.config.document import parse_overrides
 
     if file is None:
         raise ConfigError(f"no experiment file was given (got none, need one); name a TOML file {example}")
     changes = parse_overrides([*overrides])
-    load_document(file)  # a missing or malformed file is refused before torch is imported
+    read_spelt(file, overrides)  # a missing, malformed or misspelt file is refused before torch is imported
     from gossamer.run.config.experiment_file import open_experiment
 
     folder = out or Path("runs") / "-".join([file.stem, *([scale] if scale else [])])

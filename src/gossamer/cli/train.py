@@ -23,6 +23,7 @@ from gossamer.cli.run_file_options import (
     File,
     is_resumable,
     parts_to_train,
+    read_spelt,
     resume_hint,
     run_and_folder,
 )
@@ -104,7 +105,9 @@ def command(
         allow_code: import the Python code that the resumed folder names though the folder is from elsewhere, or the code has
             changed since
     """
-    if local is not None and (file is None or file.is_file()):  # otherwise it is refused before torch is imported
+    if local is not None:
+        if file is not None:
+            read_spelt(file, changes.overrides)  # a mistake is refused before torch is imported
         import_early()
     way = _WayIn(local, join, machines.entered(), served, restarts)
     way.must_start_all_to_restart()
