@@ -92,7 +92,7 @@ WRONG = {
     "a pace that is no number": (["run.pace_s=nan"], ["run.pace_s is nan"]),
     "a negative pace": (["run.pace_s=-1"], ["run.pace_s is -1"]),
     "the first of several mistakes": (
-        ["workers=0", "rool=1"],
+        ["workers=0", "run.local_steps=[]"],
         ["workers is 0", "; gossamer check /", "run.toml, with the same --set, names all 2 mistakes"],
     ),
     "no local steps": (["run.local_steps=[]"], ["run.local_steps is an empty list"]),
