@@ -438,6 +438,48 @@ def test_every_verb_is_a_module_and_says_what_each_of_its_arguments_and_options_
         assert not mute and max(map(len, out.splitlines())) <= 80, (verb, mute)
 
 
+GROUPED = {
+    "train": {
+        "Options": ["--set", "--stages", "--shards", "--out", "--local"],
+        "Continue": ["--resume", "--restarts", "--allow-code"],
+        "Several machines": [
+            "--rank",
+            "--of",
+            "--address",
+            "--join",
+            "--server",
+            "--worker",
+            "--key",
+            "--listen",
+            "--store",
+            "--secret",
+        ],
+        "Output": ["--json", "--quiet", "--watch"],
+    },
+    "plan": {
+        "Model and text": ["--model", "--data", "--tokenizer", "--vocab", "--seq-len", "--batch-size"],
+        "Goal": ["--tokens", "--hours", "--loss", "--anchor", "--law"],
+        "Machines": ["--workers", "--step-s", "--peak-flops", "--mfu", "--memory-bytes"],
+        "What is tried": ["--local-steps", "--codec", "--boundary", "--keep-all", "--method", "--all"],
+        "Run file": ["--out", "--adapt", "--weigh-steps"],
+        "Race": ["--race", "--race-folder", "--resume", "--jobs"],
+        "Output": ["--json", "--quiet", "--watch"],
+    },
+}
+
+
+@pytest.mark.parametrize("verb", GROUPED)
+def test_the_options_of_a_long_list_stand_in_groups_by_purpose(verb, capsys):
+    groups = dict[str, list[str]]()
+    for line in run([verb, "--help"], capsys)[1].splitlines():
+        if title := re.fullmatch(r"(\w[\w ]+):", line):
+            groups[title[1]] = options = []
+        elif option := re.match(r"  (--[a-z-]+)", line):
+            options.append(option[1])
+    groups.pop("Arguments")
+    assert list(groups.items()) == list(GROUPED[verb].items())
+
+
 def test_the_version_is_that_of_the_package(capsys):
     assert run(["--version"], capsys) == (0, f"{gossamer.__version__}\n", "")
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from gossamer.cli import compare
 from gossamer.cli.init import EXAMPLES
-from gossamer.cli.run_file_options import Overrides, runs_at_a_time
+from gossamer.cli.run_file_options import Continues, Overrides, runs_at_a_time
 from gossamer.cli.watch import WATCHABLE, Watchable
 from gossamer.record.progress import echo
 
@@ -32,7 +32,7 @@ def command(
     out: Path = Path("runs/demo"),
     seeds: str = "",
     jobs: int | None = None,
-    resume: bool = False,
+    resume: Continues[bool] = False,
     output: Watchable = WATCHABLE,
 ) -> None:
     """Compares GASLoC in random pairs with DiLoCo, and both without momentum: 8 workers, each with a small Llama; two minutes.

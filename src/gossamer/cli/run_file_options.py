@@ -6,10 +6,11 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from cyclopts import Parameter, Token
 
+from gossamer.cli.help_columns import OPTIONS
 from gossamer.errors import ConfigError
 from gossamer.settings.quantities import Unit
 
@@ -31,6 +32,10 @@ Overrides = Annotated[
     tuple[str, ...],
     Parameter(name="--set", metavar="KEY=VALUE", help="override one key, such as rule.lr=0.5; may be repeated"),
 ]
+
+_T = TypeVar("_T")
+Continues = Annotated[_T, Parameter(group=OPTIONS["Continue"])]
+"""An option about a run that is continued."""
 
 
 def quantity(unit: Unit) -> Parameter:
