@@ -341,8 +341,8 @@ def _facts(
             "hours": choice.hours_of(candidate),
             "tokens": choice.tokens_of(candidate),
             "whole_round": choice.whole_round(candidate),
-            "loss": choice.loss(candidate),
-            "above_choice": choice.above_best(candidate),
+            "loss": None if choice.too_far(candidate) else choice.loss(candidate),
+            "above_choice": None if choice.too_far(candidate) else choice.above_best(candidate),
         }
 
     return {
@@ -485,7 +485,8 @@ def _print(made: "RunPlan", cut: "StagePlan | None", priced: "Priced", choice: "
     """Prints how a replica is cut, the candidates, and which is taken."""
     from gossamer.report.table import digits_text
     from gossamer.run.planning.candidates import USUAL
-    from gossamer.run.planning.choice import PLAN_HEADINGS, leading, plan_rows
+    from gossamer.run.planning.choice import NOT_FORETOLD, PLAN_HEADINGS, leading, plan_rows
+    from gossamer.run.planning.expected_loss import FAR
     from gossamer.run.planning.plan import choosable
 
     shown, usual = [*made.candidates, *priced.candidates], [one for one in priced.candidates if one.method == USUAL]
@@ -505,6 +506,10 @@ def _print(made: "RunPlan", cut: "StagePlan | None", priced: "Priced", choice: "
         shown = leading(choice, shown)
     print_table(PLAN_HEADINGS, plan_rows(choice, shown), text=2, bold=shown.index(choice.best), spare=_SPARE)
     print_sentence(_basis(choice))
+    if any(choice.too_far(one) and choice.loss(one) is not None for one in shown):
+        print_sentence(
+            f"{NOT_FORETOLD}: after more than {FAR} times the tokens of the plan, which no measurement reaches"
+        )
     parallel = next((one for one in shown if one.collective and not one.left_out), None)
     if parallel is not None:
         print_sentence(_as_ddp(choice, parallel))
