@@ -112,6 +112,20 @@ def test_one_mistake_does_not_send_to_the_verb_that_names_all(run_file, tmp_path
     assert "gossamer check" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("verb", ["compare", "tune"])
+def test_the_first_of_several_mistakes_in_an_experiment_file_sends_to_the_verb_that_names_all(verb, tmp_path, capsys):
+    file = tmp_path / "several.toml"
+    tune = {"budget_tokens": 1000, "lr": [1e-3]}
+    variants = [{"method": "diloco"}, {"method": "gossip"}]
+    file.write_text(tomli_w.dumps({**document(run__local_steps=-3, rool=1), "variant": variants, "tune": tune}))
+    refused([verb, file, "--out", tmp_path / "out"], capsys, f"; gossamer check {file} names all 2 mistakes")
+    assert main(["check", str(file)]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2
+    file.write_text(tomli_w.dumps({**document(run__local_steps=-3), "variant": variants, "tune": tune}))
+    assert main([verb, str(file), "--out", str(tmp_path / "out")]) == 2
+    assert "gossamer check" not in capsys.readouterr().err
+
+
 def test_empty_data_and_text_that_is_too_short_are_refused(run_file, tmp_path, capsys):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "short.txt").write_text("hello")
