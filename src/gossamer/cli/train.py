@@ -429,6 +429,10 @@ def _meet(
 def _train_one(run: "ResolvedRun", folder: Path, way: _WayIn, *, resume: "Resume", meeting: "Meeting | None") -> None:
     """Trains as one of the workers of the run, or as its server."""
     served, join = way.served, way.join
+    if served.store is not None:
+        from gossamer.run.planning.check import must_fit_its_store
+
+        must_fit_its_store(run, served.store)
     if served.store is not None and run.kind == "server":
         from gossamer.run.served.in_store import train_served_in_store
 
