@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from generators.claims import NOT_RUN
 from generators.sources import RESULTS, ROOT
-from gossamer.report.figures import chart_style, line_style, mean_and_deviation, plain_axes, svg
+from gossamer.report.figures import chart_style, line_styles, mean_and_deviation, plain_axes, svg
 from gossamer.report.results import PointResult, read_results
 from gossamer.report.table import DASH, markdown_lines
 from gossamer.run.config.document import load_document
@@ -132,7 +132,8 @@ def drawn_over_time(ended: Iterable[PointResult]) -> bytes:
     with chart_style():
         canvas = Canvas(figsize=(7.5, 4.2), layout="constrained")
         axes = canvas.subplots()
-        for place, (method, label) in enumerate(_OVER_TIME.items()):
+        styles = line_styles(_OVER_TIME)
+        for method, label in _OVER_TIME.items():
             if method not in runs:
                 continue
             curves = runs[method]
@@ -140,7 +141,7 @@ def drawn_over_time(ended: Iterable[PointResult]) -> bytes:
                 (statistics.fmean(s for s, _ in some) / _MINUTE, statistics.fmean(loss for _, loss in some))
                 for some in zip(*curves, strict=True)
             ]
-            colour, line = line_style(place)
+            colour, line = styles[method]
             axes.plot(*zip(*points, strict=True), color=colour, linestyle=line, linewidth=1.4, label=label)
             axes.plot(*points[-1], marker="o", markersize=5, color=colour)
         axes.set_xscale("log")
