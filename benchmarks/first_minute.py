@@ -53,8 +53,8 @@ def loss(model, batch):
     return (model(batch) - batch.square().mean(1, keepdim=True)).square().mean()
 
 rules = [gossamer.gasloc(), gossamer.diloco(momentum=0.5)]
-found = gossamer.sweep({"rule": rules}, model=model, data=data, loss=loss, workers=4, local_steps=30, rounds=20)
-found.report("sweep.html")
+swept = gossamer.sweep({"rule": rules}, model=model, data=data, loss=loss, workers=4, local_steps=30, rounds=20)
+swept.report("sweep.html")
 """
 
 
