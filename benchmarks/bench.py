@@ -140,9 +140,10 @@ def page() -> str:
     return (
         head
         + "\n".join(rows)
-        + "\n\nWhat the live page costs has [a page of its own](watch.md), and so have [peers](peers.md). SimGrid is no oracle "
-        "of the\nnetwork model here, as it has no wheel for Python 3.11 and did not build: tests compare prices with a fluid "
-        "model that is\nwritten once more, message by message.\n\n" + "\n".join(parts)
+        + "\n\nWhat the live page costs has [a page of its own](watch.md), and so have [peers](peers.md) and [the first minutes "
+        "after a\nclone](first_minute.md). SimGrid is no oracle of the network model here, as it has no wheel for Python 3.11 "
+        "and did not build:\ntests compare prices with a fluid model that is written once more, message by message.\n\n"
+        + "\n".join(parts)
     )
 
 

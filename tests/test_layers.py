@@ -103,6 +103,7 @@ LIGHT = [  # work without torch
     "report.reading.stored",
     "report.metrics",
     "report.table",
+    "report.colours",
     "report.figures",
     "report.page.page",
     "report.reading.tail",

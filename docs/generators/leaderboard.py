@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from generators.claims import NOT_RUN
 from generators.sources import RESULTS, ROOT
-from gossamer.report.figures import INK, chart_style, dashed_style, mean_and_deviation, on_any_ground, plain_axes, svg
+from gossamer.report.figures import INK, chart_style, dashed_styles, mean_and_deviation, on_any_ground, plain_axes, svg
 from gossamer.report.results import PointResult, read_results
 from gossamer.report.table import DASH, markdown_lines
 from gossamer.run.config.document import load_document
@@ -142,7 +142,8 @@ def drawn_over_time(ended: Iterable[PointResult]) -> bytes:
         canvas = Canvas(figsize=(7.5, 4.2), layout="constrained")
         axes = canvas.subplots()
         ends = list[tuple[float, float, str, str]]()
-        for place, (method, (label, codec)) in enumerate(_OVER_TIME.items()):
+        styles = dashed_styles(_OVER_TIME)
+        for method, (label, codec) in _OVER_TIME.items():
             if method not in runs:
                 continue
             curves, share = runs[method], share_of_seconds(method, codec)
@@ -150,7 +151,7 @@ def drawn_over_time(ended: Iterable[PointResult]) -> bytes:
                 (share * statistics.fmean(s for s, _ in some) / _MINUTE, statistics.fmean(loss for _, loss in some))
                 for some in zip(*curves, strict=True)
             ]
-            colour, line = dashed_style(place)
+            colour, line = styles[method]
             axes.plot(*zip(*drawn, strict=True), color=colour, linestyle=line, linewidth=1.4)
             axes.plot(*drawn[-1], marker="o", markersize=5, color=colour)
             ends.append((*drawn[-1], label, colour))

@@ -112,6 +112,20 @@ def test_one_mistake_does_not_send_to_the_verb_that_names_all(run_file, tmp_path
     assert "gossamer check" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("verb", ["compare", "tune"])
+def test_the_first_of_several_mistakes_in_an_experiment_file_sends_to_the_verb_that_names_all(verb, tmp_path, capsys):
+    file = tmp_path / "several.toml"
+    tune = {"budget_tokens": 1000, "lr": [1e-3]}
+    variants = [{"method": "diloco"}, {"method": "gossip"}]
+    file.write_text(tomli_w.dumps({**document(run__local_steps=-3, workers=0), "variant": variants, "tune": tune}))
+    refused([verb, file, "--out", tmp_path / "out"], capsys, f"; gossamer check {file} names all 2 mistakes")
+    assert main(["check", str(file)]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2
+    file.write_text(tomli_w.dumps({**document(run__local_steps=-3), "variant": variants, "tune": tune}))
+    assert main([verb, str(file), "--out", str(tmp_path / "out")]) == 2
+    assert "gossamer check" not in capsys.readouterr().err
+
+
 def test_empty_data_and_text_that_is_too_short_are_refused(run_file, tmp_path, capsys):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "short.txt").write_text("hello")
@@ -436,6 +450,48 @@ def test_every_verb_is_a_module_and_says_what_each_of_its_arguments_and_options_
         assert code == 0 and sentence in " ".join(out.split())
         mute = [line for line in out.splitlines() if re.fullmatch(r"  \S+( \S+)*( +\[required\])?", line)]
         assert not mute and max(map(len, out.splitlines())) <= 80, (verb, mute)
+
+
+GROUPED = {
+    "train": {
+        "Options": ["--set", "--stages", "--shards", "--out", "--local"],
+        "Continue": ["--resume", "--restarts", "--allow-code"],
+        "Several machines": [
+            "--rank",
+            "--of",
+            "--address",
+            "--join",
+            "--server",
+            "--worker",
+            "--key",
+            "--listen",
+            "--store",
+            "--secret",
+        ],
+        "Output": ["--json", "--quiet", "--watch"],
+    },
+    "plan": {
+        "Model and text": ["--model", "--data", "--tokenizer", "--vocab", "--seq-len", "--batch-size"],
+        "Goal": ["--tokens", "--hours", "--loss", "--anchor", "--law"],
+        "Machines": ["--workers", "--step-s", "--peak-flops", "--mfu", "--memory-bytes"],
+        "What is tried": ["--local-steps", "--codec", "--boundary", "--keep-all", "--method", "--all"],
+        "Run file": ["--out", "--adapt", "--weigh-steps"],
+        "Race": ["--race", "--race-folder", "--resume", "--jobs"],
+        "Output": ["--json", "--quiet", "--watch"],
+    },
+}
+
+
+@pytest.mark.parametrize("verb", GROUPED)
+def test_the_options_of_a_long_list_stand_in_groups_by_purpose(verb, capsys):
+    groups = dict[str, list[str]]()
+    for line in run([verb, "--help"], capsys)[1].splitlines():
+        if title := re.fullmatch(r"(\w[\w ]+):", line):
+            groups[title[1]] = options = []
+        elif option := re.match(r"  (--[a-z-]+)", line):
+            options.append(option[1])
+    groups.pop("Arguments")
+    assert list(groups.items()) == list(GROUPED[verb].items())
 
 
 def test_the_version_is_that_of_the_package(capsys):

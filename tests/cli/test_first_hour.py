@@ -123,6 +123,22 @@ def test_the_demo_leaves_its_models_and_no_checkpoints_and_can_be_asked_for_agai
     assert "record.keep_checkpoints is false" in capsys.readouterr().err
 
 
+def test_a_demo_of_another_version_stays_and_the_next_one_takes_another_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["demo", "--resume", *SETS, "--set", "run.steps=2"]
+    assert main(words) == 0 and "other settings" not in capsys.readouterr().err
+    before = Path("runs/demo/report.html").read_bytes()
+    assert main([*words, "--set", "seed=5"]) == 0
+    assert "'runs/demo' holds runs with other settings" in capsys.readouterr().err
+    assert Path("runs/demo/report.html").read_bytes() == before
+    Path("runs/demo-2/diloco/run.toml").write_text("gone = 1\n")
+    assert main([*words, "--set", "seed=5"]) == 0
+    assert "'runs/demo-2' holds" in capsys.readouterr().err and Path("runs/demo-3/report.html").exists()
+    assert main(words) == 0 and "other settings" not in capsys.readouterr().err, "the first is finished"
+
+
 def test_a_run_that_will_keep_no_checkpoints_resumes_until_it_has_ended(tmp_path: Path) -> None:
     from gossamer.run.config.run_file import parse
     from gossamer.run.simulated.simulate import simulate

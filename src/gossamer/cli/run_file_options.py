@@ -6,10 +6,11 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from cyclopts import Parameter, Token
 
+from gossamer.cli.help_columns import OPTIONS
 from gossamer.errors import ConfigError
 from gossamer.settings.quantities import Unit
 
@@ -31,6 +32,10 @@ Overrides = Annotated[
     tuple[str, ...],
     Parameter(name="--set", metavar="KEY=VALUE", help="override one key, such as rule.lr=0.5; may be repeated"),
 ]
+
+_T = TypeVar("_T")
+Continues = Annotated[_T, Parameter(group=OPTIONS["Continue"])]
+"""An option about a run that is continued."""
 
 
 def quantity(unit: Unit) -> Parameter:
@@ -106,8 +111,7 @@ def run_and_folder(
     except ConfigError as first:
         if file is None or (mistakes := len(survey(document).faults)) < 2:
             raise
-        check = f"gossamer check {quote(str(file))}{', with the same --set,' if overrides else ''}"
-        raise type(first)(f"{first}; {check} names all {mistakes} mistakes") from None
+        raise _with_the_others(first, mistakes, file, overrides) from None
     if store and config.kind == "rounds" and not config.run.elastic:
         if "elastic" in document.get("run", {}):
             raise ConfigError(
@@ -154,12 +158,34 @@ def experiment_and_folder(
     from gossamer.run.config.experiment_file import open_experiment
 
     folder = out or Path("runs") / "-".join([file.stem, *([scale] if scale else [])])
+    document = open_experiment(file, changes)
     try:
-        yield open_experiment(file, changes), folder
+        yield document, folder
+    except ConfigError as first:
+        if (mistakes := len(_mistakes(document, scale))) < 2:
+            raise
+        raise _with_the_others(first, mistakes, file, overrides) from None
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
             "stopped; the same command with --resume keeps the finished runs and continues the others"
         ) from None
+
+
+def _mistakes(document: dict[str, Any], scale: str) -> set[str]:
+    """The mistakes in the tables and runs of an experiment file; none where it has no runs, as its only error says then."""
+    from gossamer.run.config.experiment_file import drafts, table_faults
+    from gossamer.run.config.resolve import document_faults
+
+    try:
+        runs = drafts(document, scale=scale)
+    except ConfigError:
+        return set()
+    return {*table_faults(document), *(fault for run in runs for fault in document_faults(run.document))}
+
+
+def _with_the_others(first: ConfigError, mistakes: int, file: Path, overrides: tuple[str, ...]) -> ConfigError:
+    check = f"gossamer check {quote(str(file))}{', with the same --set,' if overrides else ''}"
+    return type(first)(f"{first}; {check} names all {mistakes} mistakes")
 
 
 def check_experiment(configs: "Iterable[RunConfig]") -> list[str]:
