@@ -595,7 +595,9 @@ def test_the_trainer_is_refused_checkpoints_that_callbacks_do_not_see(tmp_path):
     from gossamer.integrations.transformers import TransformersCallback
 
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", enable_jit_checkpoint=True)
-    with pytest.raises(ConfigError, match=r"enable_jit_checkpoint = True saves .* without the outer state, .*; set it to"):
+    with pytest.raises(
+        ConfigError, match=r"enable_jit_checkpoint = True saves .* without the outer state, .*; set it to"
+    ):
         TransformersCallback("diloco").on_train_begin(args, SimpleNamespace(), SimpleNamespace())
 
 
