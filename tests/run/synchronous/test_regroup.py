@@ -225,7 +225,7 @@ def test_the_folder_of_another_run_of_the_run_file_is_refused_by_name_and_change
     assert (tmp_path / "run.toml").exists()
     meet_with(monkeypatch, tmp_path, [], first)  # one that has no record yet, or that of an earlier version
     with pytest.raises(
-        PeerError, match=r"of process 1 on elsewhere is of another run .* of process 0 on elsewhere, proc"
+        PeerError, match=r"of process 1 on elsewhere is of another run than that of process 0 on elsewhere, proc"
     ):
         meet_with(monkeypatch, tmp_path, first, [("other", 0), ("later", 2)])
     assert json.loads((tmp_path / "meetings.json").read_text()) == [{"id": "first", "round": 0}]

@@ -314,7 +314,7 @@ def _must_be_one_run(records: Sequence[_Record], folder: Path) -> None:
     if len(owners) > 1:
         *few, most = sorted(owners.values(), key=len)
         raise PeerError(
-            f"'{folder}' of {' and '.join(', '.join(names) for names in few)} is of another run of this run file than that of "
+            f"'{folder}' of {' and '.join(', '.join(names) for names in few)} is of another run than that of "
             f"{', '.join(most)}; move the folders of the run that shall not continue away, and start again"
         )
 
