@@ -19,6 +19,7 @@ from gossamer import cli
 from gossamer.cli import main
 from gossamer.cli.list import from_code
 from gossamer.errors import installs
+from gossamer.record.lineage import write_branches
 from gossamer.report.page.live import LiveRuns
 from gossamer.report.results import read_results, result_lines
 from gossamer.run.config.run_file import dump
@@ -357,6 +358,9 @@ def test_price_and_report_read_what_was_recorded(tmp_path, capsys):
     assert code == 0 and (tmp_path / "page.html").exists()
     assert f"table: {tmp_path / 'page-table.md'}" in out.replace("\n", "")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["network.toml", "page-table.md", "page.html", "run"]
+    write_branches(tmp_path / "run", [{"round": 1, "digest": "", "changes": {"pipeline.stages": [3, 2]}}])
+    code, out, err = run(["price", tmp_path / "run", tmp_path / "network.toml"], capsys)
+    assert code == 0 and "changed (after round 1: pipeline.stages from 3 to 2), and all rounds are priced with" in err
     refused(["price", tmp_path / "run", tmp_path / "none.toml"], capsys, "none.toml")
     (tmp_path / "eight.toml").write_text(
         "uplink_bps = 1e6\ndownlink_bps = 1e6\nstep_s = 1.0\nsites.a.workers = [0, 1, 2, 3]\n"
