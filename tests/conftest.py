@@ -5,6 +5,7 @@ import gc
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -154,6 +155,9 @@ class _OfExamples:
 def pytest_configure(config: pytest.Config) -> None:
     # Tests take helpers from each other, so no two files share a name.
     sys.path += sorted({str(path.parent) for path in TESTS} - {*sys.path})
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A script starts what stands before & with Ctrl-C ignored, and then all processes of the tests would ignore it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if not hasattr(config, "workerinput"):
         # What this user has run is none of theirs, and theirs is nothing that this user has run.
         os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="gossamer-tests-")

@@ -309,7 +309,10 @@ def test_ctrl_c_for_all_processes_while_they_start_ends_them_without_a_traceback
     )
     time.sleep(after_s)
     os.killpg(started.pid, signal.SIGINT)
-    said, _ = started.communicate(timeout=100)
+    try:
+        said, _ = started.communicate(timeout=100)
+    finally:
+        started.kill()
     # `python -m` ends itself with SIGINT where the interrupt came while text was executed, as dataclasses do on import.
     assert started.returncode in (130, -signal.SIGINT) and "Traceback" not in said, said
 
