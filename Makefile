@@ -6,7 +6,7 @@ PROCESSES ?= 4  # for two cores: tests wait for disks, timeouts and each other, 
 
 export PYTHONDONTWRITEBYTECODE :=  # tests start many processes, each of which would compile the package anew
 
-.PHONY: help demo test types tests parity full bench chaos survival injuries fuzz methods results pictures docs release titan gpu
+.PHONY: help demo test types tests parity full bench chaos survival injuries fuzz methods results pictures docs release titan gpu gpu-runs
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' Makefile | expand -t 10
@@ -41,6 +41,9 @@ ON_GPU := test_gpu.py $(addprefix run/,asynchronous elastic experiments replay s
 gpu:  ## what needs a GPU, and runs of every kind on one, simulated and real, bit for bit; GPU is a Python with a torch for CUDA and what tests need
 	GOSSAMER_TEST_DEVICE=cuda PYTHONPATH=src $(GPU) -m pytest --numprocesses $(PROCESSES) --dist loadfile $(ON_GPU:%=tests/%)
 
+gpu-runs:  ## what is left of five runs at 35M parameters, for nine minutes of a GPU
+	PYTHONPATH=src $(GPU) benchmarks/first_published.py
+
 chaos: .venv/.installed  ## kill, stop and cut off workers of elastic runs; an hour or two, partitions need root; writes docs/results/chaos.md
 	$(BIN)/python benchmarks/chaos.py
 	$(BIN)/pytest tests/transport/test_bucket_protocol.py tests/transport/test_bucket_server.py tests/run/elastic/test_store_runs.py tests/run/served/test_served_in_store.py --full
@@ -60,11 +63,13 @@ TITAN ?= .titan/bin/python
 titan:  ## unmodified torchtitan jobs as sites, in an environment of its own: TITAN is a Python with torch, torchtitan 0.3.0 and triton
 	PYTHONPATH=src $(TITAN) tests/titan/accept.py | tee tests/titan/accepted.txt
 
-methods: .venv/.installed  ## write docs/methods.md, and what gossamer list prints, from the code
+methods: .venv/.installed  ## write docs/methods.md, what gossamer list prints, and the names of run files, from the code
 	PYTHONPATH=docs $(BIN)/python -m generators.methods_table > docs/methods.md
 	mkdir -p build
 	$(BIN)/python -c 'import json; from gossamer.cli.list import from_code; print(json.dumps(from_code(), indent=0, ensure_ascii=False))' > build/list.json
 	mv build/list.json src/gossamer/cli/list.json  # not at once: an error would leave an empty one
+	$(BIN)/python -c 'import json; from gossamer.run.config.spelling import from_code; print(json.dumps(from_code()._asdict(), indent=0, ensure_ascii=False))' > build/names.json
+	mv build/names.json src/gossamer/run/config/names.json
 
 results: .venv/.installed  ## write what is computed (docs/results/utilisation.md, goodput.md), and pages and numbers from committed outcomes
 	$(BIN)/python benchmarks/bench.py --page

@@ -21,6 +21,23 @@ PAGE = ROOT / "docs" / "results" / "benchmarks.md"
 COMMANDS = {
     "simulator": ("simulator.py", "--steps", "24", "--repeats", "5"),
     "own": ("simulator.py", "--steps", "24", "--repeats", "5", "--own"),
+    "own_tiny": (
+        "simulator.py",
+        "--own",
+        "--at-once",
+        "--size",
+        "0.2m",
+        "--layers",
+        "2",
+        "--sequences",
+        "4",
+        "--seq-len",
+        "64",
+        "--steps",
+        "240",
+        "--repeats",
+        "5",
+    ),
     "lanes": ("lanes.py",),
     "batched": (
         "simulator.py",
@@ -42,6 +59,7 @@ COMMANDS = {
     "many_workers": ("many_workers.py",),
     "prices": ("prices.py",),
     "plan": ("prices.py", "--plan", "64"),
+    "means": ("prices.py", "--mean", "1024"),
     "delay": ("delay.py",),
     "start": ("start.py",),
     "update": ("update.py", "--repeats", "5"),
@@ -62,7 +80,6 @@ BETWEEN = {
     "sign, ": "within the scatter of runs; not profiled",
     "one exchange of 1 kB": "Python around the messages, and three threads that hand over",
     "one exchange of 1 MB": "two passes of the checksum, and three threads hand over",
-    "dct_topk, ": "four products with 64 × 64 matrices take most of the time",
     "gasloc: outer step of FSDP2": "four processes on two cores: the shards of a worker wait for the slower of their lanes",
     "seconds of work under a flood": "each stranger costs a thread and the beginning of TLS, in the process that works",
     "outer update of": "without a compiler, an update writes and reads the temporaries of a chunk",
@@ -123,9 +140,10 @@ def page() -> str:
     return (
         head
         + "\n".join(rows)
-        + "\n\nWhat the live page costs has [a page of its own](watch.md), and so have [peers](peers.md). SimGrid is no oracle "
-        "of the\nnetwork model here, as it has no wheel for Python 3.11 and did not build: tests compare prices with a fluid "
-        "model that is\nwritten once more, message by message.\n\n" + "\n".join(parts)
+        + "\n\nWhat the live page costs has [a page of its own](watch.md), and so have [peers](peers.md) and [the first minutes "
+        "after a\nclone](first_minute.md). SimGrid is no oracle of the network model here, as it has no wheel for Python 3.11 "
+        "and did not build:\ntests compare prices with a fluid model that is written once more, message by message.\n\n"
+        + "\n".join(parts)
     )
 
 

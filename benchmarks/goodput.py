@@ -18,6 +18,7 @@ from gossamer.network.estimates.goodput import (
 from gossamer.network.estimates.published import PUBLISHED_LEARNERS, PublishedGoodput, published_goodput
 from gossamer.network.estimates.utilisation import plot_curves
 from gossamer.record.whole_files import atomic_write
+from gossamer.report.figures import on_any_ground
 
 FIGURE = "goodput.svg"
 COLUMNS = [(method, learners) for method, some in PUBLISHED_LEARNERS.items() for learners in some]
@@ -43,6 +44,7 @@ def draw(file: Path) -> None:
     plot_curves(
         curves, file, x_label="chips, each of which fails once a year", y_label="goodput", unit=1.0, marks=marks
     )
+    file.write_bytes(on_any_ground(file.read_bytes()))
 
 
 def title(method: str, learners: int) -> str:

@@ -140,8 +140,12 @@ def planned(network: Path, size: str) -> Planned:
 
 
 def _expectations(choice: Pick, everything: Sequence[Candidate]) -> dict[str, float]:
-    """Nats that a plan expects of each candidate above data parallelism that reads as much as the choice."""
-    return {label_of(one): loss.nats for one in everything if (loss := choice.loss(one)) is not None}
+    """Nats that a plan expects of each candidate above data parallelism that reads as much as the choice.
+
+    Of several with one label, as each kind of machine is alone, the lowest is kept: it is the one that is raced.
+    """
+    known = [(loss.nats, label_of(one)) for one in everything if (loss := choice.loss(one)) is not None]
+    return {label: nats for nats, label in sorted(known, reverse=True)}
 
 
 def cell_of(network: str, size: str, horizon_s: float | None = None) -> Cell:
@@ -386,6 +390,26 @@ def _verdict(lines: Sequence[dict[str, Any]], seeds: Sequence[int]) -> Verdict |
     return Verdict(standing(losses), apart is not None and apart < 0.05, losses)
 
 
+_OF_THE_QUICKEST = {
+    ("two_desks", "one machine alone 1 exact"): 0.07278494921852574,
+    ("three_homes", "one machine alone 1 exact"): 0.0937157145298299,
+    ("campus", "one machine alone 1 exact"): 0.4876743648323414,
+}
+"""Nats that the planner of these races expected of the quickest machine, in place of which it wrote those of the slowest."""
+
+
+def held_out_outcomes(file: Path | None = None) -> list[dict[str, Any]]:
+    """The runs on networks that no rule has seen, where one machine alone has the expectation of the machine that ran."""
+    lines = outcomes(file or HELD_OUT)
+    return [{**one, "expected": _OF_THE_QUICKEST.get((one["network"], one["label"]), one["expected"])} for one in lines]
+
+
+SINCE = (
+    "The planner has changed since these races: data parallelism is priced as DDP runs it, sites may train as single workers, "
+    "and published laws hold the level of losses. In eight of the twelve cells its pick of today was not raced, or not at its "
+    "price; so the page is of the planner of then, and the command above refuses to write it until these have run."
+)
+"""To be removed when they have run."""
 SECTION = "## Networks that no rule has seen"
 """The last of the page."""
 
@@ -485,6 +509,9 @@ def page() -> str:
         rows.append([*row, planned, _gap(one, planned) if planned in one.losses else "not raced"])
     far = sum(one.above(picks[cell]) > MARGIN for cell, one in done.items())
     apart = sum(not one.standing.may_be_best(picks[cell]) for cell, one in done.items())
+    for_planned = [(one, plans[cell].choice) for cell, one in done.items()]
+    not_raced = sum(label not in one.losses for one, label in for_planned)
+    far_for_planned = sum(label in one.losses and one.above(label) > MARGIN for one, label in for_planned)
     off = [
         one.above(label) - gap
         for cell, one in done.items()
@@ -514,6 +541,13 @@ def page() -> str:
             "and expects that one to end higher in the race; it stands beside, where it has run."
         ),
         (
+            "The rule that was registered first judges the pick for the planned model. By it, picks more than "
+            f"{MARGIN:g} nats above the lowest: {far_for_planned}; picks that were not raced: {not_raced}. The planner's rules "
+            "were changed after these races, so they test nothing any more; [networks that no rule has "
+            "seen](#networks-that-no-rule-has-seen) test the planner."
+        ),
+        SINCE,
+        (
             f"Of {len(off)} candidates above the lowest of their cell the distance is off what the plan expects by "
             f"{math.sqrt(statistics.fmean(x * x for x in off)):.3f} nats (root mean square), "
             f"and at most by {max(map(abs, off)):.3f}."
@@ -528,7 +562,7 @@ def page() -> str:
         parts += _at_its_own_size(whole)
     if not_run := [f"{NETWORKS[network]} with {size}" for (network, size), one in found.items() if one is None]:
         parts.append(f"Not run, or not with all seeds: {'; '.join(not_run)}.")
-    return "\n\n".join(parts) + "\n\n" + held_out_section(outcomes(HELD_OUT))
+    return "\n\n".join(parts) + "\n\n" + held_out_section(held_out_outcomes())
 
 
 def _at_its_own_size(lines: Sequence[dict[str, Any]]) -> list[str]:
@@ -620,7 +654,7 @@ def main() -> None:
         if not given.page:
             run_held_out(given.core_hours, given.jobs, texts(given.pods))
         before = PAGE.read_text(encoding="utf-8").partition(SECTION)[0]
-        PAGE.write_text(f"{before.rstrip()}\n\n{held_out_section(outcomes(HELD_OUT))}", encoding="utf-8")
+        PAGE.write_text(f"{before.rstrip()}\n\n{held_out_section(held_out_outcomes())}", encoding="utf-8")
         return
     if not given.page:
         run(given.core_hours, given.own_size, given.jobs)

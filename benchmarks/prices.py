@@ -2,9 +2,11 @@
 
     python benchmarks/prices.py [--workers 100000] [--rounds 1000] [--peers 1 2]
     python benchmarks/prices.py --plan 64
+    python benchmarks/prices.py --mean 1024
 
 Processor seconds of one process, and its peak memory. Every worker has an uplink of its own speed, so no two rounds are alike.
-With `--plan` it is a whole `gossamer plan` for so many workers, whose downlinks, latencies and steps differ as well.
+With `--plan` it is a whole `gossamer plan` for so many workers, whose downlinks, latencies and steps differ as well. With
+`--mean` so many workers take a mean in every round, as DiLoCo does: the trace of a run is read from its folder, and priced.
 """
 
 import argparse
@@ -19,7 +21,7 @@ import numpy as np
 
 from gossamer.network.links import Network
 from gossamer.network.pricing import price
-from gossamer.record.logs.trace import from_targets
+from gossamer.record.logs.trace import Entry, Operation, from_targets, line_of, read_trace, share_in_mean
 from gossamer.topologies.sequences import random_matchings
 
 
@@ -52,6 +54,31 @@ def planned_s(n: int) -> float:
     return time.process_time() - began
 
 
+def print_price_of_means(n: int, rounds: int) -> None:
+    """Prints processor seconds and memory for the price of a recorded run of DiLoCo with 139,584 parameters."""
+    sizes = [4 * (139_584 * (i + 1) // n - 139_584 * i // n) for i in range(n)]
+    lines = [
+        line_of(Entry(0, i, 30, 1.0, (Operation("mean", 0, (), (), 0, share_in_mean(range(n), i, sizes, sizes)),)))
+        for i in range(n)
+    ]
+    one_round = "".join(lines)
+    network = Network(uplink_bps=1e8, downlink_bps=1e9, latency_s=0.05, step_s=0.5)
+    with tempfile.TemporaryDirectory() as folder:
+        with (Path(folder) / "trace.jsonl").open("w") as file:
+            for number in range(rounds):
+                file.write(one_round.replace('{"round":0,', f'{{"round":{number},'))
+        began = time.process_time()
+        trace = read_trace(Path(folder))
+        read = time.process_time()
+        total_s = price(trace, network).total_s
+        done = time.process_time()
+    gigabytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9
+    print(f"read in {read - began:.1f} s, priced in {done - read:.1f} s; priced seconds of the run: {total_s:.4g}")
+    what = f"a mean of {n:,} workers, {rounds:,} rounds"
+    print(f"{what}, s = {done - began:.1f}   (aim at most 30)")
+    print(f"{what}, GB = {gigabytes:.2f}   (aim at most 1)")
+
+
 def main() -> None:
     """Prints the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -59,7 +86,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--peers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--plan", type=int, metavar="N", help="workers of a plan, which is timed alone")
+    parser.add_argument("--mean", type=int, metavar="N", help="workers of a mean, which is timed alone")
     args = parser.parse_args()
+    if args.mean:
+        print_price_of_means(args.mean, args.rounds)
+        return
     if args.plan:
         print(f"a plan for {args.plan} unlike workers, s = {planned_s(args.plan):.1f}   (aim at most 10)")
         return

@@ -1,13 +1,14 @@
 """The simulator against a bare loop over the same models, in tokens per second and peak memory.
 
     python benchmarks/simulator.py [--size 1m] [--workers 8] [--steps 30]
-    python benchmarks/simulator.py --own
+    python benchmarks/simulator.py --own [--at-once]
     python benchmarks/simulator.py --size 0.2m --layers 2 --sequences 4 --seq-len 64 --batched 8 [--optimizer spectral_muon]
 
 The bare loop trains the same n models one after the other on one thread, with the same batches, optimizer and clipping, and
 never exchanges. Ratio = simulator / (cores x bare loop). Each side runs in its own process, the two alternate, and the ratio is
 that of the medians; memory is the peak of the process minus its memory after imports. With `--own` the simulator is given model,
-data and loss as functions of a user's, which are called by one thread at a time. With `--batched` a third side trains so
+data and loss as functions of a user's. With `--at-once` as many bare loops as cores run beside each other, and the ratio is to
+their sum: so other work on the machine slows both sides. With `--batched` a third side trains so
 many replicas as one computation (`run.batched`), and a fourth compiles it too, with products in bf16 (`inner.compile`,
 `inner.autocast`), which runs once before, so that all is compiled.
 """
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,6 +65,7 @@ def simulated(config: "RunConfig", own: bool) -> float:
     """Tokens per second of the rounds of a simulation, without its setup and its end."""
     from gossamer.data.corpus import open_corpus
     from gossamer.models.llama import build_model, loss
+    from gossamer.models.sizes import ModelConfig
     from gossamer.run.simulated.simulate import simulate
 
     with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +78,8 @@ def simulated(config: "RunConfig", own: bool) -> float:
             "validation": lambda k: corpus.batch(0, k),
             "loss": lambda model, batch: loss(model, batch),
         }
-        return simulate(config, Path(folder) / "run", **functions).tokens_per_s
+        plain = replace(config, model=ModelConfig())  # the function has the model
+        return simulate(plain, Path(folder) / "run", **functions).tokens_per_s
 
 
 def bare(config: "RunConfig") -> float:
@@ -117,6 +121,7 @@ def main() -> None:
     parser.add_argument("--batched", type=int, default=1)
     parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--own", action="store_true", help="model, data and loss as functions of a user's")
+    parser.add_argument("--at-once", action="store_true", help="a bare loop on each core")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--side", choices=["simulated", "batched", "compiled", "bare"], help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -135,19 +140,26 @@ def main() -> None:
     found: dict[str, list[tuple[float, int]]] = {"simulated": [], "bare": []}
     if args.batched > 1:
         found |= {"batched": [], "compiled": []}
+    cores = len(os.sched_getaffinity(0))
     for _ in range(args.repeats):
         for side, results in found.items():
-            words = [sys.executable, __file__, *sys.argv[1:], "--side", side]
-            run = subprocess.run(
-                words, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            words, env = (
+                [sys.executable, __file__, *sys.argv[1:], "--side", side],
+                {**os.environ, "OMP_NUM_THREADS": "1"},
             )
-            results.append(tuple(json.loads(run.stdout.splitlines()[-1])))
-    cores = len(os.sched_getaffinity(0))
+            loops = cores if args.at_once and side == "bare" else 1
+            runs = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env) for _ in range(loops)]
+            rates, peaks = zip(*(json.loads(run.communicate()[0].splitlines()[-1]) for run in runs), strict=True)
+            results.append((statistics.fmean(rates), max(peaks)))
     rate = {side: statistics.median(r for r, _ in results) for side, results in found.items()}
     memory = {side: statistics.median(m for _, m in results) for side, results in found.items()}
     print(f"bare loop, one thread   {rate['bare']:>9,.0f} tok/s  {memory['bare'] / 1e6:>7.0f} MB")
     print(f"simulator, {cores} cores      {rate['simulated']:>9,.0f} tok/s  {memory['simulated'] / 1e6:>7.0f} MB")
     what, aim = ("simulator of own functions", 0.85) if args.own else ("simulator", 0.95)
+    if args.at_once:
+        ratio = rate["simulated"] / rate["bare"] / cores
+        print(f"{what}, {args.sequences * args.seq_len} tokens a step / {cores} loops at once = {ratio:.2f}")
+        return
     print(f"{what} / (cores x loop) = {rate['simulated'] / rate['bare'] / cores:.2f}   (aim {aim})")
     print(f"memory / loop              = {memory['simulated'] / memory['bare']:.2f}   (aim at most 2)")
     if args.batched > 1:

@@ -34,6 +34,7 @@ gossamer.simulate(model=lambda: torch.nn.Linear(2, 1), data=lambda w, s: torch.o
     method="gasloc", workers=8, local_steps=2, rounds=1)
 """
 )
+MISTAKES = {"none.toml", "misspelt.toml", "run.stps=3", "7B"}
 RUN = 'workers = 2\n[run]\nsteps = 1\nlocal_steps = 1\neval_every = 0\n[model]\nsize = "0.2m"\n'
 
 
@@ -45,6 +46,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "run.toml").write_text(RUN)
+        (folder / "misspelt.toml").write_text(f'method = "diloco"\nwrkers = 2\n{RUN}')
+        (folder / "network.toml").write_text("uplink_bps = 1e8\ndownlink_bps = 1e8\nstep_s = 1.0\n")
 
         def seconds(*words: str) -> float:
             """Of a processor, the median."""
@@ -53,7 +56,7 @@ def main() -> None:
                 before = resource.getrusage(resource.RUSAGE_CHILDREN)
                 out = ["--out", str(folder / f"run{number}")] if "train" in words else []
                 done = subprocess.run([sys.executable, *words, *out], cwd=folder, capture_output=True)
-                assert done.returncode == (2 if "none.toml" in words else 0), done.stderr
+                assert done.returncode == (2 if {*words} & MISTAKES else 0), done.stderr
                 after = resource.getrusage(resource.RUSAGE_CHILDREN)
                 times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
             return statistics.median(times)
@@ -65,6 +68,13 @@ def main() -> None:
         print(
             f"a run file that is missing, s = {seconds('-m', 'gossamer', 'train', 'none.toml'):.2f}   (aim at most 0.5)"
         )
+        refused = {
+            "a run file with an unknown key": ["train", "misspelt.toml"],
+            "--set with an unknown key": ["simulate", "run.toml", "--set", "run.stps=3"],
+            "a plan of an unknown size": ["plan", "network.toml", "--workers", "2", "--model", "7B"],
+        }
+        for mistake, words in refused.items():
+            print(f"{mistake}, s = {seconds('-m', 'gossamer', *words):.2f}   (aim at most 0.5)")
         print(f"gossamer check, s = {seconds('-m', 'gossamer', 'check', 'run.toml'):.2f}   (aim at most 2)")
         print(f"to the first step of an optimizer of torch's, s = {seconds('-c', OWN):.2f}   (aim at most 1.7)")
         first_s = seconds("-c", FIRST_STEP)

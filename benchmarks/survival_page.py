@@ -10,6 +10,7 @@ from typing import Any
 from survival_model import Failure, Setting, counted, draw_failures, elastic_run, restarting_run
 
 from gossamer.network.estimates.utilisation import plot_curves
+from gossamer.report.figures import on_any_ground
 from gossamer.topologies import make_topology
 
 Line = Mapping[str, Any]
@@ -128,6 +129,7 @@ def draw(lines: Sequence[Line], file: Path, *, draws: int) -> None:
     plot_curves(
         curves, file, x_label="rounds between two failures of a machine", y_label="goodput", unit=1.0, marks=marks
     )
+    file.write_bytes(on_any_ground(file.read_bytes()))
 
 
 def page(lines: Sequence[Line], *, draws: int, note: str = "") -> str:

@@ -14,6 +14,7 @@ from gossamer.network.estimates.straggler import STRAGGLER_METHODS, matched_loca
 from gossamer.network.estimates.utilisation import PUBLISHED_METHODS, TARGETS, bandwidth_table, plot_curves, setting_of
 from gossamer.network.estimates.wall_clock import wall_clock_table
 from gossamer.record.whole_files import atomic_write
+from gossamer.report.figures import on_any_ground
 
 PUBLISHED_STEPS = {(1, 0.1): 15, (2, 0.1): 1}
 """Local steps (out of 30) of a straggler, by number of peers and share of the bandwidth: arXiv 2606.11081, figures 2 and 3."""
@@ -27,6 +28,7 @@ def main() -> None:
     rows = straggler_table()
     curves = {name: [(row.bandwidth_bps, row.mean) for row in rows if row.method == name] for name in STRAGGLER_METHODS}
     plot_curves(curves, out / FIGURE)
+    (out / FIGURE).write_bytes(on_any_ground((out / FIGURE).read_bytes()))
     atomic_write(out / "utilisation.md", page().encode())
     print(f"{out / 'utilisation.md'}, {out / FIGURE}")
 

@@ -85,6 +85,7 @@ LIGHT = [  # work without torch
     "run.planning.expected_loss",
     "run.planning.choice",
     "run.config.document",
+    "run.config.spelling",
     "network.fluid",
     "network.pacing",
     "network.timeline",
@@ -102,6 +103,7 @@ LIGHT = [  # work without torch
     "report.reading.stored",
     "report.metrics",
     "report.table",
+    "report.colours",
     "report.figures",
     "report.page.page",
     "report.reading.tail",
@@ -298,6 +300,17 @@ ANSWERED_AT_ONCE = {  # each with its exit code
     "simulate none.toml": 2,
     "simulate --resume none": 2,
     "simulate bad.toml --set workers": 2,
+    "simulate misspelt.toml": 2,
+    "simulate good.toml --set run.stps=3": 2,
+    "simulate good.toml --set rule.name=gaslocc": 2,
+    "simulate good.toml --set rule.name=gasloc --set rule.lrr=1": 2,
+    "simulate good.toml --set method=dilco": 2,
+    "train misspelt.toml --local 2": 2,
+    "compare good.toml --set optimizer=adamw": 2,
+    "tune misspelt.toml": 2,
+    "plan network.toml --workers 2 --model 7B": 2,
+    "plan network.toml --workers 2 --method gaslocc": 2,
+    "plan network.toml --workers 2 --codec int9": 2,
     "train none.toml --local 2": 2,
     "train bad.toml": 2,
     "compare none.toml": 2,
@@ -312,8 +325,11 @@ ANSWERED_AT_ONCE = {  # each with its exit code
 }
 
 
-def test_tables_and_refusals_of_what_is_missing_do_not_wait_for_torch(tmp_path: Path) -> None:
+def test_tables_and_refusals_of_what_is_missing_or_misspelt_do_not_wait_for_torch(tmp_path: Path) -> None:
     (tmp_path / "bad.toml").write_text("workers = = 3")
+    (tmp_path / "misspelt.toml").write_text('method = "diloco"\nwrkers = 3')
+    (tmp_path / "good.toml").write_text("workers = 3")
+    (tmp_path / "network.toml").write_text("uplink_bps = 1e8\ndownlink_bps = 1e8\nstep_s = 1.0\n")
     program = "import sys\nfrom gossamer.cli import main\n"
     program += "for words in sys.argv[1:]:\n    code = main(words.split())\n"
     program += "    assert 'torch' not in sys.modules, words\n    print('code', code)"

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gossamer.report.figures import chart_style, line_style, plain_axes, svg
+from gossamer.report.figures import chart_style, line_styles, plain_axes, svg
 from gossamer.report.results import PointResult
 from gossamer.report.table import DASH, markdown_lines
 from gossamer.run.config.experiment_file import Point, place_in_experiment
@@ -124,13 +124,12 @@ def drawn_branches(found: Sequence[Branch], target: str) -> bytes:
     with chart_style():
         canvas = Canvas(figsize=(1.0 + 5.0 * len(networks), 4.0), layout="constrained")
         for axes, network in zip(canvas.subplots(1, len(networks), squeeze=False)[0], networks, strict=True):
-            for place, method in enumerate(methods):
+            for method, (colour, line) in line_styles(methods).items():
                 lengths: dict[float, list[float]] = {}
                 for one in found:
                     if (one.method, one.network) == (method, network):
                         lengths.setdefault(one.share, []).append(one.above)
                 shares = sorted(lengths)
-                colour, line = line_style(place)
                 means = [statistics.fmean(lengths[share]) for share in shares]
                 axes.plot(
                     shares, means, color=colour, linestyle=line, marker="o", markersize=4, linewidth=1.6, label=method

@@ -7,6 +7,7 @@ from typing import Any
 import plan_races
 import pytest
 
+from gossamer.record.jsonl import json_line
 from tiny import TEXT
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +32,10 @@ def test_the_registered_pick_gives_the_time_and_alone_runs_and_a_stopped_race_go
     labels = [one.label for one in raced.course.entrants]
     assert {CELL.raced, CELL.planned, raced.choice, raced.second} <= {*labels} and "one machine alone 1 exact" in labels
     assert 5 <= len(labels) <= 9
+    second = plan_races.planned(tmp_path / "two.toml", CELL.size).at_the_scale_of_the_race(raced.course.horizon_s)
+    for one in raced.course.entrants:  # the machine alone is the quicker of the two, not the last one of that label
+        of_raced = second.loss(one.candidate)
+        assert of_raced is not None and raced.expected[one.label] == of_raced.nats
     of_pick = next(one for one in raced.course.entrants if one.label == CELL.raced)
     assert of_pick.seconds == pytest.approx(raced.course.horizon_s) and of_pick.last == of_pick.candidate.local_steps
     assert raced.course.tokens_of(of_pick) == pytest.approx(20 * 139_584, rel=0.01)
@@ -83,6 +88,16 @@ def test_the_registered_pick_gives_the_time_and_alone_runs_and_a_stopped_race_go
     assert f"| {CELL.raced} | +{gap:.4f} ± 0.0000 |" in said and all(f"| {label} |" in said for label in labels)
     counted = re.search(r"are (\d) picks of the planner .* and (\d) of the registered", said)
     assert counted is not None and counted.group(2) == str(int(gap <= 0.02))
+
+
+def test_what_was_written_of_the_slowest_machine_alone_is_read_as_of_the_quickest(tmp_path: Path) -> None:
+    file = tmp_path / "held_out.jsonl"
+    lines = [
+        {"network": "two_desks", "label": label, "expected": 0.2252}
+        for label in ("one machine alone 1 exact", "DiLoCo")
+    ]
+    file.write_text("".join(map(json_line, lines)))
+    assert [round(one["expected"], 4) for one in plan_races.held_out_outcomes(file)] == [0.0728, 0.2252]
 
 
 def test_the_section_of_the_page_says_so_before_anything_has_run() -> None:

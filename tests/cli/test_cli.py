@@ -19,6 +19,7 @@ from gossamer import cli
 from gossamer.cli import main
 from gossamer.cli.list import from_code
 from gossamer.errors import installs
+from gossamer.record.lineage import write_branches
 from gossamer.report.page.live import LiveRuns
 from gossamer.report.results import read_results, result_lines
 from gossamer.run.config.run_file import dump
@@ -92,7 +93,7 @@ WRONG = {
     "a pace that is no number": (["run.pace_s=nan"], ["run.pace_s is nan"]),
     "a negative pace": (["run.pace_s=-1"], ["run.pace_s is -1"]),
     "the first of several mistakes": (
-        ["workers=0", "rool=1"],
+        ["workers=0", "run.local_steps=[]"],
         ["workers is 0", "; gossamer check /", "run.toml, with the same --set, names all 2 mistakes"],
     ),
     "no local steps": (["run.local_steps=[]"], ["run.local_steps is an empty list"]),
@@ -109,6 +110,20 @@ def test_what_cannot_work_is_said_in_one_sentence(settings, parts, run_file, tmp
 
 def test_one_mistake_does_not_send_to_the_verb_that_names_all(run_file, tmp_path, capsys):
     assert main(["simulate", str(run_file), "--out", str(tmp_path / "run"), "--set", "workers=0"]) == 2
+    assert "gossamer check" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["compare", "tune"])
+def test_the_first_of_several_mistakes_in_an_experiment_file_sends_to_the_verb_that_names_all(verb, tmp_path, capsys):
+    file = tmp_path / "several.toml"
+    tune = {"budget_tokens": 1000, "lr": [1e-3]}
+    variants = [{"method": "diloco"}, {"method": "gossip"}]
+    file.write_text(tomli_w.dumps({**document(run__local_steps=-3, workers=0), "variant": variants, "tune": tune}))
+    refused([verb, file, "--out", tmp_path / "out"], capsys, f"; gossamer check {file} names all 2 mistakes")
+    assert main(["check", str(file)]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2
+    file.write_text(tomli_w.dumps({**document(run__local_steps=-3), "variant": variants, "tune": tune}))
+    assert main([verb, str(file), "--out", str(tmp_path / "out")]) == 2
     assert "gossamer check" not in capsys.readouterr().err
 
 
@@ -343,6 +358,9 @@ def test_price_and_report_read_what_was_recorded(tmp_path, capsys):
     assert code == 0 and (tmp_path / "page.html").exists()
     assert f"table: {tmp_path / 'page-table.md'}" in out.replace("\n", "")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["network.toml", "page-table.md", "page.html", "run"]
+    write_branches(tmp_path / "run", [{"round": 1, "digest": "", "changes": {"pipeline.stages": [3, 2]}}])
+    code, out, err = run(["price", tmp_path / "run", tmp_path / "network.toml"], capsys)
+    assert code == 0 and "changed (after round 1: pipeline.stages from 3 to 2), and all rounds are priced with" in err
     refused(["price", tmp_path / "run", tmp_path / "none.toml"], capsys, "none.toml")
     (tmp_path / "eight.toml").write_text(
         "uplink_bps = 1e6\ndownlink_bps = 1e6\nstep_s = 1.0\nsites.a.workers = [0, 1, 2, 3]\n"
@@ -436,6 +454,48 @@ def test_every_verb_is_a_module_and_says_what_each_of_its_arguments_and_options_
         assert code == 0 and sentence in " ".join(out.split())
         mute = [line for line in out.splitlines() if re.fullmatch(r"  \S+( \S+)*( +\[required\])?", line)]
         assert not mute and max(map(len, out.splitlines())) <= 80, (verb, mute)
+
+
+GROUPED = {
+    "train": {
+        "Options": ["--set", "--stages", "--shards", "--out", "--local"],
+        "Continue": ["--resume", "--restarts", "--allow-code"],
+        "Several machines": [
+            "--rank",
+            "--of",
+            "--address",
+            "--join",
+            "--server",
+            "--worker",
+            "--key",
+            "--listen",
+            "--store",
+            "--secret",
+        ],
+        "Output": ["--json", "--quiet", "--watch"],
+    },
+    "plan": {
+        "Model and text": ["--model", "--data", "--tokenizer", "--vocab", "--seq-len", "--batch-size"],
+        "Goal": ["--tokens", "--hours", "--loss", "--anchor", "--law"],
+        "Machines": ["--workers", "--step-s", "--peak-flops", "--mfu", "--memory-bytes"],
+        "What is tried": ["--local-steps", "--codec", "--boundary", "--keep-all", "--method", "--all"],
+        "Run file": ["--out", "--adapt", "--weigh-steps"],
+        "Race": ["--race", "--race-folder", "--resume", "--jobs"],
+        "Output": ["--json", "--quiet", "--watch"],
+    },
+}
+
+
+@pytest.mark.parametrize("verb", GROUPED)
+def test_the_options_of_a_long_list_stand_in_groups_by_purpose(verb, capsys):
+    groups = dict[str, list[str]]()
+    for line in run([verb, "--help"], capsys)[1].splitlines():
+        if title := re.fullmatch(r"(\w[\w ]+):", line):
+            groups[title[1]] = options = []
+        elif option := re.match(r"  (--[a-z-]+)", line):
+            options.append(option[1])
+    groups.pop("Arguments")
+    assert list(groups.items()) == list(GROUPED[verb].items())
 
 
 def test_the_version_is_that_of_the_package(capsys):

@@ -99,7 +99,9 @@ def test_the_demo_leaves_its_models_and_no_checkpoints_and_can_be_asked_for_agai
     assert main(words) == 0
     out, err = capsys.readouterr()
     assert "GASLoC 1-Peer" in out and "DiLoCo" in out and "round 2 of 2" in err
-    assert "What it means: " in out and out.endswith(f"{NEXT}\n") and "watch:" not in err, "no terminal, no page"
+    assert "What it means: " in out and out.endswith(NEXT.partition("\n")[2] + "\n") and "watch:" not in err, (
+        "no terminal, no page"
+    )
     runs = [tmp_path / "demo" / name for name in ("gasloc-1-peer", "diloco")]
     assert all((run / "model" / "model.safetensors").exists() for run in runs)
     assert not any((run / "checkpoints").exists() for run in runs)
@@ -119,6 +121,22 @@ def test_the_demo_leaves_its_models_and_no_checkpoints_and_can_be_asked_for_agai
     assert read_metrics(runs[0]) == before
     assert main(["evaluate", str(runs[0])]) == 2
     assert "record.keep_checkpoints is false" in capsys.readouterr().err
+
+
+def test_a_demo_of_another_version_stays_and_the_next_one_takes_another_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["demo", "--resume", *SETS, "--set", "run.steps=2"]
+    assert main(words) == 0 and "other settings" not in capsys.readouterr().err
+    before = Path("runs/demo/report.html").read_bytes()
+    assert main([*words, "--set", "seed=5"]) == 0
+    assert "'runs/demo' holds runs with other settings" in capsys.readouterr().err
+    assert Path("runs/demo/report.html").read_bytes() == before
+    Path("runs/demo-2/diloco/run.toml").write_text("gone = 1\n")
+    assert main([*words, "--set", "seed=5"]) == 0
+    assert "'runs/demo-2' holds" in capsys.readouterr().err and Path("runs/demo-3/report.html").exists()
+    assert main(words) == 0 and "other settings" not in capsys.readouterr().err, "the first is finished"
 
 
 def test_a_run_that_will_keep_no_checkpoints_resumes_until_it_has_ended(tmp_path: Path) -> None:

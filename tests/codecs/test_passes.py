@@ -90,7 +90,8 @@ def test_passes_compiled_for_another_processor_have_the_same_bits(
         pytest.skip("this processor has no AVX2")
     compile_to(tmp_path / "other.so", compiler, *flags)
     monkeypatch.setattr(passes, "LONG", 0)
-    rows = [VARIANTS[name] for name in ("int8", "int4", "fp4", "sign", "topk", "topk odd")]
+    names = ("int8", "int4", "fp4", "sign", "topk", "topk odd", "int8 stochastic", "int4 stochastic", "fp4 stochastic")
+    rows = [VARIANTS[name] for name in names]
     native = [bits(codec, x) for codec in rows for x in hard()]
     monkeypatch.setattr(passes, "_compiled", lambda: Passes(tmp_path / "other.so"))
     monkeypatch.setattr(passes._compiled, "cache_clear", lambda: None, raising=False)  # pyright: ignore[reportPrivateUsage]

@@ -548,6 +548,16 @@ def test_an_outer_state_that_was_written_in_part_is_called_so_and_not_absent(inj
         load_outer(tmp_path / "outer", {})
 
 
+def test_a_checkpoint_has_the_outer_state_of_the_last_training_in_its_folder(tmp_path):
+    for local_steps in (1, 3):  # of which the first is after more rounds
+        outer = Outer(net(), "diloco", local_steps=local_steps)
+        for _ in range(6):
+            outer.step()
+        save_outer(outer, tmp_path / "outer", {})
+    outer.load_state_dict(load_outer(tmp_path / "outer", {}))
+    assert outer.rounds == 2
+
+
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_workers_see_other_samples(found, name):
     one, two = ({tuple(row.tolist()) for batch in each[name]["batches"] for row in batch} for each in found)
@@ -577,6 +587,18 @@ def test_the_trainer_is_refused_a_changing_batch_size_and_a_checkpoint_without_a
         changing, without = each["refused"]
         assert "auto_find_batch_size" in changing and "set it to False" in changing
         assert f"checkpoint-8/outer' has no outer state of worker {worker} of 2" in without
+
+
+def test_the_trainer_is_refused_checkpoints_that_callbacks_do_not_see(tmp_path):
+    from transformers import TrainingArguments
+
+    from gossamer.integrations.transformers import TransformersCallback
+
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", enable_jit_checkpoint=True)
+    with pytest.raises(
+        ConfigError, match=r"enable_jit_checkpoint = True saves .* without the outer state, .*; set it to"
+    ):
+        TransformersCallback("diloco").on_train_begin(args, SimpleNamespace(), SimpleNamespace())
 
 
 def test_accelerate_resumes_within_an_epoch_with_the_samples_of_the_uninterrupted_run(tmp_path, monkeypatch):

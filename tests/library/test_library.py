@@ -156,6 +156,22 @@ def test_saved_and_loaded_after_any_step_it_continues_to_the_same_bits(rule, sch
     assert torch.equal(flat(whole), flat(again))
 
 
+@pytest.mark.parametrize(("rule", "schedule"), RESUMED.values(), ids=RESUMED.keys())
+def test_a_state_that_is_saved_after_close_has_the_exchanges_in_flight_too(rule, schedule):
+    model = net()
+    loop = gossamer.Outer(model, rule(), local_steps=6, schedule=schedule)
+    train(model, loop, 8)
+    before = loop.state_dict()["under_way"]
+    loop.close()
+    after = loop.state_dict()["under_way"]
+    assert [(one["round"], one["fragment"]) for one in after] == [(one["round"], one["fragment"]) for one in before]
+    for one, other in zip(after, before, strict=True):
+        assert all(map(torch.equal, one["sent"], other["sent"]))
+    if before:
+        with pytest.raises(ConfigError, match="with exchanges of round 1 in flight"):
+            loop.shared_state_dict()
+
+
 def test_local_steps_and_numbers_of_a_rule_change_in_a_loop_of_ones_own_and_go_on_from_a_saved_state():
     def loop():
         model = net()

@@ -200,14 +200,20 @@ def test_two_entries_of_one_worker_and_round_are_refused() -> None:
 @pytest.mark.parametrize("absent", [0, 1, 3])
 def test_a_worker_without_any_entry_is_refused(absent: int) -> None:
     entries = swap(0, [(0, 1), (2, 3)])
-    with pytest.raises(DataError, match=f"worker {absent} has no entry"):
+    with pytest.raises(DataError, match=f"the trace names . workers and has entries of ., none of worker {absent}"):
         from_entries([entry for entry in entries if entry.worker != absent])
+
+
+def test_a_folder_with_the_trace_of_one_machine_is_named(tmp_path: Path) -> None:
+    (tmp_path / "trace-000.jsonl").write_text(line_of(swap(0, [(0, 1)])[0]))
+    with pytest.raises(DataError, match=r"the trace in '.*' names 2 workers and has entries of 1, none of worker 1"):
+        read_trace(tmp_path)
 
 
 def test_a_line_with_a_huge_round_or_worker_does_not_claim_memory() -> None:
     with pytest.raises(DataError, match="cells"):
         from_entries([Entry(2**31 - 1, 0, 1, 0.0, ())])
-    with pytest.raises(DataError, match="no entry"):
+    with pytest.raises(DataError, match="none of worker 0"):
         from_entries([Entry(0, 2**31 - 1, 1, 0.0, ())])
 
 
@@ -269,5 +275,5 @@ def test_shares_that_contradict_each_other_are_refused(change: dict[str, object]
     entries = mean_of([0, 1, 4, 5], [10, 10, 10, 12], [7, 7, 7, 9], as_shares=True)
     first, second = entries[1].operations
     entries[1] = entries[1]._replace(operations=(first._replace(share=first.share._replace(**change)), second))  # pyright: ignore
-    with pytest.raises(DataError, match=r"differ about the members or the bytes of a mean|worker 9 has no entry"):
+    with pytest.raises(DataError, match=r"differ about the members or the bytes of a mean|none of worker 9"):
         from_entries(entries)

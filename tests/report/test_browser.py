@@ -186,7 +186,7 @@ def test_a_method_has_its_colour_whatever_else_is_on_the_page_and_so_have_its_se
     found = {label: (stroke, dash or "") for label, stroke, dash in page.locator(curves).evaluate_all(strokes)}
     assert [found[label] for label in labels] == [
         ("var(--c1)", ""),
-        ("var(--c3)", ""),
+        ("var(--c5)", ""),
         ("var(--c0)", ""),
         ("var(--c0)", "7 3"),
     ]

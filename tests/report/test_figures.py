@@ -3,12 +3,16 @@
 import itertools
 import json
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gossamer.errors import ConfigError
-from gossamer.report.figures import Figure, draw_figure, figure_table
+from gossamer.report import page
+from gossamer.report.colours import COLOURS, places_of
+from gossamer.report.figures import Figure, draw_figure, figure_table, line_styles
 from gossamer.report.reach import reach
 from gossamer.report.results import PointResult, result_lines
 
@@ -189,3 +193,15 @@ def test_the_lines_hold_all_that_the_figure_is_made_of():
 def test_a_figure_without_one_subject_is_refused(options: dict[str, Any]):
     with pytest.raises(ConfigError, match=r"needs one of the two|without an x|figure.target is ''"):
         Figure(**options)
+
+
+def test_pages_and_figures_have_the_same_colours_and_no_two_methods_share_one_line() -> None:
+    files = Path(page.__file__).parent / "files"
+    first = re.findall(r"--c\d: (#\w{6});", (files / "page.css").read_text(encoding="utf-8"))[: len(COLOURS)]
+    assert tuple(first) == COLOURS
+    script = (files / "marks.js").read_text(encoding="utf-8")
+    assert f"G.COLOURS = {len(COLOURS)};" in script
+    many = ["DiLoCo", "diloco", *(f"DiLoCo, H = {h}" for h in range(9)), *(f"x{k}" for k in range(9))]
+    assert len({*places_of(many).values()}) == len(many)
+    alone, among = line_styles(["GASLoC 2-Peer"]), line_styles(["NoLoCo", "lr=3", "GASLoC 1-Peer", "GASLoC 2-Peer"])
+    assert alone["GASLoC 2-Peer"] == among["GASLoC 2-Peer"]

@@ -66,6 +66,21 @@ def test_a_run_that_grows_gives_the_same_figures_as_one_that_is_read_at_its_end(
     assert shown["tokens_per_s"] == {"": pytest.approx(256 / 7)}
 
 
+def test_outcomes_of_workers_elsewhere_change_no_mean_over_those_with_training_here(tmp_path: Path) -> None:
+    folder, before = tmp_path / "a", dict[str, Any]()
+    with RunFolder(folder, RUN_TOML, worker=0) as run:
+        for r in range(4):
+            write_round(run, r, workers=1)
+        before = view(followed(folder))
+    with OutcomeWriter(folder, 1) as other:  # as a worker in a store writes those of all, at the end
+        for r in range(4):
+            other.write(RoundOutcome(r, None, frozenset(), frozenset(), 9 * (r + 1)))
+    after = view(followed(folder))
+    assert after["rounds_of"] == [4, 4] and before["rounds_of"] == [4, 0]
+    assert after["sent_bytes"] == before["sent_bytes"] == 4000 and after["evals"] == before["evals"]
+    assert after["tokens_per_s"] == before["tokens_per_s"]
+
+
 def test_what_the_workers_validated_stays_when_the_mean_model_is_scored_afterwards(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "a", RUN_TOML) as run:
         for r in range(4):

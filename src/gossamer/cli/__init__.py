@@ -32,7 +32,7 @@ from cyclopts import (
     convert,
 )
 
-from gossamer.cli.help_columns import HelpColumns
+from gossamer.cli.help_columns import OPTIONS, HelpColumns
 from gossamer.errors import GossamerError, UserCodeError, choose
 from gossamer.record.progress import echo, printable
 from gossamer.stop_signals import ignore_stop_signals, interrupted, without_lost_terminal
@@ -95,6 +95,7 @@ app = App(
     version=__version__,
     help_format="plaintext",
     help_formatter=HelpColumns(),
+    group_parameters=OPTIONS["Options"],
     default_parameter=Parameter(negative=(), show_default=False, converter=_convert),
     result_action="return_value",
     exit_on_error=False,

@@ -158,12 +158,13 @@ def _experts(experts: "HeldExperts") -> str:
 
 def _seconds(network: Any) -> str:
     from gossamer.network.timeline import format_utilisation
-    from gossamer.report.table import digits_text
+    from gossamer.report.table import spread_text
 
     if network.round_s is None:
         return network.note
     note = f" ({network.note})" if network.note else ""
-    return f"{digits_text(network.round_s)} s per round, {format_utilisation(network.utilisation, network.between_stages)}{note}"
+    seconds = spread_text(network.round_s, network.spread_s)
+    return f"{seconds} s per round, {format_utilisation(network.utilisation, network.between_stages)}{note}"
 
 
 def _plain(examined: "Examined") -> dict[str, Any]:

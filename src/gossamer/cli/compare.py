@@ -14,6 +14,7 @@ from cyclopts import Parameter
 from gossamer.cli.report import print_runs
 from gossamer.cli.run_file_options import (
     ALL_SAVE,
+    Continues,
     ExperimentFile,
     Overrides,
     check_experiment,
@@ -40,9 +41,9 @@ log = logging.getLogger("gossamer")
 class Earlier:
     """Which runs are not trained again."""
 
-    resume: bool = False
+    resume: Continues[bool] = False
     """keep the finished runs, continue those that were stopped, and train the others"""
-    reuse: Path | None = None
+    reuse: Continues[Path | None] = None
     """copy runs of the same settings and seeds from this folder of a gossamer tune or compare, and train the others"""
 
 

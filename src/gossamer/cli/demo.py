@@ -1,5 +1,6 @@
 """`gossamer demo`: the comparison to begin with."""
 
+import itertools
 import math
 import shlex
 import shutil
@@ -12,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from gossamer.cli import compare
 from gossamer.cli.init import EXAMPLES
-from gossamer.cli.run_file_options import Overrides, runs_at_a_time
+from gossamer.cli.run_file_options import Continues, Overrides, runs_at_a_time, whole_numbers
 from gossamer.cli.watch import WATCHABLE, Watchable
-from gossamer.record.progress import echo
+from gossamer.record.progress import echo, say
 
 if TYPE_CHECKING:
     from gossamer.report.results import PointResult
 
+_OUT = Path("runs/demo")
 NEXT = """next, with your own text and network:
   gossamer init configs                                            # run files and networks, with comments
   gossamer simulate configs/gasloc.toml --set data.source=TEXT     # TEXT: a file or a folder of yours
@@ -29,10 +31,10 @@ NEXT = """next, with your own text and network:
 def command(
     *,
     overrides: Overrides = (),
-    out: Path = Path("runs/demo"),
+    out: Path | None = None,
     seeds: str = "",
     jobs: int | None = None,
-    resume: bool = False,
+    resume: Continues[bool] = False,
     output: Watchable = WATCHABLE,
 ) -> None:
     """Compares GASLoC in random pairs with DiLoCo, and both without momentum: 8 workers, each with a small Llama; two minutes.
@@ -41,13 +43,16 @@ def command(
     standard library, so nothing is downloaded. In a terminal it serves the page of --watch, and opens it where a browser is.
 
     Args:
-        out: folder of all runs (default: runs/demo)
+        out: folder of all runs (default: runs/demo; to resume, the first of runs/demo, runs/demo-2 and so on without runs of
+            other settings, as an earlier version may have left)
         seeds: run every variant with each of these seeds, such as 0,1,2
         jobs: runs at a time, each in its own process (default: one for each core)
         resume: keep the finished runs, continue those that were stopped, and train the others
     """
     from gossamer.report.results import read_results
 
+    if out is None:
+        out = _folder(overrides, seeds) if resume else _OUT
     if not output.silent and sys.stderr.isatty():
         output = replace(output, watch=True, opens=True)
     compare.command(
@@ -61,6 +66,25 @@ def command(
     )
     if not output.json:
         echo(f"\n{meaning(read_results(out / 'outcomes.jsonl'))}\n\n{next_steps()}")
+
+
+def _folder(overrides: tuple[str, ...], seeds: str) -> Path:
+    """The folder in which a demo continues: none with runs of other settings, which the file had in another version."""
+    from gossamer.run.bookkeeping.finished import is_of_other_settings
+    from gossamer.run.config.document import parse_overrides
+    from gossamer.run.config.experiment_file import folder_name, open_experiment, points
+    from gossamer.run.config.resolve import settings_of
+
+    document = open_experiment(EXAMPLES / "demo.toml", parse_overrides([*overrides]))
+    runs = points(document, seeds=whole_numbers("--seeds", seeds) if seeds else [])
+    out = _OUT
+    for number in itertools.count(2):
+        if not any(is_of_other_settings(settings_of(run.config), out / folder_name(run.label)) for run in runs):
+            break
+        further = _OUT.with_name(f"{_OUT.name}-{number}")
+        say(f"'{out}' holds runs with other settings than the demo has now; it stays, and '{further}' is taken")
+        out = further
+    return out
 
 
 def next_steps(program: str = sys.argv[0]) -> str:

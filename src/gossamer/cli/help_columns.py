@@ -4,6 +4,7 @@ import io
 import textwrap
 from typing import TYPE_CHECKING, Any
 
+from cyclopts import Group
 from cyclopts.help.formatters.plain import PlainFormatter
 
 from gossamer.record.progress import echo
@@ -12,6 +13,20 @@ if TYPE_CHECKING:
     from cyclopts.help import HelpPanel
     from rich.console import Console, ConsoleOptions, RenderableType
 
+_TITLES = (
+    "Options",
+    "Model and text",
+    "Goal",
+    "Machines",
+    "What is tried",
+    "Run file",
+    "Race",
+    "Continue",
+    "Several machines",
+    "Output",
+)
+OPTIONS = {title: Group(title, sort_key=place) for place, title in enumerate(_TITLES)}
+"""The groups of options by title, in the order in which `--help` lists them; a verb has a few of them."""
 _WIDEST_NAME = 20
 _NARROWEST_TEXT = 30
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from gossamer.cli.help_columns import OPTIONS
 from gossamer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ PORT = 29400
 """Where worker 0 listens unless another port is given."""
 
 
-@Parameter(name="*")
+@Parameter(name="*", group=OPTIONS["Several machines"])
 @dataclass(frozen=True, kw_only=True)
 class Machines:
     """The place of this process among those of all machines."""

@@ -13,17 +13,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from gossamer.cli.help_columns import OPTIONS
 from gossamer.errors import ConfigError
 from gossamer.record.progress import echo, printable
 
 if TYPE_CHECKING:
     from gossamer.report.terminal import Terminal
 
-Json = Annotated[bool, Parameter(name="--json", help="print the result as one JSON object on one line (docs/json.md)")]
+Json = Annotated[
+    bool,
+    Parameter(
+        name="--json", help="print the result as one JSON object on one line (docs/json.md)", group=OPTIONS["Output"]
+    ),
+]
 """The output of a verb that shows no progress."""
 
 
-@Parameter(name="*")
+@Parameter(name="*", group=OPTIONS["Output"])
 @dataclass(frozen=True, kw_only=True)
 class Output:
     """How a verb that takes a while says what it found."""

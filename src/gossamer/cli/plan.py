@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from gossamer.cli.help_columns import OPTIONS
 from gossamer.cli.output import must_be_new_file, print_json, working
 from gossamer.cli.race import NO_RACE, Race, RaceOptions, in_minutes, prepare_race, print_race, race, race_facts
 from gossamer.cli.run_file_options import quantity, whole_numbers
@@ -34,6 +35,9 @@ _SPARE = ("computing", "loss (nats)", "tokens", "codec there, back", "local step
 """Columns of a plan that a narrow terminal leaves out, the first of them first."""
 _MOST_E_FOLDS = math.log(10)
 _YEAR_H = 8766.0
+_MODEL, _GOAL, _MACHINES, _TRIED, _FILE = (
+    Parameter(group=OPTIONS[title]) for title in ("Model and text", "Goal", "Machines", "What is tried", "Run file")
+)
 
 
 @Parameter(name="*")
@@ -41,55 +45,55 @@ _YEAR_H = 8766.0
 class PlanOptions:
     """What is planned for, and what is tried."""
 
-    model: Annotated[str | None, Parameter(metavar="SIZE|FILE")] = None
+    model: Annotated[str | None, Parameter(metavar="SIZE|FILE"), _MODEL] = None
     """size of the model, up to 70b, or the run file that has it (default: the one that was probed, else 134m)"""
-    tokens: Annotated[float | None, quantity(TOKENS)] = None
-    """to train on (default: 20 for each parameter)"""
-    hours: Annotated[float | None, quantity(HOURS)] = None
-    """to train for, in place of --tokens"""
-    loss: float | None = None
-    """to reach, in place of --tokens; needs --anchor or --law"""
-    anchor: Annotated[str | None, Parameter(metavar="LOSS@TOKENS")] = None
-    """what data parallelism reached on your text, such as 3.21@1e9"""
-    law: Path | None = None
-    """file (TOML) with floor, scale and power of loss = floor + scale / tokens^power on your text, and the range of tokens"""
-    data: str | None = None
+    data: Annotated[str | None, _MODEL] = None
     """text of the run file and of a race, as in data.source (default: stdlib)"""
-    tokenizer: str | None = None
+    tokenizer: Annotated[str | None, _MODEL] = None
     """tokenizer of the run file, as in data.tokenizer, whose vocabulary is planned for (default: bytes)"""
-    vocab: int | None = None
+    vocab: Annotated[int | None, _MODEL] = None
     """tokens of the vocabulary (default: as it was probed, else 256, for bytes)"""
-    workers: int | None = None
-    """number of workers, where the network file lists none"""
-    seq_len: int | None = None
+    seq_len: Annotated[int | None, _MODEL] = None
     """tokens of a sequence (default: as it was probed, else 128)"""
-    batch_size: int | None = None
+    batch_size: Annotated[int | None, _MODEL] = None
     """sequences of a worker's inner step (default: as it was probed, else 8)"""
-    step_s: Annotated[float | None, quantity(SECONDS)] = None
+    tokens: Annotated[float | None, quantity(TOKENS), _GOAL] = None
+    """to train on (default: 20 for each parameter)"""
+    hours: Annotated[float | None, quantity(HOURS), _GOAL] = None
+    """to train for, in place of --tokens"""
+    loss: Annotated[float | None, _GOAL] = None
+    """to reach, in place of --tokens; needs --anchor or --law"""
+    anchor: Annotated[str | None, Parameter(metavar="LOSS@TOKENS"), _GOAL] = None
+    """what data parallelism reached on your text, such as 3.21@1e9"""
+    law: Annotated[Path | None, _GOAL] = None
+    """file (TOML) with floor, scale and power of loss = floor + scale / tokens^power on your text, and the range of tokens"""
+    workers: Annotated[int | None, _MACHINES] = None
+    """number of workers, where the network file lists none"""
+    step_s: Annotated[float | None, quantity(SECONDS), _MACHINES] = None
     """seconds of an inner step, where the network file gives none, or that of another model"""
-    peak_flops: Annotated[float | None, quantity(FLOPS)] = None
+    peak_flops: Annotated[float | None, quantity(FLOPS), _MACHINES] = None
     """FLOP/s of a worker, from which the step time follows"""
-    mfu: float = 0.4
+    mfu: Annotated[float, _MACHINES] = 0.4
     """share of peak FLOP/s that is reached (default: 0.4)"""
-    local_steps: Annotated[str, Parameter(metavar="15,30")] = "5,15,30,60,120,240,480"
-    """local steps to try"""
-    codec: Annotated[tuple[str, ...], Parameter(metavar="NAME")] = ()
-    """codec to try besides exact; may be repeated (default: bf16, int8 and fp4)"""
-    keep_all: bool = False
-    """leave no slow worker out"""
-    all: bool = False
-    """show every candidate and all other methods, not the best of each family only"""
-    method: Annotated[str | None, Parameter(metavar="NAME")] = None
-    """take this method; without, data parallelism, DiLoCo, streaming DiLoCo or GASLoC is taken"""
-    memory_bytes: Annotated[float | None, quantity(BYTES)] = None
+    memory_bytes: Annotated[float | None, quantity(BYTES), _MACHINES] = None
     """memory of a process, without activations: a model that takes more is cut into stages"""
-    boundary: Annotated[tuple[str, ...], Parameter(metavar="NAME")] = ()
+    local_steps: Annotated[str, Parameter(metavar="15,30"), _TRIED] = "5,15,30,60,120,240,480"
+    """local steps to try"""
+    codec: Annotated[tuple[str, ...], Parameter(metavar="NAME"), _TRIED] = ()
+    """codec to try besides exact; may be repeated (default: bf16, int8 and fp4)"""
+    boundary: Annotated[tuple[str, ...], Parameter(metavar="NAME"), _TRIED] = ()
     """boundary codec to try between stages; may be repeated (default: dense, cast, intk and tahquant)"""
-    out: Path | None = None
+    keep_all: Annotated[bool, _TRIED] = False
+    """leave no slow worker out"""
+    method: Annotated[str | None, Parameter(metavar="NAME"), _TRIED] = None
+    """take this method; without, data parallelism, DiLoCo, streaming DiLoCo or GASLoC is taken"""
+    all: Annotated[bool, _TRIED] = False
+    """show every candidate and all other methods, not the best of each family only"""
+    out: Annotated[Path | None, _FILE] = None
     """write a run file with the chosen settings"""
-    adapt: bool = False
+    adapt: Annotated[bool, _FILE] = False
     """adapt local steps to measured seconds (run.adapt)"""
-    weigh_steps: bool = False
+    weigh_steps: Annotated[bool, _FILE] = False
     """let all workers count fully (run.weigh_steps)"""
 
 
@@ -160,11 +164,18 @@ def _planned(
 ) -> "tuple[Network, StagePlan | None, RunPlan, Priced, Pick]":
     """The network as it is planned for, how a replica is cut, the plan, the priced methods and the choice."""
     from gossamer.models.sizes import parameter_count
+    from gossamer.run.config.spelling import must_be_named
+
+    links, model, step = _timed_model(links, options, file)
+    if options.method is not None:
+        must_be_named("method", options.method)
+    for name in options.codec:
+        must_be_named("codec", name)
+    # Not before: a wrong name is reported before torch is imported.
     from gossamer.run.planning.candidates import USUAL, choose_among, price_recipes
     from gossamer.run.planning.plan import plan
     from gossamer.run.planning.planned_stages import plan_in_stages
 
-    links, model, step = _timed_model(links, options, file)
     settings = _settings(options, step, parameter_count(model, step["vocab_size"]))
     boundaries, cut = _boundaries(options), None
     if options.memory_bytes is not None:
@@ -337,8 +348,8 @@ def _facts(
             "hours": choice.hours_of(candidate),
             "tokens": choice.tokens_of(candidate),
             "whole_round": choice.whole_round(candidate),
-            "loss": choice.loss(candidate),
-            "above_choice": choice.above_best(candidate),
+            "loss": None if choice.too_far(candidate) else choice.loss(candidate),
+            "above_choice": None if choice.too_far(candidate) else choice.above_best(candidate),
         }
 
     return {
@@ -392,11 +403,12 @@ def _timed_model(network: "Network", options: PlanOptions, file: Path) -> "tuple
 def _model(named: str) -> "ModelConfig":
     """The model of a size, or of a run file."""
     from gossamer.models.sizes import LARGE, SIZES, ModelConfig
-    from gossamer.run.config.document import load_document
-    from gossamer.run.config.run_file import parse
     from gossamer.settings.user_code import is_code
 
     if named.endswith(".toml"):
+        from gossamer.run.config.document import load_document
+        from gossamer.run.config.run_file import parse
+
         return parse(load_document(Path(named))).model
     if named in LARGE:
         return ModelConfig(size="1b", **LARGE[named]._asdict())
@@ -481,13 +493,23 @@ def _print(made: "RunPlan", cut: "StagePlan | None", priced: "Priced", choice: "
     """Prints how a replica is cut, the candidates, and which is taken."""
     from gossamer.report.table import digits_text
     from gossamer.run.planning.candidates import USUAL
-    from gossamer.run.planning.choice import PLAN_HEADINGS, leading, plan_rows
+    from gossamer.run.planning.choice import NOT_FORETOLD, PLAN_HEADINGS, leading, plan_rows
+    from gossamer.run.planning.expected_loss import FAR
     from gossamer.run.planning.plan import choosable
+    from gossamer.run.planning.teams import places_of
 
     shown, usual = [*made.candidates, *priced.candidates], [one for one in priced.candidates if one.method == USUAL]
     print_sentence(_recommendation(choice, shown, asked=options.method is not None))
     if cut is not None:
+        assert options.memory_bytes is not None
         _print_cut(cut)
+        site = min(map(len, places_of(made.network).values()), default=1)
+        if site > 1 and cut.replica_bytes <= site * options.memory_bytes:
+            print_sentence(
+                f"the {site} workers of a site could hold a replica together in place of stages, each about "
+                f"{cut.replica_bytes / site / 1e9:.4g} GB without activations: gossamer train --shards {site}; "
+                "that is not priced here"
+            )
     elif options.memory_bytes is not None:
         echo(f"a replica fits a process of {options.memory_bytes / 1e9:.4g} GB, without activations")
     print_sentence(_what_is_trained(made, choice, options))
@@ -501,6 +523,10 @@ def _print(made: "RunPlan", cut: "StagePlan | None", priced: "Priced", choice: "
         shown = leading(choice, shown)
     print_table(PLAN_HEADINGS, plan_rows(choice, shown), text=2, bold=shown.index(choice.best), spare=_SPARE)
     print_sentence(_basis(choice))
+    if any(choice.too_far(one) and choice.loss(one) is not None for one in shown):
+        print_sentence(
+            f"{NOT_FORETOLD}: after more than {FAR} times the tokens of the plan, which no measurement reaches"
+        )
     parallel = next((one for one in shown if one.collective and not one.left_out), None)
     if parallel is not None:
         print_sentence(_as_ddp(choice, parallel))
@@ -633,17 +659,22 @@ def _basis(choice: "Pick") -> str:
 
 def _print_choice(made: "RunPlan", choice: "Pick", rivals: "Sequence[Candidate]") -> None:
     """Prints what is taken, and what was near; `rivals` are all candidates that could have been taken."""
-    from gossamer.report.table import digits_text
-    from gossamer.run.planning.choice import doublings_that_help, lower_without_some
+    from gossamer.report.table import digits_text, spread_text
+    from gossamer.run.planning.choice import doublings_that_help, hours_text, lower_without_some
 
     best = choice.best
     left = f"dropping {best.dropped} (slowest): " if best.dropped and best.trained_as == best.method else ""
     steps = f"{best.full_steps:,} local step{'s' if best.full_steps > 1 else ''}"
     sends = f"{digits_text(best.round_bytes / 1e6)} MB and " if best.round_bytes else ""
     print_sentence(
-        f"chosen: {left}{best.method}, {steps}{_codecs(best)}: {sends}{digits_text(best.round_s)} s a round, "
-        f"{digits_text(choice.hours)} h"
+        f"chosen: {left}{best.method}, {steps}{_codecs(best)}: {sends}{spread_text(best.round_s, best.spread_s)} s a round, "
+        f"{hours_text(choice, best)} h"
     )
+    if best.spread_s >= 0.001 * best.round_s:
+        print_sentence(
+            "± of hours and seconds: half of the 95 % interval of their mean over the rounds that were priced, as they depend on "
+            "chance; gossamer check of the run file has its own, of fewer rounds"
+        )
     if not choice.whole_round(best):
         print_sentence(
             f"no method ends a round in that time, and a run has one at least: {digits_text(best.round_s / 3600)} h; give more "

@@ -25,6 +25,7 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *,
     links = read_network(network)
     from gossamer.network.pricing import price
     from gossamer.network.timeline import format_utilisation
+    from gossamer.record.lineage import described, read_branches
     from gossamer.record.logs.events import has_events
     from gossamer.record.logs.trace import read_trace
     from gossamer.run.config.layouts import layout_for
@@ -62,6 +63,12 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *,
     if run.pipeline.stages > 1:
         steps = in_stages(links, run, layout_for(run.model, vocabulary(run.data.tokenizer) or 256))
         links, computing = steps.network, steps.computing
+    if changes := [one for one in read_branches(folder) if any(key.startswith("pipeline.") for key in one["changes"])]:
+        echo(
+            f"gossamer: the stages of '{folder}' changed ({'; '.join(map(described, changes))}), and all rounds are priced with "
+            "the last ones",
+            file=sys.stderr,
+        )
     for sentence in doubts_of(links, f"'{network}'"):
         echo(f"gossamer: {sentence}", file=sys.stderr)
     with working(f"pricing {trace.rounds} rounds of {trace.workers} workers"):

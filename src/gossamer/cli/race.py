@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from cyclopts import Parameter
 
 from gossamer.cli.compare import Earlier, folders_of, trained
+from gossamer.cli.help_columns import OPTIONS
 from gossamer.cli.run_file_options import quantity, runs_at_a_time
 from gossamer.cli.tables import print_table
 from gossamer.cli.watch import Watchable
@@ -32,7 +33,7 @@ _TOGETHER, _START_S, _ROUND_S = 0.7, 1.5, 0.01
 """Step time of one replica of several as a share of a lone one's; seconds of a run before its first step, and of an exchange."""
 
 
-@Parameter(name="*")
+@Parameter(name="*", group=OPTIONS["Race"])
 @dataclass(frozen=True, kw_only=True)
 class RaceOptions:
     """Whether the shortlist of a plan is trained, and how."""

@@ -6,10 +6,11 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from cyclopts import Parameter, Token
 
+from gossamer.cli.help_columns import OPTIONS
 from gossamer.errors import ConfigError
 from gossamer.settings.quantities import Unit
 
@@ -31,6 +32,10 @@ Overrides = Annotated[
     tuple[str, ...],
     Parameter(name="--set", metavar="KEY=VALUE", help="override one key, such as rule.lr=0.5; may be repeated"),
 ]
+
+_T = TypeVar("_T")
+Continues = Annotated[_T, Parameter(group=OPTIONS["Continue"])]
+"""An option about a run that is continued."""
 
 
 def quantity(unit: Unit) -> Parameter:
@@ -79,7 +84,8 @@ def run_and_folder(
     Args: `store` is whether the run lies in a store, where one in rounds is elastic.
     Raises: ConfigError when neither or both are given, the run cannot work, or a run to resume may not change so.
     """
-    from gossamer.run.config.document import load_document, load_run, parse_overrides, with_settings
+    from gossamer.run.config.document import load_run, parse_overrides, with_settings
+    from gossamer.run.config.spelling import must_be_spelt
 
     changes = parse_overrides([*overrides])
     if resume is not None and str(resume) != AUTO:
@@ -88,11 +94,12 @@ def run_and_folder(
                 f"--resume got '{resume}' and a run file or --out, but a run to resume has both in its folder; give --resume "
                 f"alone, or with --set for what changes, or --resume {AUTO} with the run file"
             )
-        document, folder = with_settings(load_run(resume), changes), resume
+        must_be_spelt(recorded := load_run(resume), changes)
+        document, folder = with_settings(recorded, changes), resume
     elif file is None:
         raise ConfigError("no run file was given (got none, need one); name a TOML file, or --resume with a run folder")
     else:
-        document, folder = load_document(file, changes), out
+        document, folder = with_settings(read_spelt(file, overrides), changes), out
     # Not before: a wrong path or word is reported before torch is imported.
     from gossamer.record.folder import store_file
     from gossamer.run.bookkeeping.resume import history
@@ -104,8 +111,7 @@ def run_and_folder(
     except ConfigError as first:
         if file is None or (mistakes := len(survey(document).faults)) < 2:
             raise
-        check = f"gossamer check {quote(str(file))}{', with the same --set,' if overrides else ''}"
-        raise type(first)(f"{first}; {check} names all {mistakes} mistakes") from None
+        raise _with_the_others(first, mistakes, file, overrides) from None
     if store and config.kind == "rounds" and not config.run.elastic:
         if "elastic" in document.get("run", {}):
             raise ConfigError(
@@ -125,6 +131,16 @@ def run_and_folder(
     return config, folder, AUTO if str(resume) == AUTO else True
 
 
+def read_spelt(file: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
+    """The document as a file has it, where that and the overrides name nothing unknown. Raises: ConfigError; imports no torch."""
+    from gossamer.run.config.document import as_written, parse_overrides
+    from gossamer.run.config.spelling import must_be_spelt
+
+    document = as_written(file)
+    must_be_spelt(document, parse_overrides([*overrides]))
+    return document
+
+
 @contextlib.contextmanager
 def experiment_and_folder(
     file: Path | None, overrides: tuple[str, ...], out: Path | None, scale: str, example: str
@@ -133,21 +149,43 @@ def experiment_and_folder(
 
     Raises: ConfigError when no file is given, or it is no experiment file.
     """
-    from gossamer.run.config.document import load_document, parse_overrides
+    from gossamer.run.config.document import parse_overrides
 
     if file is None:
         raise ConfigError(f"no experiment file was given (got none, need one); name a TOML file {example}")
     changes = parse_overrides([*overrides])
-    load_document(file)  # a missing or malformed file is refused before torch is imported
+    read_spelt(file, overrides)  # a missing, malformed or misspelt file is refused before torch is imported
     from gossamer.run.config.experiment_file import open_experiment
 
     folder = out or Path("runs") / "-".join([file.stem, *([scale] if scale else [])])
+    document = open_experiment(file, changes)
     try:
-        yield open_experiment(file, changes), folder
+        yield document, folder
+    except ConfigError as first:
+        if (mistakes := len(_mistakes(document, scale))) < 2:
+            raise
+        raise _with_the_others(first, mistakes, file, overrides) from None
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
             "stopped; the same command with --resume keeps the finished runs and continues the others"
         ) from None
+
+
+def _mistakes(document: dict[str, Any], scale: str) -> set[str]:
+    """The mistakes in the tables and runs of an experiment file; none where it has no runs, as its only error says then."""
+    from gossamer.run.config.experiment_file import drafts, table_faults
+    from gossamer.run.config.resolve import document_faults
+
+    try:
+        runs = drafts(document, scale=scale)
+    except ConfigError:
+        return set()
+    return {*table_faults(document), *(fault for run in runs for fault in document_faults(run.document))}
+
+
+def _with_the_others(first: ConfigError, mistakes: int, file: Path, overrides: tuple[str, ...]) -> ConfigError:
+    check = f"gossamer check {quote(str(file))}{', with the same --set,' if overrides else ''}"
+    return type(first)(f"{first}; {check} names all {mistakes} mistakes")
 
 
 def check_experiment(configs: "Iterable[RunConfig]") -> list[str]:

@@ -6,7 +6,15 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from gossamer.cli.report import print_runs
-from gossamer.cli.run_file_options import NO_CHANGES, Changes, File, parts_to_train, resume_hint, run_and_folder
+from gossamer.cli.run_file_options import (
+    NO_CHANGES,
+    Changes,
+    Continues,
+    File,
+    parts_to_train,
+    resume_hint,
+    run_and_folder,
+)
 from gossamer.cli.watch import WATCHABLE, Watchable
 from gossamer.stop_signals import leaving
 
@@ -24,9 +32,9 @@ def command(
     *,
     changes: Changes = NO_CHANGES,
     out: Path | None = None,
-    resume: Path | None = None,
-    replay: Path | None = None,
-    allow_code: bool = False,
+    resume: Continues[Path | None] = None,
+    replay: Continues[Path | None] = None,
+    allow_code: Continues[bool] = False,
     output: Watchable = WATCHABLE,
 ) -> None:
     """Trains all workers of a run in this process, and writes its report.

@@ -14,15 +14,18 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from cyclopts import Parameter
 
+from gossamer.cli.help_columns import OPTIONS
 from gossamer.cli.machines import ONE_MACHINE, Machines
 from gossamer.cli.output import print_json
 from gossamer.cli.run_file_options import (
     AUTO,
     NO_CHANGES,
     Changes,
+    Continues,
     File,
     is_resumable,
     parts_to_train,
+    read_spelt,
     resume_hint,
     run_and_folder,
 )
@@ -45,7 +48,7 @@ _SIGNAL = 128
 """Above it, the exit code of a process that a signal has ended."""
 
 
-@Parameter(name="*")
+@Parameter(name="*", group=OPTIONS["Several machines"])
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
     """The part of this process in a run with a server."""
@@ -80,12 +83,12 @@ def command(
     *,
     changes: Changes = NO_CHANGES,
     out: Path | None = None,
-    resume: Path | None = None,
     local: int | None = None,
-    restarts: int = 0,
-    join: Annotated[str | None, Parameter(metavar="HOST:PORT")] = None,
-    allow_code: bool = False,
+    resume: Continues[Path | None] = None,
+    restarts: Continues[int] = 0,
+    allow_code: Continues[bool] = False,
     machines: Machines = ONE_MACHINE,
+    join: Annotated[str | None, Parameter(metavar="HOST:PORT", group=OPTIONS["Several machines"])] = None,
     served: ServerOptions = _NO_SERVER,
     output: Watchable = WATCHABLE,
 ) -> int:
@@ -104,7 +107,9 @@ def command(
         allow_code: import the Python code that the resumed folder names though the folder is from elsewhere, or the code has
             changed since
     """
-    if local is not None and (file is None or file.is_file()):  # otherwise it is refused before torch is imported
+    if local is not None:
+        if file is not None:
+            read_spelt(file, changes.overrides)  # a mistake is refused before torch is imported
         import_early()
     way = _WayIn(local, join, machines.entered(), served, restarts)
     way.must_start_all_to_restart()
@@ -427,6 +432,10 @@ def _meet(
 def _train_one(run: "ResolvedRun", folder: Path, way: _WayIn, *, resume: "Resume", meeting: "Meeting | None") -> None:
     """Trains as one of the workers of the run, or as its server."""
     served, join = way.served, way.join
+    if served.store is not None:
+        from gossamer.run.planning.check import must_fit_its_store
+
+        must_fit_its_store(run, served.store)
     if served.store is not None and run.kind == "server":
         from gossamer.run.served.in_store import train_served_in_store
 

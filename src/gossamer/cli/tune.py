@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from gossamer.cli.output import PLAIN, Output, print_json
 from gossamer.cli.run_file_options import (
     ALL_SAVE,
+    Continues,
     ExperimentFile,
     Overrides,
     check_experiment,
@@ -31,7 +32,7 @@ def command(
     out: Path | None = None,
     scale: str = "",
     jobs: int | None = None,
-    resume: bool = False,
+    resume: Continues[bool] = False,
     output: Output = PLAIN,
 ) -> None:
     """Finds learning rates and outer settings for every variant of an experiment file, with the same budget of tokens for each.

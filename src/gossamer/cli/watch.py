@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from gossamer.cli.help_columns import OPTIONS
 from gossamer.cli.output import Output
 from gossamer.errors import ConfigError
 from gossamer.record.progress import echo
@@ -95,7 +96,7 @@ def calculators(files: tuple[Path, ...], host: str, port: int) -> "Page":
     return Page(calculator.answers, host, port, main="calculator")
 
 
-@Parameter(name="*")
+@Parameter(name="*", group=OPTIONS["Output"])
 @dataclass(frozen=True, kw_only=True)
 class Watchable(Output):
     """The output of a verb that trains."""

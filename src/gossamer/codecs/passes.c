@@ -31,27 +31,86 @@ INLINE int32_t largest(const float *x, int64_t n) {
 /* To the nearest whole number, ties to even, of a magnitude far below 2^22: the sum has no bits for a fraction. */
 INLINE int32_t nearest(float value) { return bits_of(value + 12582912.0f) - 0x4b400000; }
 
-PASS encode_int8(const float *x, int64_t n, int64_t block, uint8_t *codes, float *scales) {
-  for (int64_t start = 0; start < n; start += block) {
-    int64_t here = least(block, n - start);
-    int32_t top = largest(x + start, here);
-    float scale = float_of(top < INFINITE ? top : NOT_A_NUMBER), divisor = top ? scale : 1.0f;
-    *scales++ = scale;
-    if (top < INFINITE)
-      for (int64_t i = start; i < start + here; i++) codes[i] = (uint8_t)nearest(x[i] / divisor * 127.0f);
-    else
-      memset(codes + start, 0, here);
+/* The generator of torch on a CPU, which is MT19937, and its words as `random_` of 64-bit numbers draws them: the upper half first. */
+typedef struct { uint32_t state[624]; int32_t draws[624]; int64_t used; } Twister;
+
+INLINE void seed(Twister *t, int64_t key) {
+  t->state[0] = (uint32_t)key;
+  for (uint32_t j = 1; j < 624; j++) t->state[j] = 1812433253u * (t->state[j - 1] ^ t->state[j - 1] >> 30) + j;
+  t->used = 624;
+}
+
+INLINE uint32_t twisted(uint32_t u, uint32_t v) { return ((u & 0x80000000u) | (v & 0x7fffffffu)) >> 1 ^ (-(v & 1u) & 0x9908b0dfu); }
+
+INLINE void refill(Twister *t) {
+  uint32_t *s = t->state;
+  for (int j = 0; j < 227; j++) s[j] = s[j + 397] ^ twisted(s[j], s[j + 1]);
+  for (int j = 227; j < 623; j++) s[j] = s[j - 227] ^ twisted(s[j], s[j + 1]);
+  s[623] = s[396] ^ twisted(s[623], s[0]);
+  for (int j = 0; j < 624; j++) {
+    uint32_t y = s[j];
+    y ^= y >> 11;
+    y ^= y << 7 & 0x9d2c5680u;
+    y ^= y << 15 & 0xefc60000u;
+    t->draws[j] = (int32_t)((y ^ y >> 18) & 0x7fffff);
+  }
+  for (int j = 0; j < 624; j += 2) {
+    int32_t first = t->draws[j];
+    t->draws[j] = t->draws[j + 1], t->draws[j + 1] = first;
+  }
+  t->used = 0;
+}
+
+/* Whole numbers below 2^23, for n elements and to an even number of them. */
+INLINE void draw(Twister *t, int64_t n, int32_t *draws) {
+  for (n += n & 1; n;) {
+    if (t->used == 624) refill(t);
+    int64_t some = least(n, 624 - t->used);
+    memcpy(draws, t->draws + t->used, 4 * some);
+    t->used += some, draws += some, n -= some;
   }
 }
 
-INLINE uint8_t linear(float ratio) { return (uint8_t)(nearest(ratio * 7.0f) + 8); }
+/* The whole number below, after a share of one is added; at most `levels`, which rounding may exceed. */
+INLINE int32_t drawn(float steps, int32_t share, int32_t levels) {
+  float sum = steps + (float)share * 0x1p-23f;
+  int32_t whole = (int32_t)sum;
+  whole -= (float)whole > sum;
+  return whole < levels ? whole : levels;
+}
 
-INLINE uint8_t octave(float ratio) {
+#define BYTES(name, draws)                                                                                       \
+  PASS name(const float *x, int64_t n, int64_t block, uint8_t *codes, float *scales, int64_t key) {              \
+    Twister twister;                                                                                             \
+    int32_t shares[1 << 16];                                                                                     \
+    if (draws) seed(&twister, key);                                                                              \
+    for (int64_t start = 0; start < n; start += block) {                                                         \
+      int64_t here = least(block, n - start);                                                                    \
+      int32_t top = largest(x + start, here);                                                                    \
+      float scale = float_of(top < INFINITE ? top : NOT_A_NUMBER), divisor = top ? scale : 1.0f;                 \
+      *scales++ = scale;                                                                                         \
+      if (draws) draw(&twister, here, shares);                                                                   \
+      for (int64_t i = 0; top < INFINITE && i < here; i++) {                                                     \
+        float steps = x[start + i] / divisor * 127.0f;                                                           \
+        codes[start + i] = (uint8_t)(draws ? drawn(steps, shares[i], 127) : nearest(steps));                     \
+      }                                                                                                          \
+      if (top >= INFINITE) memset(codes + start, 0, here);                                                       \
+    }                                                                                                            \
+  }
+
+BYTES(encode_int8, 0)
+BYTES(encode_int8_drawn, 1)
+
+INLINE uint8_t linear(float ratio, int32_t share) { (void)share; return (uint8_t)(nearest(ratio * 7.0f) + 8); }
+INLINE uint8_t linear_drawn(float ratio, int32_t share) { return (uint8_t)(drawn(ratio * 7.0f, share, 7) + 8); }
+
+INLINE uint8_t octave_drawn(float ratio, int32_t share) {
   int32_t bits = bits_of(ratio) & MAGNITUDE, small = (bits - LEAST) >> 31;
   bits = bits_of(float_of(bits) + float_of(small & LEAST));
-  bits = ((int32_t)((uint32_t)bits + (1u << 22)) >> 23) + small - ((LEAST >> 23) - 1);
+  bits = ((int32_t)((uint32_t)bits + (uint32_t)share) >> 23) + small - ((LEAST >> 23) - 1);
   return (uint8_t)(bits | (bits_of(ratio) >> 28 & 8));
 }
+INLINE uint8_t octave(float ratio, int32_t share) { (void)share; return octave_drawn(ratio, 1 << 22); }
 
 /* The scale of a block, rounded up to bf16. */
 INLINE float rounded_up(const float *x, int64_t n, uint16_t *scale) {
@@ -60,27 +119,36 @@ INLINE float rounded_up(const float *x, int64_t n, uint16_t *scale) {
   return float_of((int32_t)((uint32_t)*scale << 16));
 }
 
-#define NIBBLES(name, code, of_nan)                                                                             \
-  PASS name(const float *x, int64_t n, int64_t block, uint8_t *codes, uint16_t *scales) {                        \
+/* Codes of NaN have bits above their four, which the plain form packs in the same way. */
+#define NIBBLES(name, code, of_nan, draws)                                                                      \
+  PASS name(const float *x, int64_t n, int64_t block, uint8_t *codes, uint16_t *scales, int64_t key) {           \
     uint8_t own[1 << 16];                                                                                        \
+    Twister twister;                                                                                             \
+    int32_t shares[1 << 16];                                                                                     \
+    if (draws) seed(&twister, key);                                                                              \
     for (int64_t start = 0; start < n; start += block) {                                                         \
       int64_t here = least(block, n - start);                                                                    \
       float scale = rounded_up(x + start, here, scales++), divisor = scale == 0.0f ? 1.0f : scale;               \
+      if (draws) draw(&twister, here, shares);                                                                   \
       if (of_nan && scale != scale)                                                                              \
         memset(own, 0, here + 1);                                                                                \
       else {                                                                                                     \
-        for (int64_t i = 0; i < here; i++) own[i] = code(x[start + i] / divisor);                                \
-        if (here & 1) own[here] = code(0.0f / divisor);                                                          \
+        for (int64_t i = 0; i < here; i++) own[i] = code(x[start + i] / divisor, draws ? shares[i] : 0);         \
+        if (here & 1) own[here] = code(0.0f / divisor, draws ? shares[here] : 0);                                \
       }                                                                                                          \
-      for (int64_t i = 0; i < (here + 1) / 2; i++) codes[start / 2 + i] = (uint8_t)(own[2 * i] | own[2 * i + 1] << 4); \
+      for (int64_t i = 0; i < (here + 1) / 2; i++)                                                               \
+        codes[start / 2 + i] = (uint8_t)(own[2 * i] | own[2 * i] >> 4 | own[2 * i + 1] << 4);                    \
     }                                                                                                            \
   }
 
-NIBBLES(encode_int4, linear, 1)
-NIBBLES(encode_fp4, octave, 0)
+NIBBLES(encode_int4, linear, 1, 0)
+NIBBLES(encode_int4_drawn, linear_drawn, 1, 1)
+NIBBLES(encode_fp4, octave, 0, 0)
+NIBBLES(encode_fp4_drawn, octave_drawn, 0, 1)
 
 /* Whether each element is at least zero once divided by its scale, eight to a byte. */
-PASS encode_sign(const float *x, int64_t n, int64_t block, uint8_t *codes, const uint16_t *scales) {
+PASS encode_sign(const float *x, int64_t n, int64_t block, uint8_t *codes, const uint16_t *scales, int64_t key) {
+  (void)key;
   uint8_t own[1 << 16];
   for (int64_t start = 0; start < n; start += block) {
     int64_t here = least(block, n - start), bytes = (here + 7) / 8;

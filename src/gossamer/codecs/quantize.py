@@ -213,23 +213,24 @@ def _block_codec(
     """A codec of `bits` per element: `code` of ratios to the scale; NaN scales make NaN blocks.
 
     Args:
-        name: the pass over a long tensor that encodes as the plain form here does, but for random draws.
+        name: the pass over a long tensor that encodes as the plain form here does; with random draws, "_drawn" follows it.
         levels: of the codes; none for whole numbers from -127 to 127, in units of 1/127.
     """
     draws = rounding == "stochastic"
+    pass_name = f"{name}_drawn" if draws else name
     scale_dtype = scale(torch.zeros(1, 1, dtype=torch.float32)).dtype
 
     def encode(x: Tensor, key: int) -> Quantized:
         codes = empty(num_bytes(x.numel(), bits), torch.uint8, x.device)
         scales = torch.empty(num_blocks(x.numel(), block), dtype=scale_dtype, device=x.device)
-        if not draws and (passes := passes_for(x)) is not None:
+        if (passes := passes_for(x)) is not None:
             # Torch has the order of the sums of magnitudes: piece by piece, so that their second reader finds them in the cache.
             for start, stop in spans(x, block, 4 * SLAB) if bits == 1 else ((0, x.numel()),):
                 block_scales = scales[start // block : num_blocks(stop, block)]
                 here = codes[start * bits // 8 : num_bytes(stop, bits)]
                 if bits == 1:
                     block_scales[:] = scale(x[start:stop].view(block_scales.numel(), -1))
-                passes(name, x[start:stop], stop - start, block, here, block_scales)
+                passes(pass_name, x[start:stop], stop - start, block, here, block_scales, key)
             return Quantized(codes, scales)
         generator = torch.Generator(x.device).manual_seed(key) if draws and not x.is_meta else None
         for start, stop in spans(x, block):

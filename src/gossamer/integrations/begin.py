@@ -178,9 +178,10 @@ def warn_of_copies(model: nn.Module, processes: int, framework: str, *, asked: b
 
 def save_outer(outer: Outer[Any], folder: Path, options: OuterOptions) -> None:
     """Saves the outer state of this process next to a checkpoint of the framework; `load_outer` reads it."""
-    checkpoint.save(
-        _own_folder(folder, options), outer.rounds, outer.worker, outer.state_dict(), digest=_digest(outer.n)
-    )
+    store = _own_folder(folder, options)
+    checkpoint.save(store, outer.rounds, outer.worker, outer.state_dict(), digest=_digest(outer.n))
+    # An earlier training in this folder may have been after more rounds at this step, as with fewer local steps.
+    checkpoint.rewind(store, outer.rounds, outer.worker)
 
 
 def load_outer(folder: Path, options: OuterOptions) -> Any:

@@ -83,8 +83,9 @@ class TransformersCallback(TrainerCallback):
 
     Args: as of `gossamer.Outer`, with the rule and its options from GOSSAMER_OUTER where none is given, and without the model.
     Raises: when training begins, ConfigError if the Trainer counts several processes without a site, or several GPUs in one,
-        may change the batch size by itself, or takes fewer steps than a round has; CheckpointError if the checkpoint has no outer
-        state that fits, or workers resume from different steps. Later what Outer raises.
+        may change the batch size by itself, saves on SIGTERM without its callbacks, or takes fewer steps than a round has;
+        CheckpointError if the checkpoint has no outer state that fits, or workers resume from different steps. Later what Outer
+        raises.
     Cost: that of Outer; on resuming one more copy of the parameters for a moment.
     """
 
@@ -105,6 +106,11 @@ class TransformersCallback(TrainerCallback):
             raise ConfigError(
                 f"auto_find_batch_size = {args.auto_find_batch_size} starts training again on one worker only, while its peers "
                 "wait; set it to False and choose per_device_train_batch_size"
+            )
+        if getattr(args, "enable_jit_checkpoint", False):
+            raise ConfigError(
+                "enable_jit_checkpoint = True saves a checkpoint on SIGTERM without its callbacks, so without the outer state, "
+                "and may push out one that has it; set it to False, and resume from a checkpoint of save_steps"
             )
         model: nn.Module = kwargs["model"]
         self._seconds = 0.0

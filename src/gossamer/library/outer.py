@@ -46,7 +46,7 @@ from gossamer.library.sites import REJOIN_ROUNDS, ElasticSite, elastic_site
 from gossamer.library.watch import LoopCheck, explained, waiting_for
 from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.combine import Method, method_of, settled_rule, warnings_of
-from gossamer.rounds.loop import EVERYONE, OuterLoop
+from gossamer.rounds.loop import EVERYONE, InFlight, OuterLoop
 from gossamer.rounds.mean_model import mean_over_workers
 from gossamer.rounds.schedule import Schedule, Stop
 from gossamer.rules import Rule
@@ -229,6 +229,8 @@ class Outer(Generic[M]):
         self._agreed = store is not None
         self._loop = self._new_loop() if self._store is None else self._store.loop
         self._stops: list[Stop] = []
+        self._closed_with = list[InFlight]()
+        """The exchanges that were in flight at `close`, for a state that is saved later, as where an error is handled."""
         self._check = LoopCheck(model, self.worker, self.n, self._flat.checksum, self.local_steps)
         self._watch = self._check.watch
         self._forgotten = weakref.finalize(self, self._watch.forgotten)  # of an Outer that is dropped without close()
@@ -719,7 +721,7 @@ class Outer(Generic[M]):
             "of": dict(self._is_of),
             "start": self._peers.start,
             "outer": [leaf.clone() for leaf in self._outer_state()],
-            "under_way": self._loop.state_in_flight(),
+            "under_way": self._under_way(),
             "rounds": self.rounds,
             "steps": self.steps,
         }
@@ -773,7 +775,7 @@ class Outer(Generic[M]):
         Raises: ConfigError while exchanges are in flight, as with a schedule that overlaps, or where processes have copies.
         """
         self._must_hold_its_own("shared_state_dict")
-        if any(exchange.sent is not None for exchange in self._loop.in_flight.values()):
+        if self._under_way():
             raise ConfigError(
                 f"shared_state_dict() was called with exchanges of round {self.rounds} in flight, which belong to one number of "
                 "processes; call it where none are, use a schedule without overlap, or save state_dict() on each process"
@@ -844,6 +846,9 @@ class Outer(Generic[M]):
         self._check.begin(steps)
         self._watch.steps, self._watch.resumes = steps, True
 
+    def _under_way(self) -> list[InFlight]:
+        return self._closed_with if self._closed else self._loop.state_in_flight()
+
     def _outer_state(self) -> list[torch.Tensor]:
         return [*leaves(self._loop.state), *self._flat.kept]
 
@@ -864,6 +869,7 @@ class Outer(Generic[M]):
             if not self._watch.quiet:
                 self._leave()  # before the connections end, so that a peer that sees one closed can read the reason
                 self._watch.end()
+            self._closed_with = self._loop.state_in_flight()
         self._closed = True
         self._check.end()
         self._loop.in_flight.clear()

@@ -17,7 +17,8 @@ from torch.optim import SGD, AdamW, Muon, Optimizer
 from gossamer.errors import ConfigError
 from gossamer.layout import Layout
 from gossamer.optimizers import GPA, AccoAdamW, AccumAdamW, InnerOptimizer, Joined, QHAdopt, SpectralMuon
-from gossamer.optimizers.spectral_muon import computes_bf16, is_fast_in_bf16
+from gossamer.optimizers.spectral_muon import is_fast_in_bf16
+from gossamer.record.machines import computes_bf16
 from gossamer.settings.fields import Changeable, OneOf
 from gossamer.settings.options import Count, Decay, NotNegative, Number, Portion, Positive
 from gossamer.settings.over_time import LearningRate

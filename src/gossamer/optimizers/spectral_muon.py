@@ -1,6 +1,5 @@
 """SpectralMuon: Muon with a coefficient triple for each Newton-Schulz step, scaled to a spectral norm."""
 
-import functools
 import platform
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,6 +10,7 @@ from torch.optim import Optimizer
 
 from gossamer.errors import ConfigError
 from gossamer.optimizers.contract import loss_of
+from gossamer.record.machines import computes_bf16
 from gossamer.settings.options import Decay, NotNegative, checked
 
 _TRIPLES = (
@@ -108,17 +108,6 @@ def orthogonalized(u: Tensor, eps: float = 1e-8) -> Tensor:
         gram = by(x, x.mT)
         x = a * x + by(b * gram + c * by(gram, gram), x)
     return x.mT if tall else x
-
-
-@functools.cache
-def computes_bf16() -> bool:
-    """Whether torch has products in bf16 for this processor, as with AVX-512; on others they take fifty times those in fp32.
-
-    It decides the last bits of `orthogonalized`, so the criterion must not change: runs are recomputed from their
-    records.
-    """
-    # Torch has no public name for it.
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def is_fast_in_bf16() -> bool:

@@ -8,6 +8,7 @@ The number of threads decides the order of sums, so a run is computed again with
 Other processors and versions of torch round differently, so `gossamer audit` compares only on matching ones.
 """
 
+import functools
 import platform
 from collections.abc import Mapping
 from pathlib import Path
@@ -50,10 +51,27 @@ def this_machine() -> Machine:
     """The machine of this process."""
     import torch  # records are read without torch
 
-    processor = f"{_processor()} ({torch.backends.cpu.get_cpu_capability()})"
+    capability = torch.backends.cpu.get_cpu_capability()
+    bf16, usual = computes_bf16(), capability.startswith("AVX512")
+    # oneDNN decides that, and not by the capability alone: ONEDNN_MAX_CPU_ISA changes it, and machines of one name may differ.
+    unusual = "" if bf16 == usual else f", {'with' if bf16 else 'without'} products in bf16"
+    processor = f"{_processor()} ({capability}{unusual})"
     if torch.cuda.is_available():
         processor += f", {torch.cuda.get_device_name()}"
     return Machine(torch.__version__, processor[:300], torch.get_num_threads())
+
+
+@functools.cache
+def computes_bf16() -> bool:
+    """Whether torch has products in bf16 for this processor, as with AVX-512; on others they take fifty times those in fp32.
+
+    It decides the last bits of Muon's orthogonal factors, so the criterion must not change: runs are recomputed from their
+    records.
+    """
+    import torch
+
+    # Torch has no public name for it.
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 class Computed(NamedTuple):

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Protocol
 from pydantic import Field
 
 from gossamer.errors import ConfigError, choose, require
+from gossamer.report.colours import COLOURS, places_of
 from gossamer.report.paired import Side, Slope, effect, effect_cells, effect_heads, p_value_text, trend
 from gossamer.report.reach import ROUNDS, SENT, curves_of, ends, has_only_final_losses, paired_table, reach
 from gossamer.report.results import PointResult
@@ -21,7 +22,6 @@ from gossamer.report.table import DASH, markdown_lines
 from gossamer.settings.schema import settings
 
 INK, FAINT = "#2b2b2b", "#d9d9d9"
-_COLOURS = ("#1f6f9f", "#d2691e", "#3f8f5b", "#8a5aa8", "#b8476b", "#8c7a3d", "#4a4a4a", "#2aa3a3")
 _DASHES = ((), (5, 2), (1, 1.5), (5, 1.5, 1, 1.5))
 
 
@@ -53,10 +53,43 @@ def svg(figure: Any) -> bytes:
     return image.getvalue()
 
 
+_DARK = {
+    **dict.fromkeys(("fill: #2b2b2b", "fill: #000000", "fill: #4a4a4a"), "fill: #e6e8ea"),
+    **dict.fromkeys(("stroke: #2b2b2b", "stroke: #000000", "stroke: #4a4a4a"), "stroke: #e6e8ea"),
+    **dict.fromkeys(("stroke: #d9d9d9", "stroke: #b0b0b0", "stroke: #cccccc"), "stroke: #4a4f54"),
+}
+"""What the ink and the grid of a figure become on a dark page."""
+
+
+def on_any_ground(image: bytes) -> bytes:
+    """An SVG of matplotlib without a ground, whose ink and grid are light where the page is dark.
+
+    >>> b"prefers-color-scheme: dark" in on_any_ground(b'<svg><defs></defs><path style="fill: #ffffff"/></svg>')
+    True
+    """
+    rules = " ".join(f'[style*="{light}"] {{ {dark} !important }}' for light, dark in _DARK.items())
+    style = f"<style>@media (prefers-color-scheme: dark) {{ svg {{ fill: #e6e8ea }} {rules} }}</style>\n <defs>"
+    return image.replace(b'style="fill: #ffffff', b'style="fill: none').replace(b"<defs>", style.encode(), 1)
+
+
+def dashed_styles(methods: Iterable[str]) -> dict[str, tuple[str, Any]]:
+    """Colour and line style of each of few methods, of which each has other dashes than its neighbours."""
+    every = [(0, dashes) if dashes else "-" for dashes in _DASHES]
+    return {
+        method: (COLOURS[place % len(COLOURS)], every[at % len(every)])
+        for at, (method, place) in enumerate(places_of([*methods]).items())
+    }
+
+
 def line_style(place: int) -> tuple[str, Any]:
     """Colour and line style of the run at this place: all colours solid first, then dashed."""
-    dashes = _DASHES[place // len(_COLOURS) % len(_DASHES)]
-    return _COLOURS[place % len(_COLOURS)], (0, dashes) if dashes else "-"
+    dashes = _DASHES[place // len(COLOURS) % len(_DASHES)]
+    return COLOURS[place % len(COLOURS)], (0, dashes) if dashes else "-"
+
+
+def line_styles(methods: Iterable[str]) -> dict[str, tuple[str, Any]]:
+    """Colour and line style of each method."""
+    return {method: line_style(place) for method, place in places_of([*methods]).items()}
 
 
 @settings("figure")
@@ -357,6 +390,7 @@ def _draw_curves(results: Sequence[PointResult], figure: Figure) -> Any:
     canvas = _canvas(6.4, 4.0)
     axes = canvas.add_subplot()
     methods = list(dict.fromkeys(name for name, _, _ in losses))
+    styles = line_styles(methods)
     for place, method in enumerate(methods):
         aside = 0.0 if numeric else 0.08 * (place - (len(methods) - 1) / 2)  # otherwise one mark would hide another
         points = {
@@ -364,7 +398,7 @@ def _draw_curves(results: Sequence[PointResult], figure: Figure) -> Any:
             for (name, x, _), of_seeds in losses.items()
             if name == method and (known := _finite(of_seeds))
         }
-        _draw_points(axes, points, method, place, joined=numeric)
+        _draw_points(axes, points, method, styles[method], joined=numeric)
     if figure.log_x:
         axes.set_xscale("log")
         axes.minorticks_off()
@@ -375,9 +409,11 @@ def _draw_curves(results: Sequence[PointResult], figure: Figure) -> Any:
     return canvas
 
 
-def _draw_points(axes: Any, points: Mapping[float, Sequence[float]], label: str, place: int, *, joined: bool) -> None:
+def _draw_points(
+    axes: Any, points: Mapping[float, Sequence[float]], label: str, style: tuple[str, Any], *, joined: bool
+) -> None:
     """Draws mean and sample standard deviation over the seeds at each x."""
-    colour, line = line_style(place)
+    colour, line = style
     axes.errorbar(
         list(points),
         [statistics.fmean(of_seeds) for of_seeds in points.values()],
@@ -432,7 +468,7 @@ def _draw_reach(results: Sequence[PointResult], figure: Figure) -> Any:
     curves = [curves_of(run, paired=figure.paired) for run in results]
     networks = list(dict.fromkeys(one.network for one in reaches))
     methods = dict.fromkeys(one.method for one in reaches)
-    styles = {name: line_style(place) for place, name in enumerate(methods)}
+    styles = line_styles(methods)
     canvas = _canvas(1.0 + 5.0 * len(networks), 4.0)
     panels = canvas.subplots(1, max(1, len(networks)), squeeze=False)[0]
     for axes, network in zip(panels, networks, strict=False):  # without a network one panel, which stays empty
@@ -470,12 +506,12 @@ def _draw_ends(results: Sequence[PointResult], figure: Figure) -> Any:
     reaches = ends(results, figure.target)
     methods = [*dict.fromkeys(one.method for one in reaches)]
     canvas = _canvas(6.0, 1.0 + 0.3 * len(methods))
-    axes = canvas.subplots()
+    axes, styles = canvas.subplots(), line_styles(methods)
     for place, method in enumerate(methods):
         pairs = [(one.behind, one.target_loss) for one in reaches if one.method == method and one.behind is not None]
         if not pairs:
             continue
-        arm, (colour, _) = effect(pairs), line_style(place)
+        arm, (colour, _) = effect(pairs), styles[method]
         axes.plot([difference for difference, _ in pairs], [place] * len(pairs), ".", color=colour, alpha=0.5)
         axes.errorbar(arm.mean, place, xerr=arm.half or 0.0, fmt="o", color=colour)
     axes.set_yticks(range(len(methods)), methods)

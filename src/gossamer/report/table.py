@@ -224,6 +224,15 @@ def digits_text(value: float, digits: int = 4) -> str:
     return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:,.{digits}g}"
 
 
+def spread_text(value: float, half: float) -> str:
+    """A number as by `digits_text`, with half of its interval where that is a thousandth of it or more.
+
+    >>> spread_text(496.5, 50.6), spread_text(496.5, 0.1)
+    ('496.5 ± 51', '496.5')
+    """
+    return digits_text(value) + (f" ± {digits_text(half, 2)}" if value and half / value >= 0.001 else "")
+
+
 def _bytes_text(number: float) -> str:
     """A number of bytes for people.
 

@@ -16,7 +16,7 @@ import textwrap
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, NotRequired, TypeVar, dataclass_transform, get_args, get_origin
@@ -196,12 +196,12 @@ def _meant(root: Any, place: "_Place") -> set[str]:
     """The dotted keys that an unknown key may be a misspelling of."""
     key, owner = str(place.path[-1]), place.path[:-1]
     near = nearest(key, _hints(place.table))
-    return {*_homes(root, key), *([_dotted("", (*owner, near))] if near else [])}
+    return {*_homes(keys_of(root), key), *([_dotted("", (*owner, near))] if near else [])}
 
 
-def _homes(root: Any, key: str) -> list[str]:
+def _homes(keys: Iterable[str], key: str) -> list[str]:
     """The dotted keys of this name in all tables; those in user-named tables only if there is no other."""
-    homes = sorted({one for one in keys_of(root) if one.rpartition(".")[2].casefold() == key.casefold()})
+    homes = sorted({one for one in keys if one.rpartition(".")[2].casefold() == key.casefold()})
     return [one for one in homes if ".NAME." not in one] or homes
 
 
@@ -216,6 +216,19 @@ def keys_of(kind: Any, prefix: str = "") -> Iterator[str]:
             yield from keys_of(bare, f"{prefix}{name}.")
         for inside in (one.keys() for one in _extras(hint) if hasattr(one, "keys")):
             yield from (f"{prefix}{name}.{key}" for key in inside)
+
+
+def tables_of(kind: Any, prefix: str = "") -> Iterator[tuple[str, list[str]]]:
+    """The keys of each table of settings that may be empty, by its dotted name; without lists, and those that a user names.
+
+    A table that needs a key has a better sentence for another one than that it is unknown.
+    """
+    if any(default_of(one) is dataclasses.MISSING for one in dataclasses.fields(kind)):
+        return
+    yield prefix, sorted({*_hints(kind), *_extra_keys(kind)})
+    for name, hint in _hints(kind).items():
+        if _is_table(bare := _given(_bare(hint))):
+            yield from tables_of(bare, f"{prefix}.{name}".removeprefix("."))
 
 
 def read_toml(path: Path, where: str) -> dict[str, Any]:
@@ -455,10 +468,7 @@ def _sentence(items: list[ErrorDetails], place: _Place, where: str, root: Any) -
     name, owner = _dotted(where, path), _dotted(where, path[:-1])
     given: Any = first["input"].kwargs if isinstance(first["input"], ArgsKwargs) else first["input"]
     if hint is None:
-        noun, key, known = f"key in [{owner}]" if owner else "key", str(path[-1]), {*_hints(table), *_extra_keys(table)}
-        if not any(key.casefold() in one.casefold() for one in known) and (homes := _homes(root, key)):
-            return f"unknown {noun} '{key}'; it is {' or '.join(homes)}: write it there"
-        return choose(noun, key, known) + "; correct the name"
+        return unknown_key(str(path[-1]), owner, {*_hints(table), *_extra_keys(table)}, keys_of(root))
     if first["type"] == "missing" and first["loc"][-1:] == path[-1:]:
         key, near = path[-1], nearest(str(path[-1]), {*map(str, given)} - {*_hints(table), *_extra_keys(table)})
         add = f"write '{near:.60}' as '{key}'" if near else "add it"
@@ -478,6 +488,17 @@ def _sentence(items: list[ErrorDetails], place: _Place, where: str, root: Any) -
             break
     shown = "an empty list" if given in ((), []) else f"{given!r:.60}"
     return f"{name or 'this'} is {shown} but must be {words_of(hint, name)}"
+
+
+def unknown_key(key: str, owner: str, known: Collection[str], everywhere: Iterable[str]) -> str:
+    """The sentence about a key that a table does not have.
+
+    Args: `owner` is the dotted name of the table, and `everywhere` are the dotted keys of the whole file.
+    """
+    noun = f"key in [{owner}]" if owner else "key"
+    if not any(key.casefold() in one.casefold() for one in known) and (homes := _homes(everywhere, key)):
+        return f"unknown {noun} '{key}'; it is {' or '.join(homes)}: write it there"
+    return choose(noun, key, known) + "; correct the name"
 
 
 def _shown(given: Iterable[object]) -> str:

@@ -162,6 +162,24 @@ def test_a_round_of_which_a_worker_has_nothing_is_told_too(tmp_path: Path, caplo
     assert "skipped" not in caplog.text, "the record does not say that the last checkpoint was written"
 
 
+@pytest.mark.parametrize("rule", ["diloco", "gasloc"])
+def test_a_lacking_checkpoint_is_no_lack_where_all_workers_are_equal_after_a_round(
+    rule: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    topology = {"topology__name": "complete"} if rule == "diloco" else {}
+    simulate(single(run__steps=4, run__elastic=True, rule__name=rule, **topology), tmp_path)
+    (lost,) = tmp_path.glob("checkpoints/round-000002/worker-001.json")
+    whole = evaluate(tmp_path).result.loss
+    capsys.readouterr()
+    lost.unlink()
+    found = evaluate(tmp_path)
+    assert 1 not in found.workers and (found.result.loss == whole) == (rule == "diloco")
+    equal = (
+        "after round 2 all workers are equal, so the mean model is that of worker 0 alone" in capsys.readouterr().err
+    )
+    assert equal == (rule == "diloco") != ("has no checkpoint of worker 1" in caplog.text)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["rounds", "server", "no waiting"])
 def test_an_evaluation_goes_back_and_says_so_and_refuses_a_damaged_round_by_its_number(

@@ -434,7 +434,7 @@ def test_a_release_pins_the_value_at_which_a_digest_leaves_out_each_key_that_cam
     """So that a default may change later. Between two releases, nothing has to be written for a new key."""
     known = {f"{table}.{key}".removeprefix(".") for table, keys in FIRST_KEYS.items() for key in keys.split()}
     keys = dict(_decisive_keys(RunConfig))
-    assert known | LEFT_OUT_AT.keys() <= keys.keys(), "a key that is gone needs a row in _GONE"
+    assert known | LEFT_OUT_AT.keys() <= keys.keys(), "a key that is gone needs a row in GONE"
     unpinned = {key: default for key, default in keys.items() if key not in known | LEFT_OUT_AT.keys()}
     changes = (Path(__file__).parents[3] / "CHANGELOG.md").read_text(encoding="utf-8")
     unreleased = changes.partition("## [Unreleased]")[2].partition("\n## [")[0].strip()

@@ -15,6 +15,7 @@ import torch
 
 from commands import Command, run
 from drifted_rounds import play
+from gossamer.errors import ConfigError
 from gossamer.layout import Layout, Leaf
 from gossamer.record import checkpoint
 from gossamer.record.logs.outcomes import read_outcomes
@@ -26,7 +27,8 @@ from gossamer.rules import RULES, Rule
 from gossamer.rules.contract import Context
 from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import digest, dump
-from gossamer.run.elastic.store_rounds import StoreWork
+from gossamer.run.elastic.store_rounds import StoreWork, train_in_store
+from gossamer.run.served.in_store import train_served_in_store
 from gossamer.run.worker.task import task_of
 from gossamer.stop_signals import Asked
 from gossamer.topologies import complete
@@ -354,6 +356,22 @@ def test_a_process_that_leaves_while_it_waits_for_a_slot_names_no_lost_outcome(t
     assert code == 130 and "no outcome" not in said, said
     code, said = run("train", "--resume", tmp_path / "out", "--local", 2)
     assert code == 2 and "its run lies in a store; continue it with gossamer train RUN.toml --store URL" in said, said
+
+
+@pytest.mark.parametrize(
+    ("settings", "train"),
+    [(MEANS, train_in_store), ({"server__name": "heloco"}, train_served_in_store)],
+    ids=["rounds", "server"],
+)
+@pytest.mark.parametrize("file", ["store.txt", "run.toml"])
+def test_a_folder_of_another_run_is_refused_before_one_is_created_in_the_store(
+    tmp_path: Path, settings: dict[str, object], train: Callable[..., None], file: str
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / file).write_text("")
+    with pytest.raises(ConfigError, match="holds a run that is not the one in this store"):
+        train(resolve(single(workers=2, **settings), real=True), tmp_path / "out", f"{tmp_path / 'store'}")
+    assert not [*(tmp_path / "store").iterdir()]
 
 
 def test_a_worker_that_ends_with_an_error_frees_its_slot(tmp_path: Path) -> None:

@@ -31,9 +31,9 @@ from gossamer.run.config.document import EXPERIMENT, flat, load_document
 from gossamer.run.config.experiment_file import drafts
 from gossamer.run.config.layouts import layout_for
 from gossamer.run.config.resolve import resolve, run_faults, settings_of
-from gossamer.run.config.run_file import parse, survey
+from gossamer.run.config.run_file import dump, parse, survey
 from gossamer.run.planning import check
-from gossamer.run.planning.check import examine_document, examine_run, inner_copies
+from gossamer.run.planning.check import examine_document, examine_run, inner_copies, must_fit_its_store
 from gossamer.run.simulated.simulate import simulate
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.task import task_of
@@ -337,6 +337,30 @@ def test_check_plays_a_few_of_many_workers_and_says_what_it_does_not_price(topol
     assert few.networks[0].note.startswith("unknown: a round of so many") and whole.networks[0].round_s
     alike = {"networks": (), "sent_bytes": 0.0} if topology == "star" else {"networks": ()}  # whose hub is one of few
     assert few._replace(**alike) == whole._replace(**alike)
+
+
+@pytest.mark.parametrize(
+    ("method", "size"),
+    [
+        ({"rule__name": "diloco", "topology__name": "complete", "run__elastic": True}, "19.4"),
+        ({"server__name": "heloco"}, "11.6"),
+    ],
+    ids=["rounds", "server"],
+)
+def test_a_state_that_s3_does_not_take_in_one_object_is_named_before_the_run(method, size, tmp_path, capsys):
+    large = tiny(model={"size": "1b"}, **method)
+    sentence = f"the state of this run is an object of {size} GB, where S3 takes at most 5.37 GB in one"
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        must_fit_its_store(resolve(large, real=True), "s3://bucket/run")
+    must_fit_its_store(resolve(large, real=True), f"{tmp_path}")
+    must_fit_its_store(resolve(tiny(**method), real=True), "s3://bucket/run")
+    if "server__name" not in method:
+        network = {"home": {"uplink_bps": 1e6, "downlink_bps": 1e6, "step_s": 0.1, "store": {"latency_s": 0.1}}}
+        warned = [examine_run(tiny(model=model, network=network, **method)).warnings for model in ({"size": "1b"}, {})]
+        assert [any(sentence in one for one in some) for some in warned] == [True, False]
+    (tmp_path / "run.toml").write_text(dump(large))
+    words = ["train", f"{tmp_path / 'run.toml'}", "--store", "s3://bucket/run", "--out", f"{tmp_path / 'out'}"]
+    assert main(words) == 2 and sentence in capsys.readouterr().err
 
 
 def test_a_simulation_that_does_not_fit_into_memory_is_refused_before_it_starts(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +47,31 @@ def test_hours_and_workers_are_written_without_an_exponent_and_without_a_range_o
         fewer.fewer == "4 workers take 3"
         and fewer._replace(local_steps=(5000, 2, 3, 3, 3000)).fewer == "4 workers take 2 to 3,000"
     )
+
+
+def test_a_loss_after_more_than_ten_times_the_tokens_of_the_plan_has_words_and_no_number() -> None:
+    choice = pick([slow := one("DiLoCo", 30, 1e6)], SCALE)
+    rows = plan_rows(choice, [slow, *(one("one machine alone", 1, 1e6 / times) for times in (9.9, 10.1, 1e9))])
+    losses, stands = zip(*(row[-2:] for row in rows), strict=True)
+    assert stands[0] == "chosen" and losses[1].startswith("-") and " ± " in stands[1]
+    assert (losses[2:], stands[2:]) == (("not foretold",) * 2, ("lower",) * 2)
+    assert choice.too_far(one("DiLoCo", 30, 1.0)) and not choice.too_far(slow)
+
+
+def test_a_plan_on_a_link_of_25_bits_a_second_foretells_no_loss_of_one_machine_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "slow.toml").write_text("uplink_bps = 25\ndownlink_bps = 25\nstep_s = 0.1\n")
+    words = ["plan", f"{tmp_path / 'slow.toml'}", "--method", "diloco", "--workers", "8", "--model", "1m"]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^one machine alone .* not foretold +lower$", shown, re.MULTILINE), shown
+    assert "not foretold: after more than 10 times the tokens of the plan" in shown
+    assert main([*words, "--json"]) == 0
+    candidates = json.loads(capsys.readouterr().out)["candidates"]
+    (alone,) = [one for one in candidates if one["method"] == "one machine alone"]
+    assert (alone["loss"], alone["above_choice"]) == (None, None) and alone["tokens"] > 0
+    assert any(one["loss"] is not None for one in candidates)
 
 
 def test_of_candidates_that_are_as_low_the_fastest_is_taken_and_of_nearly_as_fast_ones_the_simplest() -> None:

@@ -626,6 +626,26 @@ def test_of_a_network_that_changes_often_the_first_rounds_are_priced_and_the_pla
     assert "the network changes at 17 times" in out and " ± " not in out.split("above the choice")[1].split("chosen")[0]
 
 
+def test_methods_that_were_measured_at_other_local_steps_take_those_that_were_asked_for() -> None:
+    for steps, found in (((60, 240), [60, 240]), ((5, 30, 120), [30])):
+        made = planned(EVEN, workers=8, local_steps=steps)
+        assert [one.full_steps for one in price_recipes(made, "local_sgd").candidates] == found
+
+
+def test_the_check_of_a_run_file_agrees_with_its_plan_on_a_committed_network_within_what_both_print(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    network = Path(__file__).parents[3] / "configs" / "networks" / "slow_in_turn.toml"
+    file, words = tmp_path / "run.toml", ["--model", "134m", "--local-steps", "480", "--method", "gasloc"]
+    assert main(["plan", str(network), *words, "--out", str(file)]) == 0
+    plan_says = capsys.readouterr().out
+    assert main(["check", str(file)]) == 0
+    found = [re.search(r"([\d.]+) ± ([\d.]+) s (?:a|per) round", said) for said in (plan_says, capsys.readouterr().out)]
+    (there, its_half), (here, half) = (map(float, one.groups()) for one in found if one is not None)
+    assert abs(there - here) <= its_half + half
+    assert "± of hours and seconds: half of the 95 % interval" in plan_says
+
+
 def test_workers_that_a_network_file_does_not_have_are_refused_with_its_name(tmp_path, capsys) -> None:
     """Also where its lists contradict each other, and in a run file with several networks."""
     file = tmp_path / "net.toml"

@@ -89,6 +89,25 @@ def test_waits_between_stages_take_the_same_share_of_every_candidate_and_are_tol
     )
 
 
+def test_a_plan_in_stages_says_where_the_workers_of_a_site_could_hold_a_replica_together(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    networks = Path(__file__).parents[3] / "configs" / "networks"
+    for name, there in (("two_sites", True), ("even_1g", False)):
+        words = [
+            "plan",
+            str(networks / f"{name}.toml"),
+            "--model",
+            "1m",
+            "--memory-bytes",
+            "25e6",
+            "--local-steps",
+            "30",
+        ]
+        assert main(words) == 0
+        assert ("the 4 workers of a site could hold a replica together" in capsys.readouterr().out) is there
+
+
 @pytest.mark.full
 def test_the_run_that_was_planned_starts_and_its_check_has_the_planned_seconds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import random
 import tomllib
 from dataclasses import replace
@@ -84,9 +83,6 @@ def test_where_workers_are_slower_together_one_machine_or_site_is_taken_alone(ne
         assert found.best == alone and found.choice.hours == pytest.approx(20 * found.parameters * step_s / 1024 / 3600)
 
 
-_DRAWN = 1000 if os.environ.get("GOSSAMER_ALL_DRAWN") else 60
-
-
 def drawn(seed: int) -> Network:
     """A network of up to six workers, of any speeds and links, in sites or not."""
     draw = random.Random(seed)
@@ -112,8 +108,10 @@ def drawn(seed: int) -> Network:
     return network
 
 
-def test_a_choice_is_never_later_than_a_machine_or_a_site_alone_at_a_loss_that_is_no_lower() -> None:
-    for seed in range(_DRAWN):
+def test_a_choice_is_never_later_than_a_machine_or_a_site_alone_at_a_loss_that_is_no_lower(
+    request: pytest.FixtureRequest,
+) -> None:
+    for seed in range(1000 if request.config.getoption("--full") else 60):
         network = drawn(seed)
         n = network.workers or 1
         found = made(

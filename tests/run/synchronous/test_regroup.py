@@ -20,6 +20,7 @@ import torch
 
 from commands import must_have_stages_in_processes, run
 from gossamer.cli import main
+from gossamer.errors import PeerError
 from gossamer.record import checkpoint
 from gossamer.record.lineage import read_branches
 from gossamer.run.bookkeeping.resume import lineage_of
@@ -206,6 +207,45 @@ def test_the_memories_of_boundaries_outlive_other_stages_with_which_no_round_was
     assert code == 0, output
     assert [one["round"] for one in read_branches(tmp_path / "m1" / "run")] == [2, 2]
     must_have_the_bits_of_its_replay(tmp_path, machines)
+
+
+def meet_with(monkeypatch, folder, *logs):
+    """Takes the newest record of this folder and of others, which have been at these meetings."""
+    logs = [[{"id": name, "round": round} for name, round in log] for log in logs]
+    others = [[len(log), [dump(tiny(**SMALL)), "[]"], log, "now", "elsewhere"] for log in logs]
+    monkeypatch.setattr(regroup, "agree", lambda member, digest, mine, **more: [*others, mine])
+    found = regroup._take_newest_record(settings_of(tiny(**SMALL)), folder, None)
+    (folder / "meetings.json").write_text(json.dumps(found[:-1]))
+    return [(note["id"], note["round"]) for note in found]
+
+
+def test_the_folder_of_another_run_of_the_run_file_is_refused_by_name_and_changes_no_record(tmp_path, monkeypatch):
+    first = [("first", 0)]
+    assert meet_with(monkeypatch, tmp_path, first) == [*first, ("now", 0)]  # with an empty disk
+    assert (tmp_path / "run.toml").exists()
+    meet_with(monkeypatch, tmp_path, [], first)  # one that has no record yet, or that of an earlier version
+    with pytest.raises(
+        PeerError, match=r"of process 1 on elsewhere is of another run than that of process 0 on elsewhere, proc"
+    ):
+        meet_with(monkeypatch, tmp_path, first, [("other", 0), ("later", 2)])
+    assert json.loads((tmp_path / "meetings.json").read_text()) == [{"id": "first", "round": 0}]
+
+
+def test_checkpoints_that_others_have_trained_again_without_a_machine_are_dropped_when_it_is_back(
+    tmp_path, monkeypatch
+):
+    def rounds():
+        return checkpoint.rounds(tmp_path / "checkpoints" / "stage-1-of-2-cut-1", 0)
+
+    meet_with(monkeypatch, tmp_path, [("first", 0)])
+    for round in (2, 3, 4):
+        checkpoint.save(tmp_path / "checkpoints" / "stage-1-of-2-cut-1", round, 0, {}, digest="d", keep=9)
+    meet_with(monkeypatch, tmp_path, [("first", 0)])
+    assert rounds() == [2, 3, 4]
+    # They resumed from round 3, then from 6; a meeting of the same round at which nobody trained is known to some alone.
+    missed = [("first", 0), ("second", 3), ("third", 6)]
+    assert meet_with(monkeypatch, tmp_path, missed, [("first", 0), ("lonely", 6)]) == [*missed, ("now", 0)]
+    assert rounds() == [2, 3]
 
 
 UNDER_TORCHRUN = {

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from commands import Command, free_port, must_have_stages_in_processes, run
 from gossamer.errors import ConfigError, DataError
+from gossamer.record import machines
 from gossamer.record.folder import read_metrics
 from gossamer.record.machines import Computed, Machine, Threads, machine_line, read_machines, this_machine
 from gossamer.run.config.document import load_run, with_settings
@@ -19,7 +20,7 @@ from gossamer.run.config.resolve import settings_of
 from gossamer.run.config.run_file import dump, parse
 from gossamer.run.simulated import threads as lanes
 from gossamer.run.simulated.simulate import simulate
-from gossamer.run.worker.numerics import deterministic, threads_of, using_threads
+from gossamer.run.worker.numerics import deterministic, threads_of, using_threads, warn_of_other_machine
 from gossamer.transport.processes import launch
 from gossamer.transport.processes.launch import intra_op_threads
 from tiny import single, tiny
@@ -230,6 +231,18 @@ def test_threads_that_the_run_file_names_count_before_those_that_are_recorded(co
     (tmp_path / "run" / "machines.jsonl").write_text(line.replace('"threads":2', '"threads":5000'))
     with pytest.raises(DataError, match="threads"):
         threads_of(config_of(tmp_path / "run"), tmp_path / "run")
+
+
+def test_a_machine_that_rounds_products_in_bf16_otherwise_is_another_processor(tmp_path, monkeypatch, caplog):
+    """ONEDNN_MAX_CPU_ISA does that, and so do virtual machines of one name; Muon takes other products there."""
+    here, computes = this_machine(), machines.computes_bf16()
+    (tmp_path / "machines.jsonl").write_text(machine_line(0, here))
+    warn_of_other_machine(tmp_path)
+    assert "rounds differently" not in caplog.text
+    monkeypatch.setattr(machines, "computes_bf16", lambda: not computes)
+    assert this_machine() != here
+    warn_of_other_machine(tmp_path)
+    assert "another processor" in caplog.text and "products in bf16)" in caplog.text
 
 
 @pytest.mark.parametrize("content", [b'name = "', b'name = "\xff"'])

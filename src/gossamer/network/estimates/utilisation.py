@@ -263,6 +263,9 @@ def assumed(model: str, method: str, setting: Setting) -> str:
     )
 
 
+_DASHES = ("solid", "dashed", "dotted", "dashdot")
+
+
 def plot_curves(
     curves: Mapping[str, Sequence[tuple[float, float]]],
     file: Path,
@@ -289,8 +292,13 @@ def plot_curves(
         raise ConfigError(f"the plot '{file}' ends in '{file.suffix}' but must end in .png or .svg; rename it")
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
     axes = figure.add_subplot()
-    for label, points in curves.items():
-        (line,) = axes.plot([x / unit for x, _ in points], [share for _, share in points], label=label)
+    for place, (label, points) in enumerate(curves.items()):
+        (line,) = axes.plot(
+            [x / unit for x, _ in points],
+            [share for _, share in points],
+            linestyle=_DASHES[place % len(_DASHES)],
+            label=label,
+        )
         if marks is not None and label in marks:
             dots = marks[label]
             axes.plot([x / unit for x, _ in dots], [share for _, share in dots], "o", color=line.get_color())

@@ -378,16 +378,19 @@ def read_trace(run_folder: Path, *, messages: bool = True, seen: Seen | None = N
         raise DataError(
             f"{run_folder} holds no trace*.jsonl; give the folder of a run made by gossamer simulate or gossamer train"
         )
+    here = f"the trace in '{run_folder}'"
     if not messages:
         phases = (line for _, _, line in folder_lines(run_folder, "trace", _PHASES))
-        return from_entries(Entry(one["round"], one["worker"], one["steps"], one["compute_s"], ()) for one in phases)
+        return from_entries(
+            (Entry(one["round"], one["worker"], one["steps"], one["compute_s"], ()) for one in phases), here
+        )
     return from_entries(
-        entry_of(line, where) for _, where, line in folder_lines(run_folder, "trace", TRACE_LINES, seen=seen)
+        (entry_of(line, where) for _, where, line in folder_lines(run_folder, "trace", TRACE_LINES, seen=seen)), here
     )
 
 
-def from_entries(entries: Iterable[Entry]) -> Trace:
-    """The columnar form of a run, in whatever order its entries come.
+def from_entries(entries: Iterable[Entry], whose: str = "the trace") -> Trace:
+    """The columnar form of a run, in whatever order its entries come; `whose` names it in errors.
 
     A message that only its sender or its receiver recorded (the other died before writing its line) counts as well.
     Raises: DataError for two entries of one worker and round, a peer without any entry, or ends that differ about a
@@ -416,8 +419,8 @@ def from_entries(entries: Iterable[Entry]) -> Trace:
     if len(present) < workers:
         silent = next((place for place, worker in enumerate(present) if place != worker), len(present))
         raise DataError(
-            f"the trace names {workers} workers but worker {silent} has no entry of its own; "
-            "gather the trace files of all workers in one folder"
+            f"{whose} names {workers} workers and has entries of {len(present)}, none of worker {silent}; bring the trace files "
+            "of all workers, each of which writes its own on its machine, into one folder"
         )
     if rounds * workers > _MAX_CELLS:
         raise DataError(

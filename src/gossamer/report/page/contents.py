@@ -1,12 +1,11 @@
 """The contents of a page of runs as plain values, for live pages and frozen reports."""
 
-import itertools
 import math
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gossamer.report.colours import places_of
 from gossamer.report.metrics import METRICS, Metric
 from gossamer.report.table import has_diverged, method_and_seed, ranked, table_cells
 from gossamer.report.verdict import verdict
@@ -112,28 +111,6 @@ def groups_of(views: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         members.setdefault(method_and_seed(view["label"])[0], []).append(place)
     spreads = {label: _spread([views[k] for k in places]) for label, places in members.items()}
     return [{"label": label, "runs": places, **spreads[label]} for label, places in members.items()]
-
-
-_OWN_COLOURS = ("diloco", "gasloc", "gossip")
-"""The methods that have the same colour on every page, in the order of the colours."""
-
-
-def places_of(methods: Sequence[str]) -> dict[str, int]:
-    """The place of each method among the colours: one for its name where it has one, whatever else is on the page.
-
-    >>> places_of(["GASLoC 1-Peer", "DiLoCo", "GASLoC 2-Peer", "NoLoCo"])
-    {'GASLoC 1-Peer': 1, 'DiLoCo': 0, 'GASLoC 2-Peer': 3, 'NoLoCo': 4}
-    >>> places_of(["lr=0.001", "lr=0.002"])
-    {'lr=0.001': 0, 'lr=0.002': 1}
-    """
-    places = dict[str, int]()
-    for method in methods:
-        word = re.match(r"[a-z]*", method.lower())
-        colour = _OWN_COLOURS.index(word[0]) if word is not None and word[0] in _OWN_COLOURS else None
-        if colour is not None and colour not in places.values():
-            places.setdefault(method, colour)
-    free = itertools.count(len(_OWN_COLOURS) if places else 0)
-    return {method: places[method] if method in places else next(free) for method in dict.fromkeys(methods)}
 
 
 def _spread(views: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -81,6 +81,8 @@ class FollowedRun:
         """Seconds that a worker waited for a peer."""
         self.rounds_of: list[int] = [0] * workers
         """The known completed rounds of each worker."""
+        self._recorded = set[int]()
+        """Workers with lines of training."""
         self.alive: tuple[int, list[int] | None] = (-1, None)
         """The newest list of live workers, with its round; None for all."""
         self.ended: dict[int, str] = {}
@@ -140,8 +142,8 @@ class FollowedRun:
 
     @property
     def here(self) -> int:
-        """The number of workers with rounds in this folder, at least 1: others may record on other machines."""
-        return max(1, sum(rounds > 0 for rounds in self.rounds_of))
+        """The number of workers whose training is in this folder, at least 1: outcomes may be of others, elsewhere, too."""
+        return max(1, len(self._recorded))
 
     def own_losses(self, training: Sequence[bool] | None = None) -> list[tuple[int, float]]:
         """The mean of the workers' validations of their own models, by round; the initial values have round -1.
@@ -298,6 +300,7 @@ class FollowedRun:
                 self.averaged[metric.name].put(round, worker or 0, figure_of(line[metric.name]))
         if line["kind"] == "train" and worker is not None:
             self.trained_lines += 1
+            self._recorded.add(worker)
             self.losses.put(round, worker, figure_of(line.get("loss")))
             self.steps.put(round, worker, figure_of(line.get("step")))
             self.tokens.put(round, worker, figure_of(line.get("tokens")))

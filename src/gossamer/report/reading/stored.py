@@ -260,6 +260,11 @@ class FollowedStore(FollowedRun):
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
+    @property
+    def here(self) -> int:
+        """The number of workers that took part: a store has the bytes of all of them."""
+        return max(1, sum(rounds > 0 for rounds in self.rounds_of))
+
     def look(self, until_s: float = math.inf) -> bool:
         """Begins a look if one is due, and takes what it has read by then; returns whether all was read."""
         now = time.monotonic()

@@ -17,13 +17,6 @@ Kind = Literal["rounds", "server", "pair", "no waiting"]
 Driver = Literal["simulate", "train", "library"]
 """The driver: one process over declared networks, real processes, or a user's training loop."""
 
-INSTEAD: dict[str, tuple[str, ...]] = {
-    "server": ("rule", "pair", "topology"),
-    "pair": ("rule", "server"),
-    "rule": ("server", "pair"),
-}
-"""The tables of a run file that each of the three kinds of method excludes."""
-
 
 def rules_over_time(rule: Rule, steps: int) -> list[tuple[int, Rule]]:
     """A rule's variants at the inner steps of a run at which its options change; for a shape, at a sample of steps."""

@@ -9,10 +9,11 @@ from collections.abc import Callable
 
 from gossamer.errors import PairingError, choose
 from gossamer.rounds.compatibility import lossy_codecs as coding
-from gossamer.rounds.compatibility.combination import INSTEAD, Combination, Incompatibility
+from gossamer.rounds.compatibility.combination import Combination, Incompatibility
 from gossamer.rounds.compatibility.modes import MODES
 from gossamer.rounds.schedule import Schedule
 from gossamer.rules import Rule
+from gossamer.settings.kinds import INSTEAD
 from gossamer.topologies.mixing import pull
 
 

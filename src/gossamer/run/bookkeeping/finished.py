@@ -35,6 +35,16 @@ def is_finished(run: RunSettings, folder: Path) -> bool:
     return is_evaluated(run, folder)
 
 
+def is_of_other_settings(run: RunSettings, folder: Path) -> bool:
+    """Whether a folder holds a run with other settings, or one whose settings this version does not read."""
+    if not (folder / "run.toml").exists():
+        return False
+    try:
+        return not measures_alike(run, settings_in(folder))
+    except ConfigError:
+        return True
+
+
 def measures_alike(run: RunSettings, there: RunSettings) -> bool:
     """Whether the other run has the same results and validations as this one; extra losses of workers are allowed."""
     measured = [(one.eval_every, one.eval_batches, one.pace_s) for one in (there.loop, run.loop)]

@@ -28,6 +28,7 @@ from gossamer.record.lineage import Lineage
 from gossamer.record.logs.outcomes import read_outcomes
 from gossamer.record.progress import say
 from gossamer.record.whole_files import worker_suffix
+from gossamer.rounds.compatibility.modes import exchanges_once, is_equal_after_rounds
 from gossamer.run.bookkeeping.inputs import must_have_inputs, why_settings_differ
 from gossamer.run.bookkeeping.resume import History, history, lineage_of
 from gossamer.run.config.document import with_settings
@@ -37,6 +38,7 @@ from gossamer.run.config.resolved import RunSettings
 from gossamer.run.worker.stages.checkpoints import Store, partition_of
 from gossamer.run.worker.task import Task
 from gossamer.settings.schema import parse_toml, toml_value
+from gossamer.settings.user_code import is_code
 
 log = logging.getLogger("gossamer")
 
@@ -637,6 +639,18 @@ def _how_to_collect(run: RunSettings, folder: Path, absent: Sequence[int]) -> st
     )
 
 
+def _ends_equal(run: RunSettings) -> bool:
+    """Whether all who took part in a round have the same model at its end, as after a mean over everyone."""
+    own = run.model.own or run.model.experts is not None  # whose buffers, or experts, differ
+    if run.kind != "rounds" or own or is_code(f"{run.decisive['rule.name']}"):
+        return False
+    try:
+        method = resolve_document(parse_toml(run.document, "a run"), run.parts, real=True).in_rounds
+    except GossamerError:
+        return False
+    return is_equal_after_rounds(method.rule) and exchanges_once(method.rule, run.schedule)
+
+
 def _may_be_elastic(run: RunSettings) -> bool:
     """Whether the run could continue without the workers whose checkpoints are lost."""
     if run.kind != "rounds" or run.loop.elastic:
@@ -727,6 +741,10 @@ def _nothing_to_score(store: Store, choice: ChosenRound) -> CheckpointError:
 def _warn_of_missing(store: Store, choice: ChosenRound, having: Sequence[int]) -> None:
     """Warns where the mean model is only that of owners `having` checkpoints of the chosen round."""
     those, kept = ", ".join(map(str, having)), choice.kept
+    others = [owner for owner in kept if owner not in having]
+    if others and _ends_equal(store.run):
+        say(f"after round {choice.round} all workers are equal, so the mean model is that of worker {having[0]} alone")
+        return
     took_part = {i for owner in having for i in kept[owner].seen.get(choice.round) or ()}
     if absent := [owner for owner in on_other_machines(kept) if owner in took_part]:
         log.warning(

@@ -8,6 +8,7 @@ from typing import Any
 from gossamer.errors import ConfigError
 from gossamer.record.folder import run_file
 from gossamer.settings import over_time
+from gossamer.settings.kinds import INSTEAD
 from gossamer.settings.schema import parse_toml, read_toml
 
 _WRITTEN = ("name", "seed", "workers", "model", "data", "run", "record")
@@ -24,7 +25,12 @@ EXPERIMENT = ("variant", "sweep", "scale", "figure", "tune")
 
 
 def load_document(path: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The document in a TOML run file with dotted overrides applied; not yet validated.
+    """The document in a TOML run file with dotted overrides applied; not yet validated. Raises: ConfigError as `as_written`."""
+    return with_settings(as_written(path), overrides or {})
+
+
+def as_written(path: Path) -> dict[str, Any]:
+    """The document in a TOML run file, without the settings of its method.
 
     Raises: ConfigError when the file is missing, too large to be a run file, or not TOML.
     """
@@ -38,7 +44,7 @@ def load_document(path: Path, overrides: Mapping[str, Any] | None = None) -> dic
         )
     if path.stat().st_size > 1 << 20:
         raise ConfigError(f"'{path}' has {path.stat().st_size} bytes; a run file has at most 1 MiB: give another file")
-    return with_settings(read_toml(path, f"'{path}'"), overrides or {})
+    return read_toml(path, f"'{path}'")
 
 
 def load_run(folder: Path) -> dict[str, Any]:
@@ -89,17 +95,13 @@ def with_settings(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
     result = copy.deepcopy(dict(document))
     if not overrides and "method" not in result:
         return result
-    # Not before: a missing or malformed file is refused before torch is imported.
-    from gossamer.rounds.compatibility.combination import INSTEAD
-    from gossamer.run.config.recipes import recipe
-
     if "method" in result:
-        base = with_settings({}, recipe(result.pop("method")).settings)
+        base = with_settings({}, _of_method(result.pop("method")))
         given = flat({key: result.pop(key) for key in [*result] if key in base})
         result |= with_settings(base, given)
     if "method" in overrides:
         explicit = {key: value for key, value in overrides.items() if key != "method"}
-        overrides = {**recipe(overrides["method"]).settings, **explicit}
+        overrides = {**_of_method(overrides["method"]), **explicit}
     given = {key.partition(".")[0] for key in overrides}
     for kind, others in INSTEAD.items():
         if kind in overrides or f"{kind}.name" in overrides:
@@ -108,6 +110,15 @@ def with_settings(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
     for key, value in sorted(overrides.items(), key=lambda item: not item[0].endswith(".name")):
         _set(result, key, value)
     return result
+
+
+def _of_method(name: object) -> Mapping[str, Any]:
+    """The dotted settings of a recipe."""
+    from gossamer.run.config.recipes import (
+        recipe,  # late: a misspelt file without one is refused before torch is imported
+    )
+
+    return recipe(name).settings
 
 
 def _set(document: dict[str, Any], key: str, value: Any) -> None:

@@ -21,7 +21,7 @@ from gossamer.network.links import Network, to_options
 from gossamer.optimizers.inner import InnerConfig, warmup_steps
 from gossamer.record.folder import RecordConfig
 from gossamer.rounds.compatibility import incompatibilities
-from gossamer.rounds.compatibility.combination import INSTEAD, Combination, Kind
+from gossamer.rounds.compatibility.combination import Combination, Kind
 from gossamer.rounds.schedule import Schedule
 from gossamer.run.config.choice import Choice, NamedIn
 from gossamer.run.config.document import DIRECTIONS, EXPERIMENT, KINDS, flat, with_settings
@@ -29,6 +29,7 @@ from gossamer.run.config.pipeline import PipelineConfig, misfits
 from gossamer.run.config.totals import each_batch, rounds_for, tokens_for
 from gossamer.settings import over_time
 from gossamer.settings.fields import NEUTRAL, Changeable, FolderName, Words
+from gossamer.settings.kinds import INSTEAD
 from gossamer.settings.options import Count, Number, Positive, check_values
 from gossamer.settings.over_time import (
     LearningRate,
@@ -89,7 +90,7 @@ LEFT_OUT_AT: Mapping[str, Any] = {"pipeline.lost": []}
 """Keys that came later in a release, each with the value at which a digest leaves it out. That stays when its default changes;
 for a key that no release has yet, it is its default."""
 _FIRST = {f"{table}.{key}".removeprefix(".") for table, keys in FIRST_KEYS.items() for key in keys.split()}
-_GONE: Mapping[tuple[str, str], tuple[Any, str]] = {
+GONE: Mapping[tuple[str, str], tuple[Any, str]] = {
     ("pipeline", "resplit_every"): (
         0,
         "a run keeps its cuts; remove the key, and when a stage has become slow, stop the run and resume it with --set "
@@ -481,7 +482,7 @@ def _other_kind_errors(document: Mapping[str, Any]) -> list[ConfigError]:
             network = f"the file has '{key}' at its top, so it is a network file"
             return [ConfigError(f"{network}; give a run file such as configs/gasloc.toml")]
     errors: list[ConfigError] = []
-    for (table, key), (default, advice) in _GONE.items():
+    for (table, key), (default, advice) in GONE.items():
         value = part.get(key, default) if isinstance(part := document.get(table), Mapping) else default
         if value != default:
             errors.append(ConfigError(f"{table}.{key} is {value!r:.60}, and this version has no such key: {advice}"))
@@ -495,7 +496,7 @@ def _exclusive(document: Mapping[str, Any]) -> Sequence[ConfigError]:
 
 def _completed(document: dict[str, Any]) -> dict[str, Any]:
     """The document with the topology of a run in pairs, where it names none, and without removed keys."""
-    for table, removed in _GONE:
+    for table, removed in GONE:
         if isinstance(part := document.get(table), dict):
             document = {**document, table: {key: value for key, value in part.items() if key != removed}}
     return {"topology": "complete", **document} if "pair" in document else document

@@ -64,7 +64,7 @@ def train_in_store(run: ResolvedRun, folder: Path, url: str) -> None:
     Raises: ConfigError, DataError, CheckpointError, PeerError, TrainingError.
     """
     must_fit_a_store(run)
-    bucket, terms, task = open_store(run, url)
+    bucket, terms, task = open_store(run, folder, url)
     terms = terms._replace(gossip=run.in_rounds.rule.needs != "everyone", rejoin_rounds=run.loop.rejoin_rounds)
     with leaving() as asked, contextlib.ExitStack() as open_:
         asked.at_once = True  # until it trains

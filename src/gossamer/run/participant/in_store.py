@@ -10,7 +10,7 @@ from gossamer.record.whole_files import atomic_write, make_folder
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.agreement import prepare, run_settings
 from gossamer.run.worker.task import Task
-from gossamer.transport.bucket.bucket import Bucket
+from gossamer.transport.bucket.bucket import MOST_HEAD_BYTES, Bucket
 from gossamer.transport.bucket.perform import open_sealed, paced
 from gossamer.transport.bucket.protocol import StoreTerms
 from gossamer.transport.keys import keys_for
@@ -24,13 +24,16 @@ class OpenedStore(NamedTuple):
     task: Task
 
 
-def open_store(run: ResolvedRun, url: str, more: Mapping[str, Any] | None = None) -> OpenedStore:
+def open_store(run: ResolvedRun, folder: Path, url: str, more: Mapping[str, Any] | None = None) -> OpenedStore:
     """Opens the store of a run, and the data; warns where others may read or change what lies there.
 
     Args: `more` has further settings that all processes must share.
-    Raises: ConfigError, DataError, PeerError.
+    Raises: ConfigError, also for a run folder with a run where the store has none; DataError, PeerError.
     """
+    is_bound = _is_bound(folder)  # read first: a process of this folder creates the run in the store before
     bucket, seal = open_sealed(url, keys_for(run.peers, run.workers))
+    if is_bound and not _has_run(bucket):
+        raise _other_run(folder)  # before one is created in a store that is not that of the folder
     task, key = prepare(run)
     described = {
         "gossamer": 1,
@@ -55,9 +58,24 @@ def bind_folder(folder: Path, identity: str) -> None:
     known = path.exists()  # before the run file, which another process of this folder writes later
     if known and path.read_text(encoding="utf-8", errors="replace").strip() == identity:
         return
-    if known or (folder / "run.toml").exists():
-        raise ConfigError(
-            f"'{folder}' holds a run that is not the one in this store; give another --out, or the store of that run"
-        )
+    if known or _is_bound(folder):
+        raise _other_run(folder)
     make_folder(folder)
     atomic_write(path, f"{identity}\n".encode())
+
+
+def _has_run(bucket: Bucket) -> bool:
+    try:
+        return bucket.get("run", MOST_HEAD_BYTES) is not None
+    except OSError:  # the protocol tries again, and names what stays
+        return True
+
+
+def _is_bound(folder: Path) -> bool:
+    return store_file(folder).exists() or (folder / "run.toml").exists()
+
+
+def _other_run(folder: Path) -> ConfigError:
+    return ConfigError(
+        f"'{folder}' holds a run that is not the one in this store; give another --out, or the store of that run"
+    )

@@ -71,9 +71,9 @@ class Priced(NamedTuple):
 def price_recipes(made: RunPlan, only: str | None = None, *, thorough: bool = False) -> Priced:
     """Prices every recipe for the network and model of a plan.
 
-    Those of `SEVERAL` take all local steps that the plan tries; all others, and of many workers these too, take those that their
-    loss was measured with, or that the plan would choose. `USUAL` is priced without the workers that the plan may leave out as
-    well; with many workers, with those of the plan's choice alone.
+    Those of `SEVERAL` take all local steps that the plan tries; all others, and of many workers these too, take those of the
+    plan that their loss was measured with, or all where it has none of these, or that the plan would choose. `USUAL` is priced
+    without the workers that the plan may leave out as well; with many workers, with those of the plan's choice alone.
 
     Args: `only` is the name of the one method to price; `thorough` tries all local steps of the plan.
     Raises: ConfigError for a method that is not there.
@@ -127,7 +127,7 @@ def _tried_steps(name: str, recipe: Recipe, made: RunPlan, *, thorough: bool) ->
     if thorough or (made.workers <= _FEW and name in SEVERAL):
         return sorted({*made.options.local_steps})
     if name in MEASURED and name not in SEVERAL:
-        return [*MEASURED[name]]
+        return [one for one in MEASURED[name] if one in made.options.local_steps] or sorted({*made.options.local_steps})
     between = [one for one in made.candidates if one.full_steps > 1] or made.candidates
     return [max(2, pick(between, made.choice.scale, made.options.hours).best.full_steps)]
 

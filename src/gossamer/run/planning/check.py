@@ -190,6 +190,8 @@ def examine_run(config: RunConfig, refused: Mapping[Verb, Sequence[str]] | None 
     sent, most, kept, networks, partly = counted(run, layout) if layout else (None, None, (), (), ())
     warnings = [*run.warnings, *_endless(documents, run.data.tokenizer)]
     warnings += [doubt for name, network in config.network.items() for doubt in doubts_of(network, f"network.{name}")]
+    if any(network.store is not None for network in config.network.values()) and (doubt := _too_large(run, kept)):
+        warnings.append(doubt)
     warnings += [passes_warning(passes)] if passes is not None and passes > MANY_PASSES else []
     starts = f", after {run.loop.synchronous_steps} synchronous steps" if run.loop.synchronous_steps else ""
     return _known_of(config, run, vocab_size, layout, missing)._replace(
@@ -211,6 +213,32 @@ def examine_run(config: RunConfig, refused: Mapping[Verb, Sequence[str]] | None 
         documents=documents,
         adapts=bool(_adapting_note(run)),
     )
+
+
+def must_fit_its_store(run: ResolvedRun, url: str) -> None:
+    """Raises ConfigError for a run whose state is larger than an object of the store at this address may be.
+
+    Nothing is known of a folder, of other stores than S3, and of a model that the user's code makes.
+    """
+    layout = _layout(run, vocabulary(run.data.tokenizer))
+    if url.startswith(("s3:", "s3a:")) and layout and (sentence := _too_large(run, counted(run, layout, 1).kept)):
+        raise ConfigError(f"--store got '{url}', and {sentence}")
+
+
+def _too_large(run: RunSettings, kept: Sequence[Copies]) -> str:
+    """Why S3 would refuse the state of a run; empty where it takes it."""
+    state = ("weights", "server: state") if run.kind == "server" else ("weights", "inner optimizer", "outer state")
+    size = sum(one.bytes for one in kept if one.what in state)
+    return (
+        ""
+        if size <= _MOST_IN_S3
+        else f"the state of this run is an object of {size / 1e9:.3g} GB, where S3 takes at most {_MOST_IN_S3 / 1e9:.3g} GB "
+        "in one; take a folder or another store, or a smaller model"
+    )
+
+
+_MOST_IN_S3 = 5 << 30
+"""Most bytes of an object that is created by one request."""
 
 
 def _disagreement(method: Method | WithServer | InPairs, steps: int) -> float | None:

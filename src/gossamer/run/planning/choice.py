@@ -5,8 +5,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-from gossamer.report.table import digits_text
-from gossamer.run.planning.expected_loss import EXACT_CODECS, LossScale, Penalty, Range, expected_difference, penalty
+from gossamer.report.table import spread_text
+from gossamer.run.planning.expected_loss import (
+    EXACT_CODECS,
+    FAR,
+    LossScale,
+    Penalty,
+    Range,
+    expected_difference,
+    penalty,
+)
 
 _AS_FAST = 1.05
 """Relative error of a price, within which the simpler candidate is taken."""
@@ -181,6 +189,10 @@ class Pick(NamedTuple):
         assert none is not None
         return expected_difference(self.scale, expected, none, self.tokens_of(candidate) / self.tokens)
 
+    def too_far(self, candidate: Candidate) -> bool:
+        """Whether it reads so many tokens in the time that no loss is extrapolated to them."""
+        return self.tokens_of(candidate) > FAR * self.tokens
+
     def outside(self, candidate: Candidate) -> bool:
         """Whether its loss is extrapolated."""
         penalty = candidate.penalty(self.scale)
@@ -327,6 +339,7 @@ PLAN_HEADINGS = (
     "above the choice (nats)",
 )
 """Headings of the columns of `plan_rows`."""
+NOT_MEASURED, NOT_FORETOLD = "not measured", "not foretold"
 
 
 def format_codecs(candidate: Candidate) -> str:
@@ -343,8 +356,8 @@ def format_codecs(candidate: Candidate) -> str:
 
 def hours_text(choice: Pick, candidate: Candidate) -> str:
     """The hours that a candidate needs for the tokens, with their spread by chance where that is a thousandth or more."""
-    hours, share = choice.hours_of(candidate), candidate.spread_s / candidate.round_s if candidate.round_s else 0.0
-    return digits_text(hours) + (f" ± {digits_text(hours * share, 2)}" if share >= 0.001 else "")
+    hours = choice.hours_of(candidate)
+    return spread_text(hours, hours * candidate.spread_s / candidate.round_s if candidate.round_s else 0.0)
 
 
 def plan_rows(choice: Pick, candidates: Iterable[Candidate]) -> list[tuple[str, ...]]:
@@ -354,6 +367,9 @@ def plan_rows(choice: Pick, candidates: Iterable[Candidate]) -> list[tuple[str, 
         most, fewest = one.full_steps, min(one.local_steps)
         loss, above = choice.loss(one), choice.above_best(one)
         stands = "" if above is None else "cannot tell apart" if above.open else str(above)
+        nats = NOT_MEASURED if loss is None else f"{loss.nats:+z.3f}"
+        if loss is not None and above is not None and choice.too_far(one):
+            nats, stands = NOT_FORETOLD, stands if above.open else "lower" if above.nats < 0 else "higher"
         if one == choice.best:
             stands = "chosen"
         elif not choice.whole_round(one):
@@ -366,7 +382,7 @@ def plan_rows(choice: Pick, candidates: Iterable[Candidate]) -> list[tuple[str, 
                 f"{one.utilisation:.1%}",
                 hours_text(choice, one),
                 f"{choice.tokens_of(one):.3g}",
-                "not measured" if loss is None else f"{loss.nats:+z.3f}",
+                nats,
                 stands,
             )
         )

@@ -77,7 +77,7 @@ _TOKENS_DOUBT = 0.3
 _NEAR = math.log(2)
 """Measurements are taken to hold for half to twice as many parameters, workers and tokens."""
 _BYTES = 256
-_FAR = 10
+FAR = 10
 """The factor of tokens, outside of the range that a law was fitted with, up to which it is extrapolated."""
 
 
@@ -263,7 +263,7 @@ class Law:
                 f"the loss to reach is {loss:g} and the law has floor = {self.floor:g}; give one above it"
             )
         tokens = (self.scale / (loss - self.floor)) ** (1 / self.power)
-        if not self.tokens[0] / _FAR <= tokens <= _FAR * self.tokens[1]:
+        if not self.tokens[0] / FAR <= tokens <= FAR * self.tokens[1]:
             raise ConfigError(
                 f"the law says {tokens:.4g} tokens for a loss of {loss:g}, and was fitted from {self.tokens[0]:.4g} to "
                 f"{self.tokens[1]:.4g}; give a loss within ten times of that"

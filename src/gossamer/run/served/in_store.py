@@ -54,7 +54,7 @@ def train_served_in_store(run: ResolvedRun, folder: Path, url: str) -> None:
     """
     with locked(folder, run.workers):
         # How long a server expects workers that have not come is part of its decisions.
-        bucket, terms, task = open_store(run, url, {"server": True, "timeout_s": run.loop.timeout_s})
+        bucket, terms, task = open_store(run, folder, url, {"server": True, "timeout_s": run.loop.timeout_s})
         with leaving() as asked, contextlib.ExitStack() as open_:
             asked.at_once = True  # until it trains
             one = _StoreWorker(run, folder, task, bucket, terms, asked)

@@ -12,8 +12,12 @@ Source: the snapshots of ElasWave, arXiv 2510.00606, in a ring.
 """
 
 import contextlib
+import itertools
+import json
 import os
+import platform
 import re
+import secrets
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,14 +25,16 @@ from dataclasses import replace
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 import torch.distributed as dist
+from pydantic import Field, with_config
 from torch import Tensor
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+from typing_extensions import TypedDict
 
-from gossamer.errors import ConfigError, PeerError, first_line
+from gossamer.errors import ConfigError, DataError, PeerError, first_line
 from gossamer.record import checkpoint
 from gossamer.record.fault import FaultKind
 from gossamer.record.lineage import read_branches
@@ -38,6 +44,7 @@ from gossamer.run.bookkeeping.resume import history
 from gossamer.run.config.pipeline import cuts_of, work_of_layers
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.run.worker.stages.checkpoints import Partition, Store, partitions_of
+from gossamer.settings.schema import RECORD, Records
 from gossamer.transport.alike import short_settings
 from gossamer.transport.processes.backend import FOREVER, gloo_group
 from gossamer.transport.processes.board import Board
@@ -58,6 +65,8 @@ _PIECE = 64 << 20
 """Bytes of a message, each of which takes at most `run.timeout_s`."""
 _MOST_BYTES = 1 << 40
 """A file of a checkpoint at most."""
+_FILE = "meetings.json"
+"""The meetings at which a process was, and those before; the first one differs between two runs of one run file."""
 _ROUNDS = 3
 """For how many rounds other cuts would be faster before the processes are asked to start again with them."""
 _DISMISS_S = 10.0
@@ -66,6 +75,29 @@ _OVER = 1
 
 Held = Mapping[int, Mapping[str, frozenset[int]]]
 """The rounds that a process has whole checkpoints of, by worker and folder of a stage."""
+
+
+@with_config(RECORD)
+class MeetingNote(TypedDict):
+    """A meeting of all processes."""
+
+    id: Annotated[str, Field(max_length=32)]
+    round: Annotated[int, Field(ge=0, lt=2**31)]
+    """The round from which all resumed: later ones that a process has from before were trained again without it."""
+
+
+_MEETINGS = Records[list[MeetingNote]](list[MeetingNote])
+
+
+class _Record(NamedTuple):
+    """The record of a process, as it posts it in a meeting."""
+
+    changes: int
+    texts: Sequence[str | None]
+    """The run file, and its changes."""
+    meetings: list[MeetingNote]
+    id: str
+    name: str
 
 
 class Meeting(NamedTuple):
@@ -118,7 +150,7 @@ def meet(runs: Mapping[int, ResolvedRun], folder: Path) -> Meeting | None:
         )
     run = runs[stages]
     torch.set_num_threads(intra_op_threads(run.loop.threads, int(os.environ.get("LOCAL_WORLD_SIZE", ranks))))
-    _take_newest_record(run, folder, member)
+    meetings = _take_newest_record(run, folder, member)
     rest = [
         _speed(run),
         {str(w): {k: sorted(v) for k, v in one.items()} for w, one in _held(run, folder).items()},
@@ -130,7 +162,11 @@ def meet(runs: Mapping[int, ResolvedRun], folder: Path) -> Meeting | None:
     spares = range(stages * workers, ranks)
     try:
         group = gloo_group(PrefixStore("regroup", member.store), member.rank, ranks, timeout_s)
-        _fetch(run, folder, own, [held for _, held in facts], group)
+        round = _fetch(run, folder, own, [held for _, held in facts], group)
+        if round or len(meetings) == 1:  # else what is lost may come back with the disk of a machine that is not here
+            make_folder(folder)
+            meetings[-1]["round"] = round
+            atomic_write(folder / _FILE, json.dumps(meetings).encode())
         group.barrier().wait(timedelta(seconds=timeout_s))  # nobody trains while another drops newer checkpoints
         if member.rank in spares:
             _wait_as_spare(member, group)
@@ -212,30 +248,79 @@ def copy_on(store: Store, pipe: Pipe, worker: int, round: int) -> None:
     pipe.flush()
 
 
-def _take_newest_record(run: RunSettings, folder: Path, member: Member) -> None:
-    """Takes the run file and the changes of the process that has taken part in most changes.
+def _take_newest_record(run: RunSettings, folder: Path, member: Member) -> list[MeetingNote]:
+    """Takes the run file and the changes of the process that was at the last meeting, and has taken part in most changes.
 
-    Each meeting that changes the stages adds one, so who was away has fewer.
+    Drops the checkpoints that others have trained again since the last meeting at which this process was.
+
+    Returns: the meetings of the run, with this one at the end, whose round is not known yet.
+    Raises: PeerError for records of several runs; DataError for a spoilt record; DiskError.
     """
     paths = [folder / "run.toml", folder / "branches.json"]  # in this order: until both are here, it counts as old
-    mine = [
-        len(read_branches(folder)),
-        *(path.read_text(errors="replace") if path.exists() else None for path in paths),
-    ]
+    changes, texts = len(read_branches(folder)), [*map(_text, paths)]
+    meetings = _MEETINGS.parse(path.read_bytes(), str(path)) if (path := folder / _FILE).exists() and texts[0] else []
+    mine = [changes, texts, meetings, secrets.token_hex(8), platform.node()]
     settings = short_settings(run.decisive)
-    records = agree(member, run.digest, mine, settings=settings, timeout_s=run.loop.timeout_s)
-    for rank, record in enumerate(records):
-        match record:
-            case [int(), None | str(), None | str()]:
-                continue
-        raise _odd(rank, "record")
-    newest = max((one for one in records if one[1] is not None), key=lambda one: one[0], default=mine)
-    if newest[1:] != mine[1:] and newest[0] >= mine[0] and (mine[1] is None or newest[0] > mine[0]):
+    records = [
+        _record_of(rank, one)
+        for rank, one in enumerate(agree(member, run.digest, mine, settings=settings, timeout_s=run.loop.timeout_s))
+    ]
+    _must_be_one_run(records, folder)
+    logs = [one.meetings for one in records]
+    known = max(logs, key=lambda log: (len(log), logs.count(log)))
+    alike = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(known, meetings, strict=False)))
+    if meetings and (missed := known[alike:]):
+        for path in (folder / "checkpoints" / name for name in _names(folder)):
+            for w in range(run.workers):
+                checkpoint.rewind(path, min(note["round"] for note in missed), w)
+    there = [one for one in records if one.texts[0] is not None and one.meetings == known]
+    newest = max(there, key=lambda one: one.changes, default=records[0])
+    behind = texts[0] is None or meetings != known or newest.changes > changes
+    if there and behind and [*newest.texts] != texts:
         make_folder(folder)
-        for path, text in zip(paths, newest[1:], strict=True):
+        for path, text in zip(paths, newest.texts, strict=True):
             if text is not None:
                 atomic_write(path, text.encode())
         history(run, folder)  # refuses the record of another run
+    return [*known, {"id": records[0].id, "round": 0}]
+
+
+def _record_of(rank: int, record: object) -> _Record:
+    """The record of a process. Raises PeerError for anything else."""
+    try:
+        match record:
+            case [
+                int() as changes,
+                [None | str(), None | str()] as texts,
+                list() as meetings,
+                str() as name,
+                str() as host,
+            ]:
+                return _Record(changes, texts, _MEETINGS.of(meetings, ""), name, f"process {rank} on {host:.60}")
+    except DataError:
+        pass
+    raise _odd(rank, "record")
+
+
+def _must_be_one_run(records: Sequence[_Record], folder: Path) -> None:
+    """Raises PeerError where processes have the folders of several runs of one run file.
+
+    The settings of these are equal, and the record of one would describe the checkpoints of another.
+    """
+    owners: dict[str, list[str]] = {}
+    for one in records:
+        if one.meetings:
+            owners.setdefault(one.meetings[0]["id"], []).append(one.name)
+    if len(owners) > 1:
+        *few, most = sorted(owners.values(), key=len)
+        raise PeerError(
+            f"'{folder}' of {' and '.join(', '.join(names) for names in few)} is of another run than that of "
+            f"{', '.join(most)}; move the folders of the run that shall not continue away, and start again"
+        )
+
+
+def _text(path: Path) -> str | None:
+    return path.read_text(errors="replace") if path.exists() else None
 
 
 def _held(run: RunSettings, folder: Path) -> Held:
@@ -308,11 +393,14 @@ def _needed(newest: Mapping[int, Partition], own: Partition, ranks: int) -> Iter
         yield from ((rank, worker, name) for name in (names if newest[worker] != own else names[part : part + 1]))
 
 
-def _fetch(run: RunSettings, folder: Path, own: Partition, held: list[Held], group: dist.ProcessGroup) -> None:
-    """Sends each process the checkpoints of the newest round that it lacks; newer ones are dropped."""
+def _fetch(run: RunSettings, folder: Path, own: Partition, held: list[Held], group: dist.ProcessGroup) -> int:
+    """Sends each process the checkpoints of the newest round that it lacks; newer ones are dropped.
+
+    Returns: the round, 0 for none.
+    """
     round, newest = _newest(held, run, own)
     if not round:
-        return
+        return 0
     for path in (folder / "checkpoints" / name for name in _names(folder)):
         for w in range(run.workers):
             faults = checkpoint.generation_faults(path, w).items()
@@ -329,6 +417,7 @@ def _fetch(run: RunSettings, folder: Path, own: Partition, held: list[Held], gro
         elif group.rank() == rank:
             files = [_receive(group, holder, run.loop.timeout_s) for _ in range(2)]
             checkpoint.take(place, round, w, *files)
+    return round
 
 
 def _send(group: dist.ProcessGroup, rank: int, content: bytes, timeout_s: float) -> None:
