@@ -878,7 +878,7 @@ def _followed(folder: Path) -> None:
 
 _RULES_OF_CLOSING = {
     LetterKind.REPORT: [3, 0, True, -1, 0, -1, False, False, [2, 0, 0], [1]],
-    LetterKind.PROPOSAL: [3, 0, 0, [0, 1, 2]],
+    LetterKind.PROPOSAL: [3, 0, 0, [0, 1, 2], [[0, 1, 0, -1]]],
     LetterKind.CLOSED: [3, 0, 0],
 }
 

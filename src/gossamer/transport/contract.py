@@ -8,7 +8,7 @@ from gossamer.errors import TransportError
 if TYPE_CHECKING:  # commands that only inspect a run need no torch, whose import takes seconds
     from torch import Tensor
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 """The version of all messages between processes of a run; processes of different versions refuse each other."""
 
 

@@ -3,7 +3,8 @@
 Workers whose replicas are identical must all make the same update, or none. The lowest slot that is alive leads:
 
     every worker -> leader   REPORT    it is ready in this round; which attempt's mean it holds, or never will; or it is away
-    leader -> all            PROPOSAL  the attempt and the set over which the mean is taken: those that are ready
+    leader -> all            PROPOSAL  the attempt and the set over which the mean is taken: those that are ready; and what
+                                       workers have promised not to do, after a first attempt
     leader -> all            CLOSED    all of the set hold this attempt's mean: make the update
 
 If a worker of the set fails on the way, the leader proposes the rest in a new attempt, or all again if a message was lost; if the
@@ -32,8 +33,11 @@ worker that is left out again, before any round was closed with it, announces th
 round waits for it, up to the usual deadline. It fetches the state after the last closed round meanwhile, and is in
 time.
 
-Workers that made the update say so in their reports, so that a leader that fails while sending CLOSED letters leaves no
-ambiguity.
+Workers that made the update say so in their reports. A worker that holds a mean keeps it when another leader proposes a
+later attempt, as the first leader may have closed the round with it. It lets go of the mean once that leader takes part
+in a later attempt itself, or a worker of the set never will hold it; proposals repeat what reports promise. If more than
+half of all slots have kept one mean, the new leader closes the round with it. If the first leader is silent for a
+deadline, it is let go of, so a leader that is cut off for so long may have closed the round differently (ADR 98).
 """
 
 import json
@@ -89,6 +93,17 @@ class _Place(NamedTuple):
     """None if not claimed: a worker that reports a closed round is in the next one."""
     closed: _Closed | None = None
     """That round."""
+
+
+class _Promise(NamedTuple):
+    """What a worker will not do any more in this round."""
+
+    attempt: int
+    """It takes part in no attempt before this one, and does not lead one either."""
+    held: int
+    """The only earlier attempt whose mean it holds, or will ever hold; -1 for none."""
+    failed: int
+    """It will never hold the mean of this attempt; -1 for none."""
 
 
 class _Claim(NamedTuple):
@@ -157,11 +172,21 @@ class Closing:
         self.source: int | None = None
         """A worker whose state this one may take when left out."""
         self._held, self._attempt, self._failed = -1, -1, -1
+        self._decided: Proposal | None = None
+        """How this leader has closed the round without itself, until one of these workers is in the next."""
+        self._offer: Proposal | None = None
+        """The newest attempt, while this worker does not take part in it as it holds the mean of an earlier one."""
+        self._offered_s = self._kept_s = -1e9
+        """When such an attempt was last proposed to it, and since when that happens without interruption."""
+        self._closers: dict[int, tuple[int, int]] = {}
+        """Leaders that may close the round with the mean that this worker holds: with which attempt, and their processes."""
         self._ready_s: float | None = None
         self._proposed_s = self._said_s = self._asked_s = -1e9
         self._leader = members.me
         self._last: _Closed | None = None
         self._reports: dict[int, _Report] = {}
+        self._relayed: dict[int, _Promise] = {}
+        """What the last proposal of this leader repeated of the reports."""
         self._places: dict[int, _Place] = {}
         """The last claimed position of each worker."""
         self.unvouched: list[Unvouched] = []
@@ -202,6 +227,8 @@ class Closing:
         self._listed.clear()
         was_away, self.closed, self.left_out = self.left_out, False, False
         self._held = self._attempt = self._failed = -1
+        self._offer = self._decided = None
+        self._closers.clear()
         if was_away:
             self._report_to_all()
 
@@ -214,6 +241,7 @@ class Closing:
         """Records that this worker holds the complete mean of an attempt."""
         if self.proposed is not None and self.proposed.attempt == attempt:
             self._held = attempt
+            self._vouch(attempt)
             self.tick(now, again=True)
 
     def fail(self, attempt: int, now: float, unsound: Collection[int] = ()) -> None:
@@ -262,10 +290,14 @@ class Closing:
             case LetterKind.REPORT, _ if (report := self._read_report(values)) is not None:
                 if report.round >= 0:  # else it has not begun and there is no round to close
                     self._heard_report(letter.sender, report, now)
-            case LetterKind.PROPOSAL, [*head, [*workers]] if (
-                closed := self._closed_round(head)
-            ) is not None and self._are_slots(workers):
-                self._heard_proposal(letter.sender, closed, workers, now)
+            case LetterKind.PROPOSAL, [*head, [*workers], [*seen]] if (
+                (closed := self._closed_round(head)) is not None
+                and self._are_slots(workers)
+                and (promises := self._read_promises(seen)) is not None
+            ):
+                # Without promises there is one attempt, and its leader has no earlier mean either.
+                promises = {letter.sender: _Promise(closed.attempt, -1, -1)} | promises
+                self._heard_proposal(letter.sender, closed, workers, promises, now)
             case LetterKind.CLOSED, _ if (closed := self._closed_round(values)) is not None:
                 self._heard_closed(letter.sender, closed, now)
             case _:
@@ -293,7 +325,9 @@ class Closing:
                 self._report_to_all()  # the next leader needs to know too
             elif leader != self.members.me:
                 self._report_to(leader)
-        if leader == self.members.me and self._ready_s is not None and not self.closed and not self.left_out:
+        if self._decided is not None and not self.left_out:
+            self._wait_for_a_source(self._decided, again=again or self._said_s == now)
+        elif leader == self.members.me and self._ready_s is not None and not self.closed and not self.left_out:
             self._reports[self.members.me] = self._own_report
             self._lead(alive, now)
 
@@ -390,32 +424,119 @@ class Closing:
             for j, report in self._reports.items()
             if j in alive and report.ready and (report.round, report.history_hash) == (self.round, self.history_hash)
         }
-        if (proposed := self._led or self.proposed) is not None:
-            if all(j in reports and reports[j].held == proposed.attempt for j in proposed.workers):
-                self._send_all(LetterKind.CLOSED, [self.round, self.history_hash, proposed.attempt])
-                self.closed = self.members.me in proposed.workers
-                if not self.closed:
-                    self._leave_out(min(proposed.workers))
-                return
+        if self._led is not None and (holders := self._closing_holders(self._led, reports)):
+            held = reports[min(holders)].held
+            self._send_all(LetterKind.CLOSED, [self.round, self.history_hash, held])
+            self.closed = self._held == held
+            self._decided = None if self.closed else Proposal(held, holders)
+            return
+        self._take_offer(self._promises, now)
+        # It has not led that attempt, so others may let go of it without its word: it proposes, and they vouch again.
+        unled = self._led is None and self.proposed is not None and self._all_hold(self.proposed, reports)
+        if not unled and (proposed := self._led or self.proposed) is not None:
             lost = any(self._contradicts(j) for j in proposed.workers)
             overtaken = any(report.attempt > proposed.attempt for report in reports.values())
             failed = now >= self._proposed_s + self._beat_s and (lost or self._has_failed(proposed))
             if proposed.workers <= alive and now < self._proposed_s + self._limit_s and not overtaken and not failed:
-                if now - self._said_s >= self._beat_s or self._said_s == now:
+                waits = any(report.held not in (-1, proposed.attempt) for report in reports.values())
+                news = waits and self._promises != self._relayed
+                if news or now - self._said_s >= self._beat_s or self._said_s == now:
                     self._send_all(LetterKind.PROPOSAL, self._proposal(proposed))
                 return
         since_s, excluded = max(self._ready_s, self._proposed_s), self._excluded
         reports = {j: report for j, report in reports.items() if j not in excluded}
         expected = (alive | (self._living & self._returns_until_s.keys())) - excluded
-        if 2 * len(reports) > self.members.slots and (reports.keys() >= expected or now >= since_s + self._limit_s):
+        in_time = reports.keys() >= expected or unled
+        if 2 * len(reports) > self.members.slots and (in_time or now >= since_s + self._limit_s):
             # A newcomer that leads within a round does not know its attempts. No two leaders use the same number.
             newest = max(self._attempt, *(report.attempt for report in reports.values()))
             self._attempt = (newest // self.members.slots + 1) * self.members.slots + self.members.me
-            self._held, self._proposed_s = -1, now
-            self._led = Proposal(self._attempt, frozenset(reports))
-            self.proposed = self._led if self.members.me in self._led.workers else None
+            self._proposed_s = now
+            self._led = self._offer = Proposal(self._attempt, frozenset(reports))
+            self._take_offer(self._promises, now)
             self._reports[self.members.me] = self._own_report
             self._send_all(LetterKind.PROPOSAL, self._proposal(self._led))
+
+    def _wait_for_a_source(self, decided: Proposal, *, again: bool) -> None:
+        """Takes a state only once it is one after this round: with one from before it, this leader would close it again."""
+        if ahead := [j for j in decided.workers if self._contradicts(j)]:
+            self._leave_out(min(ahead))
+        elif not decided.workers & self._living:
+            self._decided = None  # none has it any more
+        elif again:
+            self._send_all(LetterKind.CLOSED, [self.round, self.history_hash, decided.attempt])
+            self._report_to_all()  # those in the next round answer, also during their local phase
+
+    def _all_hold(self, proposed: Proposal, reports: dict[int, _Report]) -> bool:
+        return all(j in reports and reports[j].held == proposed.attempt for j in proposed.workers)
+
+    def _closing_holders(self, led: Proposal, reports: dict[int, _Report]) -> frozenset[int]:
+        """The workers with whose mean this leader closes the round; empty for none.
+
+        These are all of its attempt's, or more than half of all slots that have kept the mean of an earlier attempt when
+        this one was proposed.
+        """
+        if self._all_hold(led, reports):
+            return led.workers
+        kept = {j: one.held for j, one in reports.items() if one.attempt == led.attempt > one.held >= 0}
+        most = max(kept.values(), key=[*kept.values()].count, default=-1)
+        holders = frozenset(j for j, held in kept.items() if held == most)
+        return holders if 2 * len(holders) > self.members.slots else frozenset()
+
+    @property
+    def _promises(self) -> dict[int, _Promise]:
+        """What this round's workers will not do any more, by their reports; empty as long as there is one attempt."""
+        here = (self.round, self.history_hash)
+        reports = {j: one for j, one in self._reports.items() if one[:2] == here and one.ready and one.attempt >= 0}
+        reports[self.members.me] = self._own_report
+        if all({one.attempt, one.held, one.failed} <= {-1, self._attempt} for one in reports.values()):
+            return {}
+        return {j: _Promise(one.attempt, one.held, one.failed) for j, one in sorted(reports.items())}
+
+    def _take_offer(self, promises: dict[int, _Promise], now: float) -> None:
+        """Takes part in the newest attempt, unless the round may be closed with the mean that this worker holds."""
+        if self._offer is None:
+            return
+        if self._held >= 0 and not self._may_let_go(promises):
+            if now > self._offered_s + _AWAY_BEATS * self._beat_s:
+                self._kept_s = now  # after a cut it waits again for the leader of the attempt that it holds
+            self._offered_s = now
+            if now < self._kept_s + self._limit_s:
+                return
+        able = self._ready_s is not None and self._failed != self._offer.attempt
+        takes_part = able and self.members.me in self._offer.workers
+        self.proposed = self._offer if takes_part else None
+        self._held, self._offer, self._offered_s = -1, None, -1e9
+        self._closers.clear()
+
+    def _may_let_go(self, promises: dict[int, _Promise], *, besides: int = -1) -> bool:
+        """Whether no leader closes the round with the held mean, or has, besides that of one attempt."""
+        assert self.proposed is not None and self.proposed.attempt == self._held
+        for leader, (attempt, nonce) in self._closers.items():
+            promise = promises.get(leader)
+            leads = self._led is not None and self._led.attempt == attempt
+            over = not leads if leader == self.members.me else promise is not None and promise.attempt > attempt
+            incomplete = attempt == self._held and self._lacks_one(self.proposed, promises)
+            if attempt != besides and not over and not incomplete and self._process(leader) == nonce:
+                return False
+        return True
+
+    def _lacks_one(self, proposed: Proposal, promises: dict[int, _Promise]) -> bool:
+        """Whether a worker of an attempt will never hold its mean: that attempt's leader needs all."""
+        promised = [promises[j] for j in proposed.workers if j in promises]
+        return any(
+            one.held != proposed.attempt and (one.attempt > proposed.attempt or one.failed == proposed.attempt)
+            for one in promised
+        )
+
+    def _vouch(self, attempt: int) -> None:
+        """Lets the leader of an attempt close the round with the mean that this worker holds."""
+        leader = attempt % self.members.slots
+        self._closers[leader] = attempt, self._process(leader)
+
+    def _process(self, slot: int) -> int:
+        """The process that fills a slot; 0 if unknown."""
+        return self.members.entries[slot].nonce if slot in self.members.entries else 0
 
     def _has_failed(self, proposed: Proposal) -> bool:
         reports = [self._reports[j] for j in proposed.workers if j in self._reports]
@@ -513,7 +634,9 @@ class Closing:
             self._report_to_all()
 
     def _proposal(self, proposed: Proposal) -> list[object]:
-        return [self.round, self.history_hash, proposed.attempt, sorted(proposed.workers)]
+        self._relayed = self._promises
+        promises = [[j, *promise] for j, promise in self._relayed.items()]
+        return [self.round, self.history_hash, proposed.attempt, sorted(proposed.workers), promises]
 
     def _heard_report(self, sender: int, report: _Report, now: float) -> None:
         self._reports[sender], self._places[sender] = report, _Place(report.round, report.history_hash)
@@ -541,19 +664,34 @@ class Closing:
             self._answered[sender] = round, now
             self._report_to(sender)
 
-    def _heard_proposal(self, sender: int, place: _Closed, workers: list[int], now: float) -> None:
+    def _heard_proposal(
+        self, sender: int, place: _Closed, workers: list[int], promises: dict[int, _Promise], now: float
+    ) -> None:
         round, history_hash, attempt = place
         self._places[sender] = _Place(round, history_hash)
         if round < self.round:
             self._answer(sender, round, now)  # so that it learns how its round was closed
         elif (round, history_hash) != (self.round, self.history_hash):
             self._settle(now)
-        elif attempt > self._attempt and not self.closed:
-            self._attempt, self._held, self._proposed_s = attempt, -1, now
-            self._led = None
-            takes_part = self.members.me in workers and self._ready_s is not None
-            self.proposed = Proposal(attempt, frozenset(workers)) if takes_part else None
-            if self.members.me in workers and not takes_part:
+        elif (
+            not self.closed
+            and self._decided is None
+            and (attempt > self._attempt or (attempt == self._attempt and self._offer is not None))
+        ):
+            if attempt > self._attempt:
+                self._attempt, self._proposed_s, self._led = attempt, now, None
+                self._offer = Proposal(attempt, frozenset(workers))
+            self._take_offer(promises, now)
+            if self._offer is not None:
+                new = self._closers.get(attempt % self.members.slots, (-1, 0))[0] < attempt
+                if self._failed != attempt and self._may_let_go(promises, besides=attempt):
+                    # It has let this leader close the round with that mean, so it takes part in the next attempt only.
+                    self._failed, new = attempt, True
+                if new or now - self._asked_s >= self._beat_s:
+                    self._vouch(attempt)
+                    self._asked_s = now
+                    self._report_to_all()  # who has closed the round answers
+            elif self.members.me in workers and self._ready_s is None:
                 self.fail(attempt, now)  # it refers to an earlier process of this slot
         elif attempt < self._attempt:
             # It leads and does not know of the later one.
@@ -611,6 +749,18 @@ class Closing:
                     place, named = (round, history_hash), frozenset(accused)
                     return _Report(*place, ready, held, attempt, failed, away, returns, before, named)
         return None
+
+    def _read_promises(self, seen: list[object]) -> dict[int, _Promise] | None:
+        promises: dict[int, _Promise] = {}
+        for one in seen:
+            match one:
+                case [int(slot), int(attempt), int(held), int(failed)] if self._are_slots([slot]) and all(
+                    map(self._is_attempt, (attempt, held, failed))
+                ):
+                    promises[slot] = _Promise(attempt, held, failed)
+                case _:
+                    return None
+        return promises
 
     def _closed_round(self, values: object) -> _Closed | None:
         match values:
