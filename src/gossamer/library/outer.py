@@ -22,7 +22,7 @@ from gossamer.library.dtensors import local, mesh_of, reshard
 from gossamer.library.flat import flat_of, layouts_with_wrappers, must_carry_copies, with_bare_names
 from gossamer.library.guard import Rest, must_be_trainable, must_hold, must_not_be_wrapped, rest_of, take_hold
 from gossamer.library.in_store import LoopInStore, join_store
-from gossamer.library.lane import Lane, at_board, join_sites, lane_in, lane_of_site
+from gossamer.library.lane import Lane, at_board, join_sites, lane_in, lane_of_site, warn_between_machines
 from gossamer.library.metrics import Meter, OuterMetrics
 from gossamer.library.parts import (
     OuterMethod,
@@ -1042,6 +1042,8 @@ class _MeetingPlace(NamedTuple):
         if self.site is not None:
             return lane_of_site(self.site, mesh, timeout_s, keys)
         lane = lane_in(ranks_of(self.process_group), mesh, timeout_s)
+        if lane.n > 1:
+            warn_between_machines()
         _warn_of_one_worker(lane)
         return lane
 
