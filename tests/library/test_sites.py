@@ -679,7 +679,7 @@ def test_a_program_at_the_address_that_never_answers_is_named_within_the_timeout
     with socket.create_server(("127.0.0.1", 0)) as other:
         join = f"127.0.0.1:{other.getsockname()[1]}"
         said = refusal(lambda: small(1, 2, join, timeout_s=0.5))
-    assert f"could not reach site 0 at '{join}' (whoever listens there did not answer as a store within 0.5 s)" in said
+    assert f"could not reach site 0 at '{join}' (what listens there did not answer as a store within 0.5 s)" in said
 
 
 def test_what_another_run_has_in_common_is_compared_when_a_site_comes_back(

@@ -382,8 +382,8 @@ def _check_place(run: "ResolvedRun", among: "Among", local: int | None) -> None:
             )
     if among.first == 0 and not run.peers and not environment_secret() and not is_loopback(among.host):
         log.warning(
-            "this run has no secret, so whoever reaches its ports may take part, and nobody can --join it later; write one into "
-            "a file with `openssl rand -hex 32`, copy it to all machines and give --secret FILE, or set %s",
+            "this run has no secret, so any process that reaches its ports may take part, and nobody can --join it later; write "
+            "one into a file with `openssl rand -hex 32`, copy it to all machines and give --secret FILE, or set %s",
             SECRET,
         )
 
