@@ -712,7 +712,7 @@ class Outer(Generic[M]):
         It states its origin (`OuterState.of`), and holds the exchanges in flight, which are sent again when it is loaded.
         Raises: ConfigError in `mean_model`.
         """
-        self._must_hold_its_own("state_dict")
+        self._must_be_usable("state_dict")
         self._watch.saved = True
         return {
             "format": FORMAT,
@@ -772,7 +772,7 @@ class Outer(Generic[M]):
         Its tensors are the state itself and lie on the processes of a worker as their parameters do: `dcp.load` fills them.
         Raises: ConfigError while exchanges are in flight, as with a schedule that overlaps, or where processes have copies.
         """
-        self._must_hold_its_own("shared_state_dict")
+        self._must_be_usable("shared_state_dict")
         if any(exchange.sent is not None for exchange in self._loop.in_flight.values()):
             raise ConfigError(
                 f"shared_state_dict() was called with exchanges of round {self.rounds} in flight, which belong to one number of "
@@ -903,9 +903,9 @@ class Outer(Generic[M]):
             raise ConfigError(
                 f"{call}() was called on an Outer that was closed after round {self.rounds}; call close() last, or make another"
             )
-        self._must_hold_its_own(call)
+        self._must_be_usable(call)
 
-    def _must_hold_its_own(self, call: str) -> None:
+    def _must_be_usable(self, call: str) -> None:
         if self._mean_is_in:
             raise ConfigError(
                 f"{call}() was called inside mean_model(), where the model holds the mean of all workers; leave the block first"

@@ -171,7 +171,7 @@ def assess(vectors: Sequence[Tensor], probes: Probes, buffers: Sequence[Sequence
     Args: `buffers` are each worker's own, if the model has any.
     """
     workers = [*zip(vectors, buffers or [()] * len(vectors), strict=True)]
-    mean = union_of(probes.task, vectors), mean_buffers(buffers)
+    mean = trained_model_of(probes.task, vectors), mean_buffers(buffers)
     held = probes.task.holding
     apart = disagreement(vectors if held is None else held.beside(vectors, mean[0]), mean[0])
     scored = workers if probes.each_worker else []
@@ -188,7 +188,7 @@ def _are_equal(one: Weights, other: Weights) -> bool:
     return all(torch.equal(first, second) for first, second in pairs)
 
 
-def union_of(task: Task, vectors: Sequence[Tensor]) -> Tensor:
+def trained_model_of(task: Task, vectors: Sequence[Tensor]) -> Tensor:
     """The model trained by the workers: their mean, with each expert averaged over its holders."""
     return mean_of(vectors) if task.holding is None else task.holding.union(vectors)
 
@@ -309,7 +309,7 @@ def evaluate(
     probe.threads = threads_of(run, folder).at(run.owners[0], finished)
     result = assess(vectors, Probes([probe]), buffers)
     if source is None and not is_changed:
-        union = union_of(task, vectors)
+        union = trained_model_of(task, vectors)
         try:
             _note(run, folder, finished, states, result)
             publish(run, task, union, folder, mean_buffers(buffers), finished=finished, loss=result.loss)
