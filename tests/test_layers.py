@@ -143,12 +143,6 @@ LATE = {
 }  # slow, or optional
 LATE |= {"accelerate", "lightning"}
 COPIED = "gossamer.models.modeling_bottleneck"  # is written beside a model, for transformers
-FOREIGN = {
-    "gossamer.integrations.lightning",
-    "gossamer.integrations.torchtitan",
-    "gossamer.integrations.transformers",
-    COPIED,
-}  # import seconds of a framework
 
 
 @functools.cache

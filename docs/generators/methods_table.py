@@ -173,7 +173,7 @@ _COUNTED = """\
 The columns "sent" and "keeps" are counted by running rounds without data, with {workers} workers and {steps} local steps (1
 where the method sets that). The model is `{size}`, with {parameters:,} parameters; P is its size in fp32, {megabytes:.0f} MB.
 "Sent": mean bytes per worker and round (per local phase for asynchronous methods); "differences" are zero for a worker
-that has not moved. "Keeps": copies in addition to parameters and inner optimizer; those "under way" belong to exchanges that
+that has not moved. "Keeps": copies in addition to parameters and inner optimizer; those "in flight" belong to exchanges that
 overlap with training. The P of a mixture of experts is that of the whole mixture."""
 
 _BOUNDARIES = f"""\
@@ -203,7 +203,7 @@ def _row(name: str, recipe: Recipe, layout: Layout) -> MethodRow:
         sent += f", at most {_models(counted.most_bytes / size)}"
     keeps = _models(counted.state_copies)
     if counted.flight_copies:
-        keeps += f", and {_models(counted.flight_copies)} under way"
+        keeps += f", and {_models(counted.flight_copies)} in flight"
     if isinstance(m, WithServer):
         regions = m.rule.regions
         keeps += f", and {_models(m.rule.state_copies)} at the server"

@@ -72,6 +72,10 @@ class Asked(threading.Event):
         """Saves the state of the last exchange, in a thread, in case the process is killed before the phase is over."""
         self.saving: threading.Thread | None = None
 
+    def pause(self, seconds: float) -> None:
+        """Waits, or until the first request; after that at most a fifth of a second."""
+        self.wait(seconds) if not self.is_set() else time.sleep(min(seconds, 0.2))
+
     def signalled(self) -> None:
         """Handles one request to stop, in the signal handler."""
         if self.over:

@@ -340,7 +340,7 @@ def test_a_loop_with_connections_is_neither_copied_nor_pickled(tmp_path: Path, a
         ("diloco", {"schedule": gossamer.Schedule(fragments=2)}, "store is given, and a round has several exchanges"),
         ("sparseloco", {}, "store is given, and after a round of rule 'sparseloco' its workers are not equal"),
         ("choco", {}, "store is given, and rule 'choco' keeps something of each peer"),
-        ("eager", {}, "store is given, and rule 'eager' has exchanges under way between rounds"),
+        ("eager", {}, "store is given, and rule 'eager' has exchanges in flight between rounds"),
     ],
 )
 def test_what_a_store_does_not_carry_is_refused_before_anything_is_written(

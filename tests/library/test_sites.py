@@ -679,7 +679,7 @@ def test_a_program_at_the_address_that_never_answers_is_named_within_the_timeout
     with socket.create_server(("127.0.0.1", 0)) as other:
         join = f"127.0.0.1:{other.getsockname()[1]}"
         said = refusal(lambda: small(1, 2, join, timeout_s=0.5))
-    assert f"could not reach site 0 at '{join}' (whoever listens there did not answer as a store within 0.5 s)" in said
+    assert f"could not reach site 0 at '{join}' (what listens there did not answer as a store within 0.5 s)" in said
 
 
 def test_what_another_run_has_in_common_is_compared_when_a_site_comes_back(
@@ -691,7 +691,7 @@ def test_what_another_run_has_in_common_is_compared_when_a_site_comes_back(
     assert "where another run is, of 2 sites that come and go, and not one of 2 sites that all stay" in refusal(
         lambda: small(1, 2, join, elastic=False)
     )
-    assert "differ" in (said := refusal(lambda: small(1, 2, join))) and "codec" in said and "is under way" in said
+    assert "differ" in (said := refusal(lambda: small(1, 2, join))) and "codec" in said and "is in progress" in said
     mesh = refusal(
         lambda: gossamer.Outer(
             torch.nn.Linear(4, 2),
@@ -750,11 +750,11 @@ def test_what_needs_all_sites_at_once_is_refused(two: Two) -> None:
     [
         ("diloco", {"site": None, "join": None}, "Outer got elastic=True and no site"),
         ("choco", {}, "elastic is true, and rule 'choco' keeps something of each peer"),
-        ("eager", {}, "elastic is true, and rule 'eager' has exchanges under way between rounds"),
+        ("eager", {}, "elastic is true, and rule 'eager' has exchanges in flight between rounds"),
         (
             "gasloc",
             {"schedule": gossamer.Schedule(overlap_steps=1)},
-            "elastic is true, and rule 'gasloc' has exchanges under way",
+            "elastic is true, and rule 'gasloc' has exchanges in flight",
         ),
         ("diloco", {"reduction": "all_reduce"}, "elastic is true and reduction is 'all_reduce'"),
         ("diloco", {"elastic": 1}, "elastic"),

@@ -32,7 +32,7 @@ def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_second_process_is_refused_until_the_first_has_ended_and_others_are_not(tmp_path: Path) -> None:
     with locked(tmp_path, 3):
-        words = f"is under way, as process {os.getpid()} on .* trains in it; wait for its end, stop it first, or name"
+        words = f"is in progress, as process {os.getpid()} on .* trains in it; wait for its end, stop it first, or name"
         with pytest.raises(ConfigError, match=words), locked(tmp_path, 3):
             pass
         with pytest.raises(ConfigError, match=words):
@@ -105,10 +105,10 @@ def test_a_run_under_way_is_not_resumed_a_second_time_and_goes_on(kind: str, tmp
     saves_after(0, folder, owner)
     for words in (["--resume", folder], [tmp_path / "run.toml", "--out", folder]):
         code, said = run("train", *words, "--local", 3)
-        assert code == 2 and f"the run in '{folder}' is under way, as process " in said, said
+        assert code == 2 and f"the run in '{folder}' is in progress, as process " in said, said
         assert len(said.splitlines()) == 1, said
     code, said = run("simulate", "--resume", folder)
-    assert code == 2 and f"the run in '{folder}' is under way, as process " in said, said
+    assert code == 2 and f"the run in '{folder}' is in progress, as process " in said, said
     saves_after(max(rounds(folder / "checkpoints", owner)) + 8, folder, owner)
     os.kill(first.pid, signal.SIGTERM)
     code, said = first.finish()
@@ -143,18 +143,18 @@ def test_an_experiment_under_way_is_not_begun_or_resumed_a_second_time(verb: str
     with locked(tmp_path / "some", None):
         for resume in ([], ["--resume"]):
             code, said = run(verb, tmp_path / "some.toml", "--out", tmp_path / "some", *resume)
-            assert code == 2 and f"'{tmp_path / 'some'}' is under way, as process {os.getpid()} on" in said, said
+            assert code == 2 and f"'{tmp_path / 'some'}' is in progress, as process {os.getpid()} on" in said, said
 
 
 def test_a_simulation_under_way_is_not_resumed_from_python(tmp_path: Path) -> None:
     simulate(single(), tmp_path, until=1)
-    with locked(tmp_path, None), pytest.raises(ConfigError, match="is under way"):
+    with locked(tmp_path, None), pytest.raises(ConfigError, match="is in progress"):
         simulate(single(), tmp_path, resume=True)
     assert simulate(single(), tmp_path, resume=True).over
 
 
 def test_a_simulation_in_python_does_not_go_on_while_another_process_has_its_folder(tmp_path: Path) -> None:
     run_here = simulate(single(), tmp_path, until=1)
-    with locked(tmp_path, None), pytest.raises(ConfigError, match="is under way"):
+    with locked(tmp_path, None), pytest.raises(ConfigError, match="is in progress"):
         run_here.go_on()
     assert run_here.rounds == 1 and run_here.go_on().over

@@ -33,7 +33,7 @@ def command(file: File = None, /, *, changes: Changes = NO_CHANGES, json: Json =
     if wrong:
         return 2
     if json:
-        print_json([_plain(one) for one in results] if len(results) > 1 else _plain(results[0]))
+        print_json([_as_json(one) for one in results] if len(results) > 1 else _as_json(results[0]))
     else:
         for place, one in enumerate(results):
             head, *rows = lines(one)
@@ -167,5 +167,5 @@ def _seconds(network: Any) -> str:
     return f"{seconds} s per round, {format_utilisation(network.utilisation, network.between_stages)}{note}"
 
 
-def _plain(examined: "Examined") -> dict[str, Any]:
+def _as_json(examined: "Examined") -> dict[str, Any]:
     return examined._asdict() | {"worker_bytes": examined.worker_bytes if examined.kept else None}

@@ -295,6 +295,7 @@ def _must_be_dialled(option: str, address: str | None) -> None:
 def _warn_of_plain(run: "ResolvedRun", way: _WayIn) -> None:
     """Warns once where others may read what this run sends, with the remedy; for a worker its launcher does so."""
     from gossamer.stop_signals import is_launched
+    from gossamer.transport.secret import warn_of_plain
     from gossamer.transport.sockets.addresses import is_loopback, split
 
     hosts = list[str]()
@@ -307,10 +308,7 @@ def _warn_of_plain(run: "ResolvedRun", way: _WayIn) -> None:
         hosts.append(os.environ.get("MASTER_ADDR", "localhost"))  # torchrun on several machines
     if is_launched() or all(host == "localhost" or is_loopback(host) for host in hosts):
         return
-    log.warning(
-        "traffic of this run is not encrypted: parameters and settings cross the network in the clear; keep it in a network of "
-        "your own or in a tunnel, or encrypt it: list the keys of all machines as [peers] in the run file (gossamer keys)"
-    )
+    warn_of_plain("of this run", "encrypt it: list the keys of all machines as [peers] in the run file (gossamer keys)")
 
 
 def _listen_at(address: str, run: "ResolvedRun", way: _WayIn) -> "Among | None":
@@ -386,8 +384,8 @@ def _check_place(run: "ResolvedRun", among: "Among", local: int | None) -> None:
             )
     if among.first == 0 and not run.peers and not environment_secret() and not is_loopback(among.host):
         log.warning(
-            "this run has no secret, so whoever reaches its ports may take part, and nobody can --join it later; write one into "
-            "a file with `openssl rand -hex 32`, copy it to all machines and give --secret FILE, or set %s",
+            "this run has no secret, so any process that reaches its ports may take part, and nobody can --join it later; write "
+            "one into a file with `openssl rand -hex 32`, copy it to all machines and give --secret FILE, or set %s",
             SECRET,
         )
 

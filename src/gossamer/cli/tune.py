@@ -65,7 +65,7 @@ def command(
     atomic_write(page, f"# Tuned with one budget\n\n{tuned_page(tuned)}".encode())
     atomic_write(chosen, tuned_file(document, tuned, file.name, scale=scale).encode())
     if output.json:
-        print_json({"report": page, "file": chosen, "methods": [_plain(one) for one in tuned]})
+        print_json({"report": page, "file": chosen, "methods": [_as_json(one) for one in tuned]})
     else:
         echo("\n".join(_lines(one)[0] for one in tuned))
         echo(f"report: {page}\nfile: {chosen}")
@@ -125,7 +125,7 @@ def tuned_page(tuned: "Sequence[Tuned]") -> str:
     return "\n".join(parts)
 
 
-def _plain(tuned: "Tuned") -> dict[str, Any]:
+def _as_json(tuned: "Tuned") -> dict[str, Any]:
     from gossamer.run.experiments.search import Trial
 
     result, contender = tuned.result, tuned.contender

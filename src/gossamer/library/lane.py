@@ -2,9 +2,7 @@
 
 import contextlib
 import errno
-import functools
 import hashlib
-import logging
 import os
 import secrets
 from collections.abc import Sequence
@@ -22,13 +20,14 @@ from gossamer.transport.processes.keyed_store import KeyedStore, meeting_store
 from gossamer.transport.processes.launch import agree, launched
 from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.store import Entries, store_answers
-from gossamer.transport.secret import environment_secret
+from gossamer.transport.secret import environment_secret, warn_of_plain
 from gossamer.transport.sockets.addresses import is_loopback, own_address, split
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-log = logging.getLogger("gossamer")
+KEYS = "peers='peers.toml' (gossamer keys)"
+"""What encrypts the connections of sites."""
 
 
 class Lane(NamedTuple):
@@ -149,6 +148,23 @@ def lane_of_launcher(timeout_s: float) -> Lane:
     return Lane(everyone, (member.rank,), member.rank, joint=store, address=address)
 
 
+def warn_between_machines() -> None:
+    """Warns once of plain traffic where these workers are on several machines; the first process of each machine does so."""
+    here = os.environ.get
+    if here("LOCAL_RANK", "0") != "0" or here("LOCAL_WORLD_SIZE", "") == here("WORLD_SIZE", "1"):
+        return
+    host = _host_of(dist.distributed_c10d._get_default_store()) if dist.is_initialized() else here("MASTER_ADDR", "")
+    if host and host != "localhost" and not is_loopback(host):
+        warn_of_plain("of gossamer.Outer", f"make each machine a site, with site=(I, N), join='HOST:PORT' and {KEYS}")
+
+
+def _host_of(store: Store) -> str:
+    """The address of the store where processes meet; empty for another store than one that listens, such as a file."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return getattr(store, "host", "")
+
+
 def lane_of_site(site: tuple[int, int], mesh: "DeviceMesh | None", timeout_s: float, keys: Keys | None) -> Lane:
     """The lane of this process in its own world, which is one site of several; it is still to join the others.
 
@@ -202,7 +218,7 @@ def at_board(lane: Lane, join: str, timeout_s: float) -> Lane:
                 "32 characters or more on all sites (`openssl rand -hex 32` makes one), or give all of them peers=... (gossamer "
                 "keys)"
             )
-        _warn_of_plain()
+        warn_of_plain("between sites", f"give all sites {KEYS}")
     first = lane.worker == lane.shard == 0
     try:
         store, behind = opened(lane, join, timeout_s)
@@ -217,15 +233,6 @@ def at_board(lane: Lane, join: str, timeout_s: float) -> Lane:
             f"site {lane.worker} could not {'listen' if first else 'reach site 0'} at '{join}' "
             f"({first_line(error)}); start site 0 there, or give all sites the address of its first process"
         ) from error
-
-
-@functools.cache
-def _warn_of_plain() -> None:
-    """Warns once in this process."""
-    log.warning(
-        "traffic between sites is not encrypted: parameters and settings cross the network in the clear; keep it in a network of "
-        "your own or in a tunnel, or give all sites peers='peers.toml' (gossamer keys)"
-    )
 
 
 def claim_site(lane: Lane, join: str, timeout_s: float, *, elastic: bool) -> bool:

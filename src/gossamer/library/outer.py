@@ -22,7 +22,7 @@ from gossamer.library.dtensors import local, mesh_of, reshard
 from gossamer.library.flat import flat_of, layouts_with_wrappers, must_carry_copies, with_bare_names
 from gossamer.library.guard import Rest, must_be_trainable, must_hold, must_not_be_wrapped, rest_of, take_hold
 from gossamer.library.in_store import LoopInStore, join_store
-from gossamer.library.lane import Lane, at_board, join_sites, lane_in, lane_of_site
+from gossamer.library.lane import Lane, at_board, join_sites, lane_in, lane_of_site, warn_between_machines
 from gossamer.library.metrics import Meter, OuterMetrics
 from gossamer.library.parts import (
     OuterMethod,
@@ -714,14 +714,14 @@ class Outer(Generic[M]):
         It states its origin (`OuterState.of`), and holds the exchanges in flight, which are sent again when it is loaded.
         Raises: ConfigError in `mean_model`.
         """
-        self._must_hold_its_own("state_dict")
+        self._must_be_usable("state_dict")
         self._watch.saved = True
         return {
             "format": FORMAT,
             "of": dict(self._is_of),
             "start": self._peers.start,
             "outer": [leaf.clone() for leaf in self._outer_state()],
-            "under_way": self._under_way(),
+            "under_way": self._in_flight(),
             "rounds": self.rounds,
             "steps": self.steps,
         }
@@ -774,8 +774,8 @@ class Outer(Generic[M]):
         Its tensors are the state itself and lie on the processes of a worker as their parameters do: `dcp.load` fills them.
         Raises: ConfigError while exchanges are in flight, as with a schedule that overlaps, or where processes have copies.
         """
-        self._must_hold_its_own("shared_state_dict")
-        if self._under_way():
+        self._must_be_usable("shared_state_dict")
+        if self._in_flight():
             raise ConfigError(
                 f"shared_state_dict() was called with exchanges of round {self.rounds} in flight, which belong to one number of "
                 "processes; call it where none are, use a schedule without overlap, or save state_dict() on each process"
@@ -846,7 +846,7 @@ class Outer(Generic[M]):
         self._check.begin(steps)
         self._watch.steps, self._watch.resumes = steps, True
 
-    def _under_way(self) -> list[InFlight]:
+    def _in_flight(self) -> list[InFlight]:
         return self._closed_with if self._closed else self._loop.state_in_flight()
 
     def _outer_state(self) -> list[torch.Tensor]:
@@ -909,9 +909,9 @@ class Outer(Generic[M]):
             raise ConfigError(
                 f"{call}() was called on an Outer that was closed after round {self.rounds}; call close() last, or make another"
             )
-        self._must_hold_its_own(call)
+        self._must_be_usable(call)
 
-    def _must_hold_its_own(self, call: str) -> None:
+    def _must_be_usable(self, call: str) -> None:
         if self._mean_is_in:
             raise ConfigError(
                 f"{call}() was called inside mean_model(), where the model holds the mean of all workers; leave the block first"
@@ -1048,6 +1048,8 @@ class _MeetingPlace(NamedTuple):
         if self.site is not None:
             return lane_of_site(self.site, mesh, timeout_s, keys)
         lane = lane_in(ranks_of(self.process_group), mesh, timeout_s)
+        if lane.n > 1:
+            warn_between_machines()
         _warn_of_one_worker(lane)
         return lane
 

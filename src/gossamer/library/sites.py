@@ -338,8 +338,8 @@ class ElasticSite:
             self._inner.serve(channel, self._boundary, self._hash_after)
 
     def _hash_after(self, after: int) -> str | None:
-        """See `CommonHashes.after`."""
-        return None if self._hashes is None else self._hashes.after(after)
+        """See `CommonHashes.hash_after`."""
+        return None if self._hashes is None else self._hashes.hash_after(after)
 
     # --- the state of others ------------------------------------------------------------------------------------------
 
@@ -703,7 +703,7 @@ class _Rendezvous:
             must_agree(statements, self._common)
             must_be_alike(rests, self._names)
         except PeerError as error:
-            raise _DifferError(f"{error}; the run at '{self._join}' is under way") from None
+            raise _DifferError(f"{error}; the run at '{self._join}' is in progress") from None
         place = Applicant(self._nonce, self._entry.address, wants=self._lane.worker)
         return ask(
             way.address,

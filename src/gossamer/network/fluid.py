@@ -328,7 +328,7 @@ class Fluid(Generic[T]):
         """Computes the rates of all streams that a change can reach from link to link."""
         if not self._unsettled:
             return
-        reached = self._streams if len(self._streams) <= _AT_ONCE else self._reached()
+        reached = self._streams if len(self._streams) <= _AT_ONCE else self._affected_streams()
         self._unsettled.clear()
         rates = self._rates.of([stream.way for stream in reached.values()], self._factors, len(self._changes))
         for name, stream in reached.items():
@@ -337,7 +337,7 @@ class Fluid(Generic[T]):
                 stream.flow(self.now_s, rate_bps)
                 heapq.heappush(self._ends, (stream.end_s, name))
 
-    def _reached(self) -> dict[int, _Stream[T]]:
+    def _affected_streams(self) -> dict[int, _Stream[T]]:
         """The streams that what has changed can reach from link to link."""
         links, seen, reached = list(self._unsettled), set(self._unsettled), dict[int, _Stream[T]]()
         for link in links:

@@ -348,13 +348,13 @@ def _overlapping(trace: Trace, network: Network, links: Links) -> Timeline:
     n, timeline, finished = trace.workers, no_rounds(trace), trace.steps.cumsum(axis=0)
     at_once = links._replace(latency_s=np.zeros(n), route_latency_s=np.zeros_like(links.route_latency_s))
     operations = _operations(trace, network)
-    everybody, end, free, under_way = np.arange(n), np.zeros(n), np.zeros(n), list[_UnderWay]()
+    everybody, end, free, in_flight = np.arange(n), np.zeros(n), np.zeros(n), list[_UnderWay]()
     for r in range(trace.rounds):
         start, seconds = end, compute_seconds(trace, network, links, r)
         step_s = np.divide(seconds, trace.steps[r], out=np.zeros(n), where=trace.steps[r] > 0)
         local_end = start + seconds
         end, waits_on = local_end.copy(), everybody.copy()
-        for one in under_way:
+        for one in in_flight:
             due = np.flatnonzero(one.after <= finished[r])
             came_s = one.done_s[due] + (finished[r] - one.after)[due] * step_s[due]
             late = came_s > end[due]
@@ -368,11 +368,11 @@ def _overlapping(trace: Trace, network: Network, links: Links) -> Timeline:
             after = np.full(n, _NEVER)
             after[members] = (finished[r] + overlap_of_each(trace, r, overlap_steps))[members]
             free[members] = through_s[members]
-            under_way.append(_UnderWay(after, ready, done_s, blamed))
-        under_way = [one for one in under_way if (one.after < _NEVER).any()]
+            in_flight.append(_UnderWay(after, ready, done_s, blamed))
+        in_flight = [one for one in in_flight if (one.after < _NEVER).any()]
         if r + 1 == trace.rounds:
             longest_s = end - local_end
-            for one in under_way:
+            for one in in_flight:
                 included, waited_s = one.after < _NEVER, one.done_s - one.entered_s
                 waits_on = np.where(included & (waited_s > longest_s), one.waits_on, waits_on)
                 longest_s = np.where(included, np.maximum(longest_s, waited_s), longest_s)

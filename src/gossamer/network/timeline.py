@@ -33,7 +33,7 @@ class Timeline(NamedTuple):
     @property
     def utilisation(self) -> Floats:
         """Share of the run that each worker spends computing, `[workers]`; 1 for a run that takes no time."""
-        return self._in_local_phases * self.computing
+        return self._local_phase_shares * self.computing
 
     @property
     def mean_utilisation(self) -> float:
@@ -43,10 +43,10 @@ class Timeline(NamedTuple):
     @property
     def mean_between_stages(self) -> float:
         """Share of the run in which the stages of a worker wait for each other, messages between them included; a mean."""
-        return float((self._in_local_phases * (1 - np.asarray(self.computing))).mean())
+        return float((self._local_phase_shares * (1 - np.asarray(self.computing))).mean())
 
     @property
-    def _in_local_phases(self) -> Floats:
+    def _local_phase_shares(self) -> Floats:
         total = self.total_s
         return self.compute_s.sum(axis=0) / total if total else np.ones(self.end_s.shape[1])
 

@@ -120,6 +120,6 @@ def _already_trains(folder: Path, file: BinaryIO) -> ConfigError:
     owner = file.read(200).decode(errors="replace")
     who = owner if re.fullmatch(r"process [0-9]{1,10} on [\w.-]{1,64}", owner) else "another process"
     return ConfigError(
-        f"the run in '{folder}' is under way, as {who} trains in it; wait for its end, stop it first, or name another folder "
+        f"the run in '{folder}' is in progress, as {who} trains in it; wait for its end, stop it first, or name another folder "
         "with --out"
     )

@@ -156,7 +156,7 @@ class OuterLoop:
         self._distrusted = self._distrust_counts()
 
     def newly_distrusted(self) -> tuple[Counter[int], Counter[int]]:
-        """The number of messages of each worker that the rule has shortened and declined, since the last call or `trust_anew`."""
+        """Messages of each worker that the rule has shortened and declined, since the last call or `reset_distrust_counts`."""
         before, self._distrusted = self._distrusted, self._distrust_counts()
         shortened, declined = self._distrusted[0] - before[0], self._distrusted[1] - before[1]
         return shortened, declined
@@ -169,7 +169,7 @@ class OuterLoop:
         before, after = torch.stack(norms).square().sum(0).sqrt().tolist()
         return before, after
 
-    def trust_anew(self) -> None:
+    def reset_distrust_counts(self) -> None:
         """Resets the baseline of these counts, after an outer state was taken over from another worker."""
         self._distrusted = self._distrust_counts()
 
@@ -415,14 +415,14 @@ class OuterLoop:
             round, p, tensors = int(one["round"]), int(one["fragment"]), list(one["sent"])
             exchanges = len(self.fragments) if self._choice is None else self._choice.sends
             if not 0 <= p < exchanges or round < 0 or (round, p) in self.in_flight:
-                raise ValueError(f"an exchange of fragment {p} in round {round} is under way")
+                raise ValueError(f"an exchange of fragment {p} in round {round} is in flight")
             local_steps, rank = int(one.get("local_steps", self.local_steps)), int(one.get("rank", 0))
             most = self.timetable.at(round).full_steps
             if not 1 <= local_steps <= most or rank < 0:
-                raise ValueError(f"an exchange after {local_steps} of {most} local steps, of rank {rank}, is under way")
+                raise ValueError(f"an exchange after {local_steps} of {most} local steps, of rank {rank}, is in flight")
             if self._choice is not None:
                 if (chosen := int(one["chosen"])) not in range(len(self.fragments)):
-                    raise ValueError(f"an exchange of fragment {chosen} of {len(self.fragments)} is under way")
+                    raise ValueError(f"an exchange of fragment {chosen} of {len(self.fragments)} is in flight")
                 self._choice.of[p] = chosen
             mixing, ctx = self._place(round, p)
             ctx = ctx._replace(local_steps=local_steps, rank=rank)

@@ -5,6 +5,7 @@ GOSSAMER_SECRET, or from the run folder, where a server writes it. The secret it
 (`code`) and does not encrypt: traffic between workers is in the clear.
 """
 
+import functools
 import hmac
 import logging
 import os
@@ -46,6 +47,17 @@ def environment_secret() -> bytes:
     """The secret in GOSSAMER_SECRET; empty if unset. Raises ConfigError for one that is too short."""
     text = os.environ.get(SECRET, "")
     return _checked(text, SECRET) if text else b""
+
+
+@functools.cache
+def warn_of_plain(traffic: str, remedy: str) -> None:
+    """Warns once in this process that others on the path may read what it sends, and says how to encrypt it."""
+    log.warning(
+        "traffic %s is not encrypted: parameters and settings cross the network in the clear; keep it in a network of your own "
+        "or in a tunnel, or %s",
+        traffic,
+        remedy,
+    )
 
 
 def others_may_read(mode: int) -> bool:

@@ -56,7 +56,7 @@ def run_of(some: Sequence[Member], **hosts: Callable[[Channel], None]) -> Iterat
         hashes = CommonHashes()
         for after, x in {**member.others, member.after: member.x}.items():
             hashes.add(after, lambda x=x: common_hash(LINE, [torch.full((3,), x)]))
-            hashes.after(after)
+            hashes.hash_after(after)
         hashes.abstains = member.abstains
         kept = Handover(member.after, packable_snapshot({"x": torch.full((3,), member.x), "line": LINE}))
 
@@ -68,7 +68,7 @@ def run_of(some: Sequence[Member], **hosts: Callable[[Channel], None]) -> Iterat
             at_s: float = began_s + member.at_s,
         ) -> None:
             def known(round: int) -> str | None:
-                return hashes.after(round) if time.monotonic() > at_s else None
+                return hashes.hash_after(round) if time.monotonic() > at_s else None
 
             transport.serve(channel, lambda _: kept, known)
 
@@ -205,8 +205,8 @@ def test_a_state_is_hashed_once_and_the_tensors_of_older_ones_are_freed() -> Non
     hashes, calls = CommonHashes(), list[int]()
     for after in range(3):
         hashes.add(after, lambda after=after: calls.append(after) or str(after))
-        assert hashes.after(after) == str(after)
-    assert [hashes.after(after) for after in range(4)] == ["0", "1", "2", None] and sorted(calls) == [0, 1, 2]
+        assert hashes.hash_after(after) == str(after)
+    assert [hashes.hash_after(after) for after in range(4)] == ["0", "1", "2", None] and sorted(calls) == [0, 1, 2]
     assert [one.hashed is None for one in hashes._states] == [True, True, False]
     hashes.add(1, lambda: "another")  # it has taken the state of another worker
-    assert hashes.after(1) == "another"
+    assert hashes.hash_after(1) == "another"

@@ -135,7 +135,7 @@ class Combination(NamedTuple):
         return self.asynchronous and self.networks is not None and (self.driver != "train" or self.dylu)
 
     @property
-    def who(self) -> str:
+    def method_label(self) -> str:
         """The method, in an error message."""
         names = {"server": f"server '{self.server}'", "pair": f"pair '{self.pair and self.pair.name}'"}
         return names.get(self.kind, f"rule '{self.rule.name}'")

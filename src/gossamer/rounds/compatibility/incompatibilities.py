@@ -157,7 +157,7 @@ _RULES = (
         "parameters and codec",
         coding.destroys,
         lambda c: (
-            f"{c.who} sends whole parameters, and {coding.too_much(c)}; {coding.instead(c)}, or use a finer codec"
+            f"{c.method_label} sends whole parameters, and {coding.too_much(c)}; {coding.instead(c)}, or use a finer codec"
         ),
     ),
     Incompatibility(
@@ -365,29 +365,31 @@ _ASYNCHRONOUS = (
     Incompatibility(
         "server and meetings",
         lambda c: c.kind == "server" and c.meetings is not None,
-        lambda c: f"{c.who} got events.meetings = {c.meetings}, but its workers never meet; remove events.meetings",
+        lambda c: (
+            f"{c.method_label} got events.meetings = {c.meetings}, but its workers never meet; remove events.meetings"
+        ),
     ),
     Incompatibility(
         "server and waiting",
         lambda c: c.kind == "server" and not c.wait,
         lambda c: (
-            f"{c.who} got run.wait = false, but its workers exchange with the server only and never wait for each other; remove "
-            "run.wait"
+            f"{c.method_label} got run.wait = false, but its workers exchange with the server only and never wait for each "
+            "other; remove run.wait"
         ),
     ),
     Incompatibility(
         "no waiting and meetings",
         lambda c: c.kind == "no waiting" and c.meetings is not None,
         lambda c: (
-            f"{c.who} got events.meetings = {c.meetings}, but its workers read what their peers published last and never meet; "
-            "remove events.meetings, or use a [pair] method"
+            f"{c.method_label} got events.meetings = {c.meetings}, but its workers read what their peers published last and "
+            "never meet; remove events.meetings, or use a [pair] method"
         ),
     ),
     Incompatibility(
         "fragments without a server",
         lambda c: c.kind in ("pair", "no waiting") and c.fragments > 1,
         lambda c: (
-            f"{c.who} got events.fragments = {c.fragments}, but only a server keeps fragments; remove events.fragments"
+            f"{c.method_label} got events.fragments = {c.fragments}, but only a server keeps fragments; remove events.fragments"
         ),
     ),
     Incompatibility(
@@ -402,16 +404,16 @@ _ASYNCHRONOUS = (
         "pair and phase",
         lambda c: c.pair is not None and not c.pair.any_phase,
         lambda c: (
-            f"{c.who} cannot train with run.local_steps = {c.local_steps} and inner.optimizer = '{c.optimizer}': its local phase "
-            "must be exactly one gradient of a convex function; use 'a2cid2' or 'ad_psgd'"
+            f"{c.method_label} cannot train with run.local_steps = {c.local_steps} and inner.optimizer = '{c.optimizer}': its "
+            "local phase must be exactly one gradient of a convex function; use 'a2cid2' or 'ad_psgd'"
         ),
     ),
     Incompatibility(
         "pair and topology",
         lambda c: c.kind == "pair" and not c.topology.static,
         lambda c: (
-            f"{c.who} on topology '{c.topology.name}' cannot work: pairs meet at random along the edges of one fixed graph, and "
-            "this one changes; use a static topology such as 'complete' or 'ring'"
+            f"{c.method_label} on topology '{c.topology.name}' cannot work: pairs meet at random along the edges of one fixed "
+            "graph, and this one changes; use a static topology such as 'complete' or 'ring'"
         ),
     ),
     Incompatibility(
@@ -450,8 +452,8 @@ _ASYNCHRONOUS = (
         "real processes and regions",
         lambda f: f.driver == "train" and f.regions,
         lambda f: (
-            f"gossamer train got {f.who}, whose servers in two levels exist in simulations only; use gossamer simulate, or one "
-            "server for all workers such as 'delayed_nesterov' or 'heloco'"
+            f"gossamer train got {f.method_label}, whose servers in two levels exist in simulations only; use gossamer simulate, "
+            "or one server for all workers such as 'delayed_nesterov' or 'heloco'"
         ),
     ),
 )

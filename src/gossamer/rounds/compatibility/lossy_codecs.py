@@ -72,8 +72,8 @@ def lossy_warning(c: Combination) -> str | None:
     """A warning for a codec that the run tolerates at a cost; None otherwise."""
     if (share := change(c)) is not None and share > measured_error_limit(c):
         return (
-            f"{c.who} sends whole parameters through codec '{_lossier(c.codec).name}': each exchange brings an error of up to "
-            f"{share:.2%} of their norm, also between workers that agree, or nearly do; "
+            f"{c.method_label} sends whole parameters through codec '{_lossier(c.codec).name}': each exchange brings an error of "
+            f"up to {share:.2%} of their norm, also between workers that agree, or nearly do; "
             f"{instead(c)}"
         )
     codec, rule = c.codec, c.rule

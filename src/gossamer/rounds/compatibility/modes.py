@@ -36,7 +36,7 @@ def _elastic(c: Combination) -> str:
 _FEATURES = {
     "asynchronous": _Given(
         lambda c: c.asynchronous,
-        lambda c: f"{c.who} runs asynchronously ({c.kind})",
+        lambda c: f"{c.method_label} runs asynchronously ({c.kind})",
         "use a method in rounds such as 'gasloc', with run.wait = true",
     ),
     "elastic": _Given(lambda c: c.elastic, _elastic, "set it to false"),
@@ -359,7 +359,7 @@ MODES: tuple[Incompatibility, ...] = (
         "elastic sites and overlap",
         lambda c: c.driver == "library" and c.elastic and (_late(c) or c.schedule.sends > 0),
         lambda c: (
-            f"{_elastic(c)}, and {c.who} has exchanges under way between rounds or chooses fragments by them "
+            f"{_elastic(c)}, and {c.method_label} has exchanges in flight between rounds or chooses fragments by them "
             f"(schedule.overlap_steps = {c.schedule.overlap_steps}, sends = {c.schedule.sends}), which a site that comes back "
             "does not have; use a schedule without, and a rule without delay such as 'gasloc', or sites of a fixed number"
         ),
@@ -413,7 +413,7 @@ MODES: tuple[Incompatibility, ...] = (
         "elastic and overlap",
         lambda c: c.elastic and c.rule.needs == "everyone" and _late(c),
         lambda c: (
-            f"{_elastic(c)}, and rule '{c.rule.name}' takes the mean of all while they train on: one is under way "
+            f"{_elastic(c)}, and rule '{c.rule.name}' takes the mean of all while they train on: one is in flight "
             "where a newcomer takes a state over, which would differ from the others' for good; set schedule.overlap_steps = 0 "
             "and use a rule without delay such as 'diloco', or one that gossips such as 'gasloc'"
         ),
@@ -446,8 +446,8 @@ MODES: tuple[Incompatibility, ...] = (
         "constant batch and rule",
         lambda c: c.constant_batch and c.elastic and not (c.rule.averages and c.rule.identical),
         lambda c: (
-            f"data.constant_batch is true, and with {c.who} workers may disagree on who is dead, or differ in their parameters: "
-            "two could train the same batches; use a rule that takes one mean of all such as 'diloco', or remove "
+            f"data.constant_batch is true, and with {c.method_label} workers may disagree on who is dead, or differ in their "
+            "parameters: two could train the same batches; use a rule that takes one mean of all such as 'diloco', or remove "
             "data.constant_batch"
         ),
     ),
@@ -508,7 +508,7 @@ MODES: tuple[Incompatibility, ...] = (
         lambda c: bool(c.lost) and _late(c),
         lambda c: (
             f"pipeline.lost names stages, and with schedule.overlap_steps = {c.schedule.overlap_steps} and rule '{c.rule.name}' "
-            "messages are under way between two rounds, which are lost with a stage; set schedule.overlap_steps = 0 and use a "
+            "messages are in flight between two rounds, which are lost with a stage; set schedule.overlap_steps = 0 and use a "
             "rule without delay such as 'diloco' or 'gasloc'"
         ),
     ),

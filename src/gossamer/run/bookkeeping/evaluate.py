@@ -170,21 +170,25 @@ def assess(vectors: Sequence[Tensor], probes: Probes, buffers: Sequence[Sequence
 
     Args: `buffers` are each worker's own, if the model has any.
     """
-    buffers = buffers or [()] * len(vectors)
-    mean, between = union_of(probes.task, vectors), mean_buffers(buffers)
-    alike = all(torch.equal(one, other) for losses in buffers for one, other in zip(losses, between, strict=True))
+    workers = [*zip(vectors, buffers or [()] * len(vectors), strict=True)]
+    mean = trained_model_of(probes.task, vectors), mean_buffers(buffers)
     held = probes.task.holding
-    apart = disagreement(vectors if held is None else held.beside(vectors, mean), mean)
-    if alike and all(torch.equal(mean, x) for x in vectors):
-        (value,) = probes.losses([(mean, between)])
-        losses = (value,) * len(vectors) if probes.each_worker else ()
-        return Assessment(value, losses, apart)
-    workers = [*zip(vectors, buffers, strict=True)]
-    value, *each = probes.losses([(mean, between), *(workers if probes.each_worker else [])])
+    apart = disagreement(vectors if held is None else held.beside(vectors, mean[0]), mean[0])
+    scored = workers if probes.each_worker else []
+    if all(_are_equal(mean, weights) for weights in workers):
+        (value,) = probes.losses([mean])
+        return Assessment(value, (value,) * len(scored), apart)
+    value, *each = probes.losses([mean, *scored])
     return Assessment(value, tuple(each), apart)
 
 
-def union_of(task: Task, vectors: Sequence[Tensor]) -> Tensor:
+def _are_equal(one: Weights, other: Weights) -> bool:
+    """Whether parameters and buffers are equal."""
+    pairs = zip((one[0], *one[1]), (other[0], *other[1]), strict=True)
+    return all(torch.equal(first, second) for first, second in pairs)
+
+
+def trained_model_of(task: Task, vectors: Sequence[Tensor]) -> Tensor:
     """The model trained by the workers: their mean, with each expert averaged over its holders."""
     return mean_of(vectors) if task.holding is None else task.holding.union(vectors)
 
@@ -305,7 +309,7 @@ def evaluate(
     probe.threads = threads_of(run, folder).at(run.owners[0], finished)
     result = assess(vectors, Probes([probe]), buffers)
     if source is None and not is_changed:
-        union = union_of(task, vectors)
+        union = trained_model_of(task, vectors)
         try:
             _note(run, folder, finished, states, result)
             publish(run, task, union, folder, mean_buffers(buffers), finished=finished, loss=result.loss)

@@ -257,7 +257,7 @@ class StoreWork(RoundsInStore):
 
     def wait(self, seconds: float) -> None:
         """Waits, or until asked to leave."""
-        self._asked.wait(seconds) if not self._asked.is_set() else time.sleep(min(seconds, 0.2))
+        self._asked.pause(seconds)
 
     def leave(self, round: int) -> None:
         """Saves the state, unless it is saved."""

@@ -192,12 +192,12 @@ def words_of(combinations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ['gasloc', 'diloco(momentum=0.9)', 'diloco(momentum=0.5)']
     """
     return [
-        {name: _word(value, [one[name] for one in combinations if name in one]) for name, value in at.items()}
+        {name: _value_label(value, [one[name] for one in combinations if name in one]) for name, value in at.items()}
         for at in combinations
     ]
 
 
-def _word(value: Any, among: Sequence[Any]) -> Any:
+def _value_label(value: Any, among: Sequence[Any]) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     name, options = getattr(value, "name", None), getattr(value, "options", None)

@@ -302,7 +302,7 @@ class Participant(ABC, Generic[Connections]):
         """Gives a newcomer a slot and the kept state. Called by the serving thread, from `connect` on."""
         # Before `begin` there is no state to give: newcomers may ask another worker.
         if self._ready.wait(self.rendezvous.endpoint.timeout_s):
-            self.transport.serve(channel, lambda _: self.kept, self.hashes.after)
+            self.transport.serve(channel, lambda _: self.kept, self.hashes.hash_after)
 
     def open_folder(
         self,

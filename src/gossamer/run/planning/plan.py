@@ -264,7 +264,7 @@ def _candidates(
         priced = _all_priced(kept, team, parameters, options, part)
         candidates += [one._replace(left_out=without) for one in priced]
     candidates += _alone(network, n, parameters, options, computing)
-    return [*candidates, *_of_sites(network, parameters, options, candidates)]
+    return [*candidates, *_site_candidates(network, parameters, options, candidates)]
 
 
 def _other_sites(network: Network, n: int, teams: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -323,7 +323,7 @@ def workers_of(network: Network, options: PlanSettings) -> int:
     return n
 
 
-def _of_sites(
+def _site_candidates(
     network: Network, parameters: int, options: PlanSettings, candidates: Sequence[Candidate]
 ) -> Iterator[Candidate]:
     """Methods between sites, each of which is one worker with the batches of all its workers."""

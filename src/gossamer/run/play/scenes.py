@@ -104,7 +104,7 @@ def head_of(studio: Studio) -> Head:
 
 def first_scene(studio: Studio) -> Scene:
     """All workers at the start of a run."""
-    workers = _crew(studio, run_of(studio.seed, Conditions()))
+    workers = _make_crew(studio, run_of(studio.seed, Conditions()))
     states = tuple(worker.state() for worker in workers)
     return Scene(0, Conditions(), states, (0.0,) * WORKERS, (-1,) * WORKERS, ((0.0, 0.0),) * WORKERS)
 
@@ -218,7 +218,7 @@ def _cast(studio: Studio, begun: _Begun, conditions: Conditions, there: Sequence
     def membership(i: int) -> Membership:
         return Membership(lambda round, fragment: conditions.side_of(i))
 
-    everyone, cast = _crew(studio, run, membership), list[Worker]()
+    everyone, cast = _make_crew(studio, run, membership), list[Worker]()
     for i in there:
         # A copy, as an optimizer would modify the given tensors.
         worker, state = everyone[i], copy.deepcopy(begun.states[i])
@@ -235,7 +235,7 @@ def _cast(studio: Studio, begun: _Begun, conditions: Conditions, there: Sequence
     return cast
 
 
-def _crew(
+def _make_crew(
     studio: Studio, run: ResolvedRun, membership: Callable[[int], Membership] = lambda worker: EVERYONE
 ) -> list[Worker]:
     transport = MemoryNetwork(WORKERS).transport

@@ -31,7 +31,7 @@ from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.agreement import HERE
 from gossamer.run.replay.driver import Actor, Contradiction, Missing, ends_early, follow
 from gossamer.run.replay.stretches import Stretch, stretches
-from gossamer.run.served.served_worker import ServedWorker, Trained
+from gossamer.run.served.served_worker import CompletedPhase, ServedWorker
 from gossamer.run.served.session import Pushed, Reply, ServerSession, open_session
 from gossamer.run.worker.numerics import threads_of, using_threads
 from gossamer.run.worker.task import Task, task_of
@@ -150,7 +150,7 @@ class _Server(Actor[ServerInput]):
         self._workers: dict[int, ServedWorker] = {}  # those that are present
         self._restored = {(item.worker, item.checkpoint) for item in inputs if item.event == "join"}
         self._joins: dict[int, ServerInput] = {}  # of workers without a starting point yet
-        self._trained: dict[int, Trained] = {}  # their last phases
+        self._trained: dict[int, CompletedPhase] = {}  # their last phases
         self._sent_s: dict[int, float] = {}  # when their last starting points were sent
         self._unpushed, self._present = unpushed, dict[int, ServerInput]()  # the join events of present workers
         self._now_s = 0.0

@@ -124,10 +124,7 @@ class _StoreWorker:
             self._do(self.attendance.leave(finished=served.is_done))
 
     def _do(self, steps: Steps[T]) -> T:
-        return perform(steps, self._bucket, wait=self._wait, most_bytes=lambda: self._most_bytes)
-
-    def _wait(self, seconds: float) -> None:
-        self._asked.wait(seconds) if not self._asked.is_set() else time.sleep(min(seconds, 0.2))
+        return perform(steps, self._bucket, wait=self._asked.pause, most_bytes=lambda: self._most_bytes)
 
     # --- the connection with the server, for the worker ---------------------------------------------------------------
 

@@ -74,7 +74,7 @@ class ServerLink(Protocol):
         ...
 
 
-class Trained(NamedTuple):
+class CompletedPhase(NamedTuple):
     """A completed local phase."""
 
     number: int
@@ -142,15 +142,17 @@ class ServedWorker:
                 self.learner.restore(checkpoint.load(self._store, terms.checkpoint, self.index, self._lineage))
         self._terms, self._worker = terms, ServerWorker(self.learner, self.learner.spans, starts)
 
-    def train(self) -> Trained:
+    def train(self) -> CompletedPhase:
         """The next local phase."""
         self.learner.round = self._terms.round
         report, push = self._worker.train(self._terms.phases)
         assert push is not None  # without overlap there is one after each phase
         assert isinstance(report, LocalPhase)
-        return Trained(self._terms.phases, min(self._terms.round, self.run.rounds - 1), report, push)
+        return CompletedPhase(self._terms.phases, min(self._terms.round, self.run.rounds - 1), report, push)
 
-    def log(self, record: RunFolder, events: EventWriter, trained: Trained, start_s: float, end_s: float) -> None:
+    def log(
+        self, record: RunFolder, events: EventWriter, trained: CompletedPhase, start_s: float, end_s: float
+    ) -> None:
         """Writes a local phase into metrics and events."""
         phase = Phase(start_s, end_s, self.index, trained.number, trained.report)
         log_phase(record, events, trained.round, phase, self.learner.local_steps)
@@ -167,7 +169,7 @@ class ServedWorker:
 
         return void
 
-    def receive(self, trained: Trained, starts: Mapping[int, StartingPoint], terms: Terms) -> range:
+    def receive(self, trained: CompletedPhase, starts: Mapping[int, StartingPoint], terms: Terms) -> range:
         """Continues from the reply to a push, and saves if due; returns the newly completed rounds."""
         self._worker.receive(starts)
         self._terms = terms

@@ -99,8 +99,8 @@ def _serve(run: ResolvedRun, folder: Path, host: str, port: int, resume: Resume)
             server.run(session, session.records.now_s, asked.is_set)
             if not session.is_finished:
                 raise KeyboardInterrupt(
-                    f"stopped without a worker that could end the round under way, and {session.progress}; go on from the newest "
-                    f"checkpoint with --resume {quote(str(folder))}, or auto where there is none"
+                    f"stopped without a worker that could end the round in progress, and {session.progress}; go on from the "
+                    f"newest checkpoint with --resume {quote(str(folder))}, or auto where there is none"
                 )
             protocol.compare_batches()  # also if some were too slow to join before the others had taken all steps
         finally:

@@ -31,7 +31,16 @@ from gossamer.rounds.compatibility.combine import Method
 from gossamer.rounds.exchange import Each, finish_all
 from gossamer.rounds.loop import EVERYONE, Membership
 from gossamer.rounds.together import Together
-from gossamer.run.bookkeeping.evaluate import Assessment, Probe, Probes, Result, assess, mean_buffers, publish, union_of
+from gossamer.run.bookkeeping.evaluate import (
+    Assessment,
+    Probe,
+    Probes,
+    Result,
+    assess,
+    mean_buffers,
+    publish,
+    trained_model_of,
+)
 from gossamer.run.bookkeeping.inputs import note_inputs
 from gossamer.run.bookkeeping.journal import Journal, saved_when_unreadable
 from gossamer.run.bookkeeping.resume import History, Resume, resumed
@@ -156,7 +165,7 @@ class Rounds:
         steps = {name: in_stages(network, self.run, layout) for name, network in self.run.networks.items()}
         time_s = _record_seconds(self._record, steps, self._sends_per_round)
         if self.finished == self.run.rounds and self.run.record.export:
-            union, buffers = union_of(self.task, self.models()), mean_buffers(self.buffers())
+            union, buffers = trained_model_of(self.task, self.models()), mean_buffers(self.buffers())
             publish(self.run, self.task, union, self.folder, buffers, finished=self.finished, loss=loss)
         tokens = _tokens(self.workers)
         return Result(loss, tokens, (tokens - self._before) / self._busy_s if self._busy_s else 0.0, time_s)

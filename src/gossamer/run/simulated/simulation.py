@@ -17,7 +17,7 @@ from gossamer.record.folder import read_metrics
 from gossamer.record.locks import locked
 from gossamer.record.logs.trace import Trace, read_trace
 from gossamer.report.page.page import write_report
-from gossamer.run.bookkeeping.evaluate import Result, mean_buffers, model_with, union_of
+from gossamer.run.bookkeeping.evaluate import Result, mean_buffers, model_with, trained_model_of
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.config.run_file import RunConfig
 from gossamer.run.worker.task import Task
@@ -249,7 +249,7 @@ class Simulation(RecordedRun):
         """
         engine = self._engine
         return model_with(
-            engine.run, engine.task, union_of(engine.task, engine.models()), mean_buffers(engine.buffers())
+            engine.run, engine.task, trained_model_of(engine.task, engine.models()), mean_buffers(engine.buffers())
         )
 
     @torch.inference_mode(False)

@@ -280,7 +280,7 @@ class Worker:
             self.pacer.restore(state["pace"])
             self.set_local_steps(self.pacer.steps)
         load_replica(state)
-        self.loop.trust_anew()
+        self.loop.reset_distrust_counts()
         self.loop.restore_in_flight(state["under_way"], sharing)
         self._count_steps()
 

@@ -62,7 +62,7 @@ class CommonHashes:
         self.abstains = False
         threading.Thread(target=self._hash, args=(one, hashed, False), daemon=True, name="gossamer hash").start()
 
-    def after(self, after: int) -> str | None:
+    def hash_after(self, after: int) -> str | None:
         """The hash of the newest state after this round; None if it is not known, "" if this worker abstains."""
         one = next((one for one in [*self._states][::-1] if one.after == after), None)
         if one is not None and (hashed := one.hashed) is not None:

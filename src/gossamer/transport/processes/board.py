@@ -145,7 +145,7 @@ class Board:
         """The newest round that each worker is known to have saved."""
         self._circulated: dict[int, bytes] = {}
 
-    def waits_for(self, peers: Iterable[int]) -> None:
+    def post_waits(self, peers: Iterable[int]) -> None:
         """Posts the peers that this worker waits for, with a new beat."""
         self._beat += 1
         text = json.dumps([self._beat, sorted(peers)])

@@ -358,7 +358,7 @@ def client_of(host: str, port: int, timeout_s: float) -> TCPStore:
                 raise found
             return found
         patience_s *= 2
-    raise TimeoutError(f"whoever listens there did not answer as a store within {timeout_s:g} s")
+    raise TimeoutError(f"what listens there did not answer as a store within {timeout_s:g} s")
 
 
 def listening(host: str, port: int) -> socket.socket:

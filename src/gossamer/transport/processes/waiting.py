@@ -46,14 +46,14 @@ class PeerWait:
         while ranks := missing(min(self._beat_s, max(0.0, deadline - time.monotonic()))):
             if time.monotonic() >= deadline:
                 raise self._late(round, ranks, before or {})
-            self.board.waits_for(ranks)
+            self.board.post_waits(ranks)
             noted = True
             if (standing := self.board.failure()) is not None:
                 raise PeerError(self._sentence(standing))
             if before is None and time.monotonic() >= deadline - 3 * self._beat_s:
                 before = self.board.look(ranks)
         if noted:
-            self.board.waits_for(())
+            self.board.post_waits(())
 
     def ranks_of(self, pending: Iterable[tuple[str, int]]) -> list[int]:
         """The ranks of the workers whose messages are pending ("from"); if all have arrived, of those that have not

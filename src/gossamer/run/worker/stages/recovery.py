@@ -170,7 +170,7 @@ def _go_on(worker: Worker, names: Sequence[str], values: Sequence[Tensor]) -> No
             for leaf in setup.part.layout.leaves:
                 if leaf.name in names:
                     setup.rule.unsent(setup.part.s)[leaf.start : leaf.stop] = 0.0
-    worker.loop.trust_anew()
+    worker.loop.reset_distrust_counts()
     parameters, optimizer = dict(worker.replica.model.named_parameters()), cast(Any, worker.replica.optimizer)
     for part in optimizer.parts.values() if isinstance(optimizer, Joined) else (optimizer,):
         for name in names:
