@@ -29,6 +29,7 @@ WITHOUT_A_VALUE = {  # beginning of the sentence: why it has none to show
     "run.device = 'cuda' but torch sees 0 GPUs": "the only value that leads here is in the sentence",
     "DataError(saved_when_unreadable(": "its sentence is made in the journal, with the round and the folder",
     "ConfigError(sentence)": "its sentences are made by `settings.over_time`, with the table that was given",
+    "ConfigError(fault)": "its sentences are made by `settings`, with the key or name that was given",
     "ConfigError(wrong)": "its sentences are made above, with the steps that were counted",
     "RefusedError(kind, why)": "its sentences are made above, with the number that the peer gave itself",
     "RefusedError('checksum', 'the header of its letter": "nothing of a changed header can be believed, nor shown",

@@ -115,8 +115,8 @@ def run_and_folder(
     if store and config.kind == "rounds" and not config.run.elastic:
         if "elastic" in document.get("run", {}):
             raise ConfigError(
-                "--store was given with run.elastic = false, and a run in a store continues without workers that die; remove "
-                "run.elastic"
+                f"--store was given with run.elastic = false for {config.workers} workers, and a run in a store continues "
+                "without those that die; remove run.elastic"
             )
         config = parse({**document, "run": {**document.get("run", {}), "elastic": True}})
     folder = folder or Path("runs") / config.name

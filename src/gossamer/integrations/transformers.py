@@ -109,8 +109,9 @@ class TransformersCallback(TrainerCallback):
             )
         if getattr(args, "enable_jit_checkpoint", False):
             raise ConfigError(
-                "enable_jit_checkpoint = True saves a checkpoint on SIGTERM without its callbacks, so without the outer state, "
-                "and may push out one that has it; set it to False, and resume from a checkpoint of save_steps"
+                f"enable_jit_checkpoint = {args.enable_jit_checkpoint} saves a checkpoint on SIGTERM without its callbacks, so "
+                "without the outer state, and may push out one that has it; set it to False, and resume from a checkpoint of "
+                "save_steps"
             )
         model: nn.Module = kwargs["model"]
         self._seconds = 0.0

@@ -94,8 +94,9 @@ def _exchange(trace: Trace, r: int) -> _Exchange | None:
     fragments = np.unique(np.stack([messages.kind, messages.fragment, messages.overlap_steps]), axis=1)
     if fragments.shape[1] + len(means) > 1 or trace.overlaps:
         raise ConfigError(
-            "the network has a [store] and the run exchanges more than once a round, or while it trains on, which no store "
-            "carries; remove [store] from the network, or the run's fragments and overlap"
+            f"the network has a [store] and the run exchanges more than once a round, or while it trains on (in round {r} with "
+            f"{len(messages.round)} messages and {len(means)} means), which no store carries; remove [store] from the network, "
+            "or the run's fragments and overlap"
         )
     if means:
         n, sent, back = len(means[0].members), float(means[0].there.sum()), float(means[0].back.sum())
