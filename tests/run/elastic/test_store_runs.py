@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_stored import look
 
 from commands import Command, run
 from drifted_rounds import play
@@ -87,7 +88,7 @@ def test_a_run_outlives_all_its_workers_and_its_replay_has_their_bits(tmp_path: 
     code, said = run("status", store, "--json")
     assert code == 0 and json.loads(said)["round"] == closed() and json.loads(said)["states"], said
     assert [slot["standing"] for slot in json.loads(said)["workers"]] == ["held", "held"], "nobody has said goodbye"
-    page = LiveRuns([], stores=[FollowedStore(str(store))])
+    page = LiveRuns([], stores=[look(FollowedStore(str(store)))])
     shown = json.loads(page.data(""))["runs"][0]
     assert (shown["done"], shown["rounds"], shown["method"]) == (closed(), config.length.rounds, "diloco")
     assert shown["standings"] == ["held", "held"] and max(map(int, shown["evals"]["x"]["round"])) == closed()
@@ -118,7 +119,7 @@ def test_a_run_outlives_all_its_workers_and_its_replay_has_their_bits(tmp_path: 
             for where in (place.parent.parent, tmp_path / "again" / "checkpoints")
         )
         assert torch.equal(real["x"], again["x"]) and all(map(torch.equal, real["outer"], again["outer"]))
-    shown = json.loads(LiveRuns([], stores=[FollowedStore(str(store))]).data(""))["runs"][0]
+    shown = json.loads(LiveRuns([], stores=[look(FollowedStore(str(store)))]).data(""))["runs"][0]
     assert (shown["state"], shown["done"]) == ("finished", config.length.rounds)
     code, said = run(*words[:-1], tmp_path / "late")
     assert code == 0 and f"the run in the store has ended after {config.length.rounds} rounds" in said, said
@@ -242,7 +243,7 @@ def test_with_keys_a_store_shows_nothing_and_only_listed_machines_take_part(
     monkeypatch.setenv("GOSSAMER_KEY", str(keys["paris"]))
     code, said = run("status", store, "--peers", file, "--json")
     assert code == 0 and json.loads(said)["round"] == config.length.rounds, said
-    (shown,) = json.loads(LiveRuns([], stores=[FollowedStore(store, file)]).data(""))["runs"]
+    (shown,) = json.loads(LiveRuns([], stores=[look(FollowedStore(store, file))]).data(""))["runs"]
     assert shown["done"] == config.length.rounds and "process 1 of paris " in shown["holders"][1]
     own = tmp_path / "own.toml"
     own.write_text(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_stored import look
 from test_virtual import EVEN, timed
 
 from commands import Command, run
@@ -117,7 +118,7 @@ def test_no_kill_costs_an_acknowledged_push_and_the_replay_has_the_bits_of_all(
     status = json.loads(said)
     assert code == 0 and 0 < status["round"] < config.length.rounds and status["states"], said
     assert [slot["standing"] for slot in status["workers"]] == ["held", "held"]
-    shown = json.loads(LiveRuns([], stores=[FollowedStore(str(store))]).data(""))["runs"][0]
+    shown = json.loads(LiveRuns([], stores=[look(FollowedStore(str(store)))]).data(""))["runs"][0]
     assert (shown["kind"], shown["done"], shown["standings"]) == ("server", status["round"], ["held", "held"])
     assert shown["evals"]["x"]["bytes"][-1] > 0 and shown["events"]["push"] == len(pushed())
     last = {f"last{k}": start(f"last{k}", "--set", "run.pace_s=0") for k in range(2)}
