@@ -18,6 +18,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "benchmarks" / "outcomes.jsonl"
 PAGE = ROOT / "docs" / "results" / "benchmarks.md"
+_TINY = ("--size", "0.2m", "--layers", "2", "--sequences", "4", "--seq-len", "64")
+"""A model of 139,584 parameters, in steps of 256 tokens."""
 COMMANDS = {
     "simulator": ("simulator.py", "--steps", "24", "--repeats", "5"),
     "own": ("simulator.py", "--steps", "24", "--repeats", "5", "--own"),
@@ -25,14 +27,7 @@ COMMANDS = {
         "simulator.py",
         "--own",
         "--at-once",
-        "--size",
-        "0.2m",
-        "--layers",
-        "2",
-        "--sequences",
-        "4",
-        "--seq-len",
-        "64",
+        *_TINY,
         "--steps",
         "240",
         "--repeats",
@@ -41,14 +36,7 @@ COMMANDS = {
     "lanes": ("lanes.py",),
     "batched": (
         "simulator.py",
-        "--size",
-        "0.2m",
-        "--layers",
-        "2",
-        "--sequences",
-        "4",
-        "--seq-len",
-        "64",
+        *_TINY,
         "--batched",
         "8",
         "--steps",
@@ -140,7 +128,7 @@ def page() -> str:
     return (
         head
         + "\n".join(rows)
-        + "\n\nWhat the live page costs has [a page of its own](watch.md), and so have [peers](peers.md) and [the first minutes "
+        + "\n\nWhat the live page costs has [its own page](watch.md), and so have [peers](peers.md) and [the first minutes "
         "after a\nclone](first_minute.md). SimGrid is no oracle of the network model here, as it has no wheel for Python 3.11 "
         "and did not build:\ntests compare prices with a fluid model that is written once more, message by message.\n\n"
         + "\n".join(parts)

@@ -73,7 +73,7 @@ def test_a_round_in_a_store_takes_its_requests_pauses_and_bytes_one_after_the_ot
     assert large.max() > 39 * 1.1, "the closer reads one message after the other"
     several = means(1, 2, 1_000_000, 1)
     several = several._replace(messages=several.messages._replace(fragment=np.array([0, 1])))
-    for wrong, told in (
+    for wrong, sentence in (
         (lambda: price(several, network), "exchanges more than once a round"),
         (lambda: price_everyone(np.array([[1, 1]]), 1000, network, kind="mean"), "does not know; remove [store]"),
         (lambda: Durations(network, 2), "virtual time does not know"),
@@ -81,7 +81,7 @@ def test_a_round_in_a_store_takes_its_requests_pauses_and_bytes_one_after_the_ot
     ):
         with pytest.raises(ConfigError) as refused:
             wrong()
-        assert told in str(refused.value)
+        assert sentence in str(refused.value)
 
 
 @st.composite

@@ -329,7 +329,7 @@ _CARRY: dict[Kind, _Carry] = {"exchange": _exchange, "mean": _mean}
 _NEVER = np.iinfo(np.int64).max
 
 
-class _UnderWay(NamedTuple):
+class _InFlight(NamedTuple):
     """An overlapping operation in flight, for each worker."""
 
     after: Integers
@@ -348,7 +348,7 @@ def _overlapping(trace: Trace, network: Network, links: Links) -> Timeline:
     n, timeline, finished = trace.workers, no_rounds(trace), trace.steps.cumsum(axis=0)
     at_once = links._replace(latency_s=np.zeros(n), route_latency_s=np.zeros_like(links.route_latency_s))
     operations = _operations(trace, network)
-    everybody, end, free, in_flight = np.arange(n), np.zeros(n), np.zeros(n), list[_UnderWay]()
+    everybody, end, free, in_flight = np.arange(n), np.zeros(n), np.zeros(n), list[_InFlight]()
     for r in range(trace.rounds):
         start, seconds = end, compute_seconds(trace, network, links, r)
         step_s = np.divide(seconds, trace.steps[r], out=np.zeros(n), where=trace.steps[r] > 0)
@@ -368,7 +368,7 @@ def _overlapping(trace: Trace, network: Network, links: Links) -> Timeline:
             after = np.full(n, _NEVER)
             after[members] = (finished[r] + overlap_of_each(trace, r, overlap_steps))[members]
             free[members] = through_s[members]
-            in_flight.append(_UnderWay(after, ready, done_s, blamed))
+            in_flight.append(_InFlight(after, ready, done_s, blamed))
         in_flight = [one for one in in_flight if (one.after < _NEVER).any()]
         if r + 1 == trace.rounds:
             longest_s = end - local_end

@@ -117,13 +117,11 @@ def at_equal_time(results: Sequence[PointResult]) -> EqualTime | None:
     soon_s = 1.01 * min(end_s for end_s, _ in means[network].values())
     soonest = {method: loss for method, (end_s, loss) in means[network].items() if end_s <= soon_s}
     first = min(soonest, key=lambda method: soonest[method])
-    there = [one for one in reach(results, first) if one.network == network and one.behind is not None]
-    pairs = {
-        method: [(one.behind, one.target_loss) for one in there if one.method == method and one.behind is not None]
-        for method in dict.fromkeys(run.method for run in results)
-        if method != first
-    }
-    return EqualTime(network, first, *means[network][first], {m: effect(some) for m, some in pairs.items() if some})
+    pairs = dict[str, list[tuple[float, float]]]()
+    for one in reach(results, first):
+        if one.method != first and one.network == network and one.behind is not None:
+            pairs.setdefault(one.method, []).append((one.behind, one.target_loss))
+    return EqualTime(network, first, *means[network][first], {method: effect(some) for method, some in pairs.items()})
 
 
 def ends(results: Sequence[PointResult], target: str) -> list[Reach]:

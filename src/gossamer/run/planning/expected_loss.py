@@ -345,7 +345,7 @@ def penalty(scale: LossScale, method: str, local_steps: int, codec: str, missing
             return None
         lossy = codecs[codec]
     (by_seed, doubt), few = known, 0.0
-    if method not in {"data parallel", *EVERY_STEP} and (price := scale.few_rounds(local_steps)) > 0:
+    if method not in _WITHOUT_LOCAL_STEPS and (price := scale.few_rounds(local_steps)) > 0:
         at_unit = _exact(scale, measured_as, 30)
         assert at_unit is not None
         lead = min(0.0, sum(map(fmean, at_unit[0])) - scale.gap)  # of Muon, which has it in few rounds too
@@ -384,7 +384,7 @@ _Weighed = Sequence[tuple[float, RelativeLoss]]
 def _short_and_long_losses(scale: LossScale, method: str, local_steps: int) -> tuple[RelativeLoss, RelativeLoss] | None:
     """The losses of a method in runs of both lengths, in units of DiLoCo's with 30 local steps."""
     both = relative_losses(method, local_steps)
-    if both is None or method in {"data parallel", *EVERY_STEP} or local_steps >= _FEWEST_STEPS:
+    if both is None or method in _WITHOUT_LOCAL_STEPS or local_steps >= _FEWEST_STEPS:
         return both
     # One local step is the worst setting of published runs; in the small ones here it was the best.
     at_most, place = relative_losses(method, _WORST_AS), scale.log_fraction_to(_PUBLISHED[0])
@@ -418,6 +418,7 @@ _PAIRS = ("GASLoC 1-Peer", "noloco", "gossip", "gasloc_drift", "fgd_pairs")
 """Methods in which a worker receives from one peer in a round."""
 _FEWEST_STEPS, _WORST_AS = 5, 120
 """Local steps below which published runs rise again, and those than which one step is not taken to lose less."""
+_WITHOUT_LOCAL_STEPS = {"data parallel", *EVERY_STEP}
 _WITH_A_CODEC = ("streaming_diloco", "sparseloco", "fgd_pairs", *EVERY_STEP)
 """Methods that were measured with the codec that belongs to them."""
 
