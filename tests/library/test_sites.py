@@ -639,6 +639,22 @@ def test_a_site_does_not_take_a_state_that_no_other_site_has(caplog: pytest.LogC
         outer.close()
 
 
+def test_sites_that_end_stay_until_one_that_their_last_round_was_closed_without_has_their_state() -> None:
+    join = f"127.0.0.1:{free_port()}"
+    outers = in_threads(*(partial(small, site, 3, join, timeout_s=6.0) for site in range(3)))
+    in_threads(*(outer.step for outer in outers))
+    late = outers.pop()
+    in_threads(*(outer.step for outer in outers))
+    with ThreadPoolExecutor(2) as pool:
+        ends = [pool.submit(outer.close) for outer in outers]
+        time.sleep(0.5)
+        assert not late.step() and late.rounds == 2, "it takes a state over"
+        for end in ends:
+            end.result(2.0)
+    assert torch.equal(late.model.weight, outers[0].model.weight)
+    late.close()
+
+
 # --- what is refused, and in which words ------------------------------------------------------------------------------
 
 

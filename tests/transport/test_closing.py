@@ -543,6 +543,32 @@ class Trio:
         return over and over.workers
 
 
+@pytest.mark.parametrize("how", ["takes their state", "is lost"])
+def test_those_that_closed_a_round_know_who_is_late_until_it_has_their_state_or_is_lost(how: str) -> None:
+    trio = Trio()
+    late = trio.workers[2]
+    trio.cut = {2}
+    trio.close(0, 1)
+    trio.pass_s(3.0)
+    assert trio.close(0, 1) == {0, 1}
+    trio.cut = set()
+    trio.pass_s(0.6)
+    assert late.left_out
+    assert [worker.late for worker in trio.workers] == [{2}, {2}, frozenset()]
+    if how == "is lost":
+        for worker in trio.workers[:2]:
+            worker.members.suspect(2)
+    else:
+        late.begin_round(0, history_hash=0)  # a state from before that round
+        trio.pass_s(0.6)
+        assert late.left_out and trio.workers[0].late == {2}
+        late.begin_round(1, trio.workers[0].history_hash)
+        trio.pass_s(0.6)
+    assert [worker.late for worker in trio.workers] == [frozenset()] * 3
+    trio.close(0, 1, *([2] if how != "is lost" else []))
+    assert [worker.late for worker in trio.workers] == [frozenset()] * 3
+
+
 @pytest.mark.parametrize("in_time", [True, False])
 def test_a_worker_that_is_left_out_again_is_waited_for_until_the_deadline(in_time):
     trio = Trio()

@@ -95,7 +95,7 @@ class LaneTransport:
     def __init__(self, inner: ElasticTransport, siblings: Siblings, lane: Lane, *, closes: bool) -> None:
         self.worker, self._inner, self._siblings = lane.worker, inner, siblings
         # Means have a separate commit, over all sites (`ElasticSite.committed`).
-        self._parts, self._n = lane.shards > 1 and not closes, lane.n
+        self._parts, self._n, self._closes = lane.shards > 1 and not closes, lane.n, closes
         self.behind = list[KeyedStore]()
         """Carries the boards of the sites, where they have keys."""
         self.closed = False
@@ -114,6 +114,19 @@ class LaneTransport:
             came = {j: frames for j, frames in came.items() if whole[j]}
         self._inner.outcomes()  # discarded, as they have no reader
         return came
+
+    def await_late(self) -> None:
+        """Stays for a round's deadline at most, so that sites that the last round was closed without can take its state."""
+        end_s = time.monotonic() + self._inner.core.limit_s
+
+        def result() -> list[int] | None:
+            self._inner.stop = lambda: False
+            late = self._inner.await_late(min(2.0, end_s - time.monotonic()))
+            return None if late and time.monotonic() < end_s else [0]
+
+        if self._closes:
+            with contextlib.suppress(PeerError):  # a sibling has failed: there is no whole state to be taken
+                self._siblings.from_first(result, "the end")
 
     def close(self) -> None:
         """Announces its departure, and ends all connections. A second call does nothing."""

@@ -2,7 +2,10 @@
 
 import json
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +17,10 @@ from gossamer.record.folder import read_metrics
 from gossamer.record.logs.outcomes import read_outcomes
 from gossamer.run.asynchronous.message_form import MessageForm
 from gossamer.run.config.run_file import digest, dump
+from gossamer.run.participant import state_transfer
 from gossamer.run.simulated.rounds import Rounds
 from gossamer.testing.attacks import Attacker
+from gossamer.transport.elastic.newcomer import Offer
 from gossamer.transport.elastic.transport import ElasticTransport
 from gossamer.transport.processes.group import GroupTransport
 from gossamer.transport.processes.local import run_local
@@ -31,7 +36,7 @@ DRIVERS = {
 
 
 def train_but_send_nan(argv: list[str]) -> int:
-    """`gossamer train`, in which every message of worker 1 is NaN, in rounds from round 2 on."""
+    """`gossamer train`, in which every message of worker 1 is NaN, in rounds from round 2 on, and it takes states slowly."""
     if os.environ["RANK"] == str(BAD):
         for kind in (ElasticTransport, GroupTransport):
 
@@ -45,6 +50,12 @@ def train_but_send_nan(argv: list[str]) -> int:
             return decoded, packed.view(torch.float32).mul(torch.nan).view(torch.uint8)
 
         MessageForm.pack = pack
+
+        def ask_late(*given: Any, real: Callable[..., Offer] = state_transfer.ask_for_state, **more: Any) -> Offer:
+            time.sleep(0.3)  # the others may have closed their last round without it, and still give it their state
+            return real(*given, **more)
+
+        state_transfer.ask_for_state = ask_late
     return main(argv)
 
 

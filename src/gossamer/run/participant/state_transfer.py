@@ -65,6 +65,8 @@ def fetch_state(
         if all(entry.nonce in ended for entry in others) or stop() or time.monotonic() >= deadline:
             break
         time.sleep(PAUSE_S)
-    raise PeerError(
-        f"worker {members.me} is {behind} rounds along and found nobody to take a state from: {why}; join again"
-    )
+    if members.alone:
+        why, advice = "all others have finished the run", "the trained models are in their checkpoints"
+    else:
+        advice = "join again"
+    raise PeerError(f"worker {members.me} is {behind} rounds along, and no worker gives it a state: {why}; {advice}")

@@ -209,6 +209,8 @@ class Closing:
         """The round and time at which each was last answered."""
         self._taken = False
         """Whether this worker has closed no round since it took another's state."""
+        self._with: frozenset[int] | None = None
+        """The workers with which the last round was closed; None unless this worker was one of them."""
         self._behind_s: float | None = None
         """Since when too many others are behind that state for it to be theirs."""
         self._away_until_s: dict[int, float] = {}
@@ -220,6 +222,7 @@ class Closing:
         """Begins a round; `history_hash` is that of another worker's state, if this worker has just taken one."""
         if history_hash is not None:
             self.history_hash, self._last, self._taken, self._behind_s = history_hash, None, True, None
+            self._with = None
             self._claims.clear()  # they were about the rounds that this worker has discarded
         self.round, self.proposed, self._led, self._ready_s = round, None, None, None
         self._named.clear()
@@ -256,7 +259,7 @@ class Closing:
         """Records that the update of a closed round was made."""
         assert self.closed and self.proposed is not None
         self._last = _Closed(self.round, self.history_hash, self.proposed.attempt)
-        self._misses, self._taken, self._behind_s = 0, False, None
+        self._misses, self._taken, self._behind_s, self._with = 0, False, None, self.proposed.workers
         for pair in self._accusations:
             if len(out := {*pair} - self.proposed.workers) == 1:
                 (self._last_out[pair],) = out
@@ -388,6 +391,16 @@ class Closing:
         """
         others = self._present - {self.members.me}
         return all(j in self._places and self._places[j].round <= self.round for j in others)
+
+    @property
+    def late(self) -> frozenset[int]:
+        """Live workers without which the last round was closed, and that have not yet taken a state after it."""
+        if self._with is None:
+            return frozenset()
+        took_part = self.members.alive((self.round - 1) // self.per_round) & self._living
+        return frozenset(
+            j for j in took_part - self._with if j not in self._places or self._places[j].round < self.round
+        )
 
     @property
     def awaited(self) -> frozenset[int]:

@@ -485,6 +485,19 @@ class ElasticTransport:
         except (OSError, GossamerError) as error:
             log.info("worker %d stopped serving a newcomer: %s", self.worker, error)
 
+    def await_late(self, within_s: float) -> frozenset[int]:
+        """The workers without which the last round was closed and that have no state after it yet, after so long at most.
+
+        They learn of that round once it is closed. If it is the last one, the only states are those of the others.
+        """
+        end_s = time.monotonic() + within_s
+        with self.changed:
+            while self.closing is not None and (late := self.closing.late):
+                if self.stop() or time.monotonic() >= end_s:
+                    return late
+                self.changed.wait(min(self._beat_s, end_s - time.monotonic()))
+        return frozenset()
+
     def close(self, *, leaves: bool = True, for_good: bool = True) -> None:
         """Announces the departure, unless this worker has failed and so never `leaves`, sends queued letters and ends
         all connections.
