@@ -51,7 +51,7 @@ def message_template(rule: Rule, x: Tensor, s: Tree, ctx: Context) -> Tree:
     few = x.numel() <= _FEW
 
     def form(t: Tensor) -> Tensor:
-        return torch.zeros(t.shape, dtype=t.dtype) if few else torch.empty_like(t, device="meta")
+        return torch.zeros(t.shape, dtype=t.dtype) if few else torch.empty(t.shape, dtype=t.dtype, device="meta")
 
     like, state = map_leaves(form, (x, s))
     return rule.send(like, state, ctx)

@@ -4,11 +4,12 @@ Rounds are played on tensors without data: every message and payload is really m
 """
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from gossamer.codecs import fitted
 from gossamer.codecs.message import each_shape_once, payload_bytes
@@ -91,10 +92,40 @@ def play_rounds(
 
     Args: `workers` are those that are played, all by default; the counts are then means over them.
     """
-    from torch import _refs  # what computes on tensors without data, and imports sympy
+    from torch import _refs  # what computes on tensors without data
 
-    with without_compiler(vars(_refs).values()):
+    with without_compiler(vars(_refs).values()), _ShapeAlone():
         return _played(run, m, layout, rounds, range(run.workers) if workers is None else workers)
+
+
+class _ShapeAlone(TorchFunctionMode):
+    """Sums, products and zeros of tensors without data, where the result is like the first one.
+
+    What torch does for them instead imports sympy, which takes as long as a quarter of torch.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _LIKE_FIRST and not (kwargs or {}).keys() - {"min", "max"} and _is_like_first(*args):
+            return args[0].new_empty(args[0].shape)
+        return func(*args, **(kwargs or {}))
+
+
+_LIKE_FIRST = {
+    getattr(place, name)
+    for place in (torch, Tensor)
+    for name in ("add", "sub", "mul", "div", "neg", "clamp", "empty_like", "zeros_like", "ones_like", "full_like")
+    if hasattr(place, name)
+}
+
+
+def _is_like_first(first: Any, other: Any = 0.0, *more: Any) -> bool:
+    if more or not isinstance(first, Tensor) or not first.is_meta or not first.is_floating_point():
+        return False
+    if isinstance(other, Tensor):
+        return (other.shape, other.dtype) == (first.shape, first.dtype)
+    return isinstance(other, float | int)
 
 
 def _played(
@@ -145,7 +176,7 @@ def _loops(run: RunSettings, m: Method, layout: Layout, workers: Sequence[int], 
     """The outer loops of these workers, whose parameters are all `x`, a tensor without data."""
     network, m = MemoryNetwork(run.workers), m._replace(codec=each_shape_once(m.codec), rule=_meta_rule(m.rule))
     averages = run.inner.averaging is not None and m.rule.site == "parameters"
-    averaged, moments = torch.cat([x, x]) if averages else None, [x] * len(run.schedule.inner_every)
+    averaged, moments = x.new_empty(2 * x.numel()) if averages else None, [x] * len(run.schedule.inner_every)
     held, of_all = holding_of(run, layout), arranged(layout, run)
     return [
         OuterLoop(
