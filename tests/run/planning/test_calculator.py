@@ -48,6 +48,11 @@ def test_a_page_of_calculators_answers_as_plan_and_utilisation_do() -> None:
     needed = [
         f"{row.bandwidth_bps / 1e9:.1f}" for row in bandwidth_table(setting_of("10b", "streaming")) if row.bandwidth_bps
     ]
+    for answer, kinds in (
+        (found, {"DiLoCo": 0, "GASLoC 1-Peer": 1, "data parallel": 6}),
+        (published, {"streaming": 7}),
+    ):
+        assert answer["places"].keys() == answer["curves"].keys() and kinds.items() <= answer["places"].items()
     assert ["streaming", *needed] in published["rows"] and published["marks"]["diloco"][1][0] == 0.5
 
 

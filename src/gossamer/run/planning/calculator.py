@@ -26,6 +26,7 @@ from gossamer.network.estimates.utilisation import (
 )
 from gossamer.network.links import Network, StepOf, times_as_fast
 from gossamer.record.folder import finite
+from gossamer.report.colours import places_of
 from gossamer.report.table import digits_text
 from gossamer.run.planning.choice import PLAN_HEADINGS, Candidate, plan_rows
 from gossamer.run.planning.plan import PlanSettings, RunPlan, bits_per_parameter, plan
@@ -124,6 +125,7 @@ class Calculator:
             "curves": {
                 method: [float(f"{_of_method(one, method).utilisation:.5g}") for one in plans] for method in methods
             },
+            "places": places_of([*methods]),
         }
 
     def priced(self, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,6 +210,7 @@ def _published(asked: Mapping[str, Any]) -> dict[str, Any]:
         "rows": rows,
         "assumptions": assumptions,
         "curves": {name: _axes(points) for name, points in curves.items()},
+        "places": places_of([*curves]),
         "marks": {name: _axes(points) for name, points in marks.items()},
     }
 
