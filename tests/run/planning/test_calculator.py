@@ -96,6 +96,15 @@ def test_other_methods_have_the_price_that_plan_gives_them_or_a_reason() -> None
         assert bool(candidates) == priced != bool(unpriced)
 
 
+def test_a_mark_in_a_table_has_its_sentence_there() -> None:
+    network = Network(uplink_bps=1e8, downlink_bps=1e8, step_s=0.1)
+    calculator = Calculator(network, partial(price_recipes, only="local_sgd"))
+    found = json.loads(calculator.answers["others.json"]({"model": "0.2m", "steps": "240", "workers": "4"}))
+    assert all(row[-2].endswith("*") for row in found["rows"]) and found["notes"][-1].endswith(": local_sgd with 30.")
+    found = json.loads(calculator.answers["plan.json"]({"model": "0.2m", "steps": "500", "workers": "4"}))
+    assert "GASLoC 1-Peer with 120, GASLoC 2-Peer with 120." in found["told"][0]
+
+
 def test_what_watch_cannot_show_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, sentence in (
         ([], "no run was given to watch"),

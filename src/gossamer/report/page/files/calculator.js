@@ -102,6 +102,7 @@ G.calculator = (root, frozen) => {
       const answer = await ask("others", values).catch(() => ({ error: "The server of this page does not answer." }));
       button.disabled = false;
       more.replaceChildren(answer.error ? part("p", { class: "note" }, answer.error) : part("div", {}, table(answer.headings, answer.rows),
+        ...answer.notes.map((sentence) => part("p", { class: "faint" }, sentence)),
         part("ul", { class: "plain" }, ...Object.entries(answer.unpriced).map(([name, why]) => part("li", {}, `no price: ${name}: ${why}`)))));
     } }, "price all other methods here");
     changed();
