@@ -196,7 +196,7 @@ MAY_TAKE_A_RUN_FILE = {"run.config", "run.planning", "run.experiments", "cli"} |
 """Who turns run files into runs: the verbs, and what they share; `gossamer.simulate` and its object take one from a user."""
 
 
-def test_who_trains_records_or_evaluates_a_run_sees_no_run_file() -> None:
+def test_code_that_trains_records_or_evaluates_a_run_sees_no_run_file() -> None:
     """Drivers, replicas, journals and replays take a `ResolvedRun`, or the `RunSettings` in it: a run is resolved once."""
     for module, tree in modules().items():
         if {unit(module), module.removeprefix("gossamer.")} & MAY_TAKE_A_RUN_FILE:

@@ -87,7 +87,7 @@ def test_a_server_at_rest_stays_where_it_is_to_the_last_bit(rule):
 
 
 @every_server
-def test_a_server_greets_with_its_model_before_it_has_heard_anything(rule):
+def test_a_server_greets_with_its_model_before_it_has_received_anything(rule):
     x = random_vectors(1, P)[0]
     assert torch.equal(rule.greet(rule.init(x)), x)
 
@@ -208,7 +208,7 @@ def test_delayed_nesterov_spreads_the_same_momentum_over_a_window_when_it_does_n
 
 @given(st.lists(st.floats(0.01, 10.0), min_size=1, max_size=8), st.integers(1, 100))
 @settings(max_examples=50, deadline=None)
-def test_dylu_lets_nobody_take_longer_than_the_fastest_unless_one_step_does(step_s, local_steps):
+def test_dylu_lets_no_worker_take_longer_than_the_fastest_unless_one_step_does(step_s, local_steps):
     steps = dylu_steps(step_s, local_steps)
     round_s = local_steps * min(step_s)
     assert steps[step_s.index(min(step_s))] == local_steps

@@ -102,7 +102,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("settings", "parts"), WRONG.values(), ids=WRONG.keys())
-def test_what_cannot_work_is_said_in_one_sentence(settings, parts, run_file, tmp_path, capsys):
+def test_impossible_input_is_refused_in_one_sentence(settings, parts, run_file, tmp_path, capsys):
     words = [word for one in settings for word in ("--set", one)]
     refused(["simulate", run_file, "--out", tmp_path / "run", *words], capsys, *parts)
     assert not (tmp_path / "run").exists()
@@ -143,7 +143,7 @@ def test_a_missing_or_broken_run_file_is_refused(tmp_path, capsys):
     refused(["train", tmp_path / "broken.toml", "--local", "3"], capsys, "not TOML")
 
 
-def test_a_run_folder_given_for_its_run_file_is_told_from_a_missing_file(tmp_path, capsys):
+def test_a_run_folder_given_for_its_run_file_is_distinguished_from_a_missing_file(tmp_path, capsys):
     (tmp_path / "run.toml").write_text(tomli_w.dumps(document()))
     refused(["simulate", tmp_path], capsys, f"its run file is '{tmp_path / 'run.toml'}'")
 
@@ -153,7 +153,7 @@ def test_an_argument_that_is_missing_is_named(capsys):
     refused(["probe", "--local", 2], capsys, "gossamer probe was given no --out")
 
 
-def test_a_file_where_a_folder_is_to_be_made_is_told_as_one(run_file, tmp_path, capsys):
+def test_a_file_in_the_place_of_a_new_folder_is_reported_as_a_file(run_file, tmp_path, capsys):
     refused(["init", run_file], capsys, "is a file, and a folder is to be made there; name another folder")
     refused(["simulate", run_file, "--out", run_file], capsys, "is a file, and a folder is to be made there")
 
@@ -212,7 +212,7 @@ def test_a_run_that_has_ended_is_not_resumed_but_scored(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("finished", [0, 1])
-def test_a_run_that_is_stopped_says_how_to_go_on_if_it_can(finished, run_file, tmp_path, capsys, monkeypatch):
+def test_a_run_that_is_stopped_says_how_to_resume_it_if_it_can(finished, run_file, tmp_path, capsys, monkeypatch):
     def stopped(config, parts, folder, **options):
         if finished:
             simulate(config, folder, until=finished)
@@ -442,7 +442,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("words", "parts"), MISTAKES.values(), ids=MISTAKES.keys())
-def test_a_mistake_in_the_words_of_a_command_is_said_in_one_sentence(words, parts, capsys):
+def test_a_mistake_in_the_arguments_of_a_command_is_reported_in_one_sentence(words, parts, capsys):
     refused(words, capsys, *parts)
 
 
@@ -502,7 +502,7 @@ def test_the_version_is_that_of_the_package(capsys):
     assert run(["--version"], capsys) == (0, f"{gossamer.__version__}\n", "")
 
 
-def test_a_reader_who_has_gone_ends_a_command_without_a_word():
+def test_a_closed_pipe_ends_a_command_silently():
     command = [sys.executable, "-m", "gossamer", "init", "--list"]  # which imports little
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
@@ -602,7 +602,7 @@ def in_an_encoding(words):
     return 0
 
 
-def test_only_a_fault_of_a_disk_is_told_to_look_at_a_path(monkeypatch, capsys):
+def test_only_a_fault_of_a_disk_advises_to_look_at_a_path(monkeypatch, capsys):
     faults = {
         ConnectionResetError("the hub hung up"): "a connection failed (ConnectionResetError: the hub hung up)",
         TimeoutError(): "a connection failed (TimeoutError)",

@@ -64,7 +64,7 @@ def test_the_way_to_another_doctor_is_tried_in_both_directions(capsys: pytest.Ca
 
 
 @pytest.mark.usefixtures("secret")
-def test_a_machine_behind_nat_is_told_that_it_dials_and_cannot_be_joined(capsys: pytest.CaptureFixture[str]):
+def test_a_machine_behind_nat_reports_that_it_dials_and_cannot_be_joined(capsys: pytest.CaptureFixture[str]):
     with answering("127.0.0.1") as address, behind_nat(address) as through:
         code, found = findings(capsys, "--join", through)
     [(state, words)] = found["way back"]
@@ -102,7 +102,7 @@ def behind_nat(address: str) -> Iterator[str]:
         relay.join()
 
 
-def test_what_answers_is_told_from_what_does_not(
+def test_addresses_that_answer_are_distinguished_from_those_that_do_not(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, secret: None
 ):
     monkeypatch.setattr("gossamer.transport.sockets.examination.PATIENCE_S", 0.5)
@@ -209,7 +209,7 @@ def test_words_that_do_not_fit_are_refused(words: tuple[str, ...], sentence: str
     assert main(["doctor", *words]) == 2 and sentence in capsys.readouterr().err
 
 
-def test_nobody_is_answered_without_a_proof(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_no_client_is_answered_without_a_proof(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(SECRET, raising=False)
     with contextlib.closing(listen("127.0.0.1", 0)) as free:
         address = shown(*free.getsockname()[:2])
@@ -220,7 +220,7 @@ def test_nobody_is_answered_without_a_proof(capsys: pytest.CaptureFixture[str], 
 @pytest.mark.full
 @pytest.mark.netns
 @pytest.mark.timeout(120)
-def test_machines_whose_names_lead_to_themselves_are_told_so_and_reach_each_other(machines: list[str]):  # noqa: F811
+def test_machines_whose_names_lead_to_themselves_report_it_and_reach_each_other(machines: list[str]):  # noqa: F811
     def on(i: int, *words: str) -> subprocess.Popen[str]:
         namespace, hosts = machines[i].split()
         inside = ["sh", "-c", 'mount --bind "$0" /etc/hosts && hostname "$1" && shift && exec "$@"', hosts, f"m{i}"]

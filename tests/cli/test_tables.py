@@ -145,7 +145,7 @@ def test_no_verb_prints_control_characters_of_a_file_or_a_folder(
     assert not bare(page_text) and "<script>" not in page_text and "&lt;script>" in page_text
 
 
-def test_what_is_said_and_logged_shows_control_characters_as_escapes_and_languages_as_they_are(
+def test_output_and_logs_show_control_characters_as_escapes_and_all_languages_unchanged(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     say(f"worker 1: {ODD}\ud800")

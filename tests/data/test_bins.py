@@ -156,7 +156,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_with_a_file_is_said_before_a_run_begins(name: str, tmp_path: Path):
+def test_a_fault_of_a_file_is_reported_before_a_run_begins(name: str, tmp_path: Path):
     write, sentence = WRONG[name]
     write(tmp_path / "train.bin")
     with pytest.raises(DataError, match=sentence):

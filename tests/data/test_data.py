@@ -509,7 +509,7 @@ def test_a_fork_reads_on_from_the_batch_that_was_taken_last(tmp_path: Path, monk
     assert opened.state() == stream(source, 1).state() | {"streams": {"0": opened._train[0].state()}}
 
 
-def test_a_stream_that_breaks_off_ahead_of_the_worker_is_told_when_the_worker_comes_there(tmp_path: Path) -> None:
+def test_a_stream_that_breaks_off_ahead_of_the_worker_is_reported_when_the_worker_gets_there(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "train.jsonl").write_text('{"text": "%s"}\n' % ("a" * 150) + '{"text": 7}\n')
     opened = stream(f"hf:{tmp_path / 'texts'}", 1, prefetch=3)

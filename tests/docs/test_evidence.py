@@ -726,7 +726,7 @@ def test_the_registered_sizes_have_the_parameters_that_their_names_say() -> None
             resolve(run.config)
 
 
-def test_the_second_corpus_is_a_choice_of_the_user_and_its_absence_is_told(tmp_path: Path) -> None:
+def test_the_second_corpus_is_a_choice_of_the_user_and_its_absence_is_reported(tmp_path: Path) -> None:
     for name in ("tuning", "momentum", "rounds"):
         file = load_document(CONFIGS / f"{name}.toml", {"tune": {}, "scale.prose.data.source": str(tmp_path / "*.txt")})
         file.pop("tune")
@@ -884,7 +884,9 @@ def test_what_a_plan_takes_for_30_local_steps_in_long_runs_holds_what_the_search
         assert plan.half is not None and abs(above - plan.mean) < plan.half, method
 
 
-def test_penalties_are_told_by_local_steps_and_codec_over_the_seeds_that_a_row_has_at_all_of_its_local_steps() -> None:
+def test_penalties_are_listed_by_local_steps_and_codec_over_the_seeds_that_a_row_has_at_all_of_its_local_steps() -> (
+    None
+):
     runs = points(load_document(CONFIGS / "penalty.toml"), seeds=[5, 6, 7])
 
     def loss(label: str, seed: int) -> float:

@@ -104,7 +104,7 @@ def test_a_number_keeps_its_form_and_gets_the_value_of_its_key(stands: str, key:
     assert said(f"<{stands}>", (f"<{words[0]}", key)) == f"<{becomes}>"
 
 
-def test_a_place_without_its_text_or_its_number_is_told_with_the_page() -> None:
+def test_a_place_without_its_text_or_its_number_is_reported_with_the_page() -> None:
     with pytest.raises(ValueError, match=r"page\.md: no number stands after 'ends at '"):
         said("It ends at about 2.4.", ("ends at ", "h: DiLoCo"))
     with pytest.raises(ValueError, match=r"page\.md has no 'and ' after 'It ends at 2\.4'"):
@@ -147,7 +147,7 @@ def test_a_whole_table_is_that_of_the_experiment() -> None:
         ("slow: 10% u…; measurd", "there is no such number"),
     ],
 )
-def test_a_key_without_a_number_is_told_with_its_page(key: str, sentence: str) -> None:
+def test_a_key_without_a_number_is_reported_with_its_page(key: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         said("at 1.0", ("at ", key))
 

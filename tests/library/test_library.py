@@ -172,7 +172,7 @@ def test_a_state_that_is_saved_after_close_has_the_exchanges_in_flight_too(rule,
             loop.shared_state_dict()
 
 
-def test_local_steps_and_numbers_of_a_rule_change_in_a_loop_of_ones_own_and_go_on_from_a_saved_state():
+def test_local_steps_and_numbers_of_a_rule_change_in_a_users_loop_and_continue_from_a_saved_state():
     def loop():
         model = net()
         rule = make_rule("diloco", lr={0: 0.5, 2: 0.9}, momentum={"shape": "cosine", "to": 0.1, "steps": 8})
@@ -308,7 +308,7 @@ def test_no_state_of_one_rule_is_taken_by_another():
                     loop.load_state_dict(other.state_dict())
 
 
-def test_a_state_goes_on_with_another_outer_learning_rate():
+def test_a_state_continues_with_another_outer_learning_rate():
     saved = gossamer.Outer(net(), gossamer.gasloc(lr=0.7)).state_dict()
     gossamer.Outer(net(), gossamer.gasloc(lr=0.1)).load_state_dict(saved)
 
@@ -470,7 +470,7 @@ def test_where_workers_continue_is_compared_in_words():
             must_continue_alike([[3, 2, 6, "a"], wrong])
 
 
-def test_a_schedule_divides_the_round_and_what_is_left_at_the_end_is_heard():
+def test_a_schedule_divides_the_round_and_exchanges_in_flight_at_the_end_are_received():
     model, schedule = net(), gossamer.Schedule(fragments=2, overlap_steps=1)
     with gossamer.Outer(model, gossamer.diloco(0.5, 0.0), local_steps=2, schedule=schedule) as loop:
         before = flat(model)
@@ -490,7 +490,7 @@ def test_a_schedule_divides_the_round_and_what_is_left_at_the_end_is_heard():
     [*(("gasloc", name) for name in SCHEDULES), ("eager", "plain"), ("eager", "fragments"), ("fgd", "fragments")],
 )
 @pytest.mark.parametrize("steps", [7, 9, 11])
-def test_training_that_ends_within_a_round_can_be_finished_and_goes_on(rule, schedule, steps):
+def test_training_that_ends_within_a_round_can_be_finished_and_continued(rule, schedule, steps):
     model = net()
     with gossamer.Outer(model, rule, local_steps=6, schedule=SCHEDULES[schedule]) as loop:
         train(model, loop, steps)
@@ -717,7 +717,7 @@ def test_every_setting_of_a_method_is_in_what_outer_gets():
         assert not settings and of["run"].keys() <= {"local_steps"}, name
 
 
-def test_a_method_is_its_parts_and_what_is_said_beside_it_goes_first():
+def test_a_method_is_its_parts_and_explicit_arguments_take_precedence():
     model, found = net(), gossamer.method("streaming_diloco", rule={"momentum": 0.5}, schedule={"fragments": 2})
     assert (found.rule.options["lr"], found.rule.options["momentum"]) == (0.4, 0.5)
     ends = []
@@ -737,7 +737,7 @@ def test_a_method_is_its_parts_and_what_is_said_beside_it_goes_first():
         assert loop.method.topology.name == "ring" != FITTING[loop.method.rule.needs]
 
 
-def test_what_is_said_of_a_method_and_cannot_be_is_refused():
+def test_impossible_arguments_of_a_method_are_refused():
     for wrong, sentence in (
         (lambda: gossamer.method("muloko"), "did you mean 'muloco'"),
         (lambda: gossamer.method("diloco", rule={"speed": 1}), "unknown option 'speed'"),
@@ -749,7 +749,7 @@ def test_what_is_said_of_a_method_and_cannot_be_is_refused():
             wrong()
 
 
-def test_who_takes_a_method_with_an_inner_optimizer_is_told_of_it_and_can_build_it(caplog):
+def test_a_method_with_an_inner_optimizer_is_reported_and_the_optimizer_can_be_built(caplog):
     found = gossamer.method("muloco")
     assert "spectral_muon" in caplog.text and "lr = 0.02" in caplog.text
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 1))
@@ -959,7 +959,7 @@ def test_an_outer_loop_around_an_optimizer_that_resumes_without_the_outer_state_
     assert not caplog.text
 
 
-def test_steps_that_are_never_exchanged_are_told_once(caplog):
+def test_steps_that_are_never_exchanged_are_reported_once(caplog):
     def said(steps, end=gossamer.Outer.close):
         caplog.clear()
         model = net()
@@ -986,7 +986,7 @@ def test_steps_that_are_never_exchanged_are_told_once(caplog):
     assert not caplog.text
 
 
-def test_steps_of_a_round_that_was_begun_are_told_when_the_loop_is_forgotten(caplog, monkeypatch):
+def test_steps_of_an_incomplete_round_are_reported_when_the_loop_is_dropped(caplog, monkeypatch):
     def forgotten():
         caplog.clear()
         loop = gossamer.Outer(model := net(), "gasloc", local_steps=4)
@@ -1000,7 +1000,7 @@ def test_steps_of_a_round_that_was_begun_are_told_when_the_loop_is_forgotten(cap
     assert not forgotten()
 
 
-def test_who_saves_within_a_round_and_closes_is_told_that_a_resumed_loop_goes_on(caplog):
+def test_closing_after_a_save_within_a_round_says_that_a_resumed_loop_continues(caplog):
     for steps_after_saving, told in ((0, True), (1, False)):
         caplog.clear()
         with gossamer.Outer(model := net(), "gasloc", local_steps=4) as loop:
@@ -1029,7 +1029,7 @@ def test_an_outer_shows_its_codec_and_its_schedule():
 
 
 @pytest.mark.parametrize("end", ["close", "finish", "forgotten"])
-def test_a_loop_that_never_calls_step_is_told_so(end, caplog):
+def test_a_loop_that_never_calls_step_is_warned(end, caplog):
     model = net()
     loop = gossamer.Outer(model, "gasloc")
     train(model, None, 3)
@@ -1217,7 +1217,7 @@ class Patient(MemoryTransport):
 # --- what workers must have in common --------------------------------------------------------------------------------
 
 
-def test_workers_that_differ_are_told_in_what_and_what_each_has():
+def test_workers_that_differ_see_the_difference_and_both_values():
     with gossamer.Outer(net(), "gasloc") as loop:
         mine = common_of(loop.method, loop._flat, reduction="ordered", rest="compare", local_steps="30", seed=0)
     must_agree([[*mine], [*mine]], mine)

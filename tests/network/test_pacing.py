@@ -36,7 +36,7 @@ def steps_of(paces, full, hidden=0.0):
 
 
 @given(PACES, st.integers(1, 200), HIDDEN)
-def test_somebody_takes_all_steps_and_nobody_is_late_who_has_a_step_to_leave_out(paces, full, hidden):
+def test_some_worker_takes_all_steps_and_none_that_could_skip_a_step_is_late(paces, full, hidden):
     together_s = min(cycle_s(pace, full, hidden) for pace in paces)
     steps = steps_of(paces, full, hidden)
     assert max(steps) == full
@@ -140,7 +140,7 @@ def test_what_is_no_note_counts_as_none(text):
 
 
 @given(st.lists(st.floats(1e3, 1e9), min_size=3, max_size=8), st.data())
-def test_a_link_is_found_from_whoever_hears_through_it_whatever_the_others_downlinks_are(uplinks, data):
+def test_a_link_is_estimated_from_its_receivers_whatever_the_other_downlinks_are(uplinks, data):
     n = len(uplinks)
     downlinks = [data.draw(st.floats(1e3, 1e9)) for _ in range(n)]
     notes = [PaceNote(1.0, 1e6, {j: min(uplinks[j], downlinks[i]) for j in range(n) if j != i}) for i in range(n)]
@@ -149,7 +149,7 @@ def test_a_link_is_found_from_whoever_hears_through_it_whatever_the_others_downl
         assert pace.exchange_s == pytest.approx(1e6 / min(uplinks[i], others))
 
 
-def test_messages_that_nobody_timed_count_as_sent_in_no_time():
+def test_messages_without_a_measured_time_count_as_sent_in_no_time():
     assert paces_of([PaceNote(2.0, 1e6, {}), PaceNote(1.0, 1e6, {0: 5e5})]) == [Pace(2.0, 2.0), Pace(1.0, 0.0)]
 
 

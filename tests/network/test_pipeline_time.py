@@ -294,7 +294,7 @@ def test_a_run_in_stages_is_priced_on_any_network_by_its_folder_and_not_without_
     assert row["wall_s"] == row["utilisation"] == {} and "is a run in stages without pipeline.json" in caplog.text
 
 
-def test_a_run_that_goes_on_in_one_piece_is_priced_as_one(tmp_path):
+def test_a_run_that_continues_in_one_piece_is_priced_as_one(tmp_path):
     simulate(tiny(**FAR, run__checkpoint_every=1), tmp_path)
     assert read_pipeline(tmp_path) is not None
     simulate(tiny(**{**FAR, "run__steps": 6, "pipeline__stages": 1}, run__checkpoint_every=1), tmp_path, resume=True)

@@ -89,7 +89,7 @@ def test_any_state_comes_back_with_its_types_order_and_bits(
 
 @settings(max_examples=50, deadline=None)
 @given(parts=st.dictionaries(st.text(max_size=4), tensors().map(Tensor.contiguous), max_size=6))
-def test_a_tensor_file_has_the_bytes_of_safetensors_and_its_size_and_hash_are_told(
+def test_a_tensor_file_has_the_bytes_of_safetensors_and_its_size_and_hash_are_returned(
     tmp_path_factory: pytest.TempPathFactory, parts: dict[str, Tensor]
 ) -> None:
     path = tmp_path_factory.mktemp("file") / "tensors"
@@ -188,7 +188,7 @@ def test_two_generations_of_each_worker_are_kept(tmp_path: Path) -> None:
     }
 
 
-def test_a_checkpoint_that_another_removes_as_it_is_written_is_told_in_a_sentence(
+def test_a_checkpoint_that_is_removed_during_its_write_is_reported_in_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = tmp_path / "checkpoints"

@@ -68,7 +68,9 @@ def test_one_that_ends_before_it_has_written_anything_leaves_no_folder_behind(tm
         assert (tmp_path / "run").exists() == bool(written)
 
 
-def test_where_the_file_system_has_no_locks_nobody_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_file_system_has_no_locks_no_process_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise OSError(37, "No locks available")
 
@@ -96,7 +98,7 @@ def saves_after(round: int, folder: Path, owner: int) -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("kind", RUNS)
-def test_a_run_under_way_is_not_resumed_a_second_time_and_goes_on(kind: str, tmp_path: Path) -> None:
+def test_a_run_in_progress_is_not_resumed_a_second_time_and_continues(kind: str, tmp_path: Path) -> None:
     more = {"run__steps": 100_000, "run__checkpoint_every": 4, "run__eval_every": 0, "run__timeout_s": 30.0}
     (tmp_path / "run.toml").write_text(dump(single(**more, **RUNS[kind])))
     folder = tmp_path / "real"
@@ -153,7 +155,7 @@ def test_a_simulation_under_way_is_not_resumed_from_python(tmp_path: Path) -> No
     assert simulate(single(), tmp_path, resume=True).over
 
 
-def test_a_simulation_in_python_does_not_go_on_while_another_process_has_its_folder(tmp_path: Path) -> None:
+def test_a_simulation_in_python_does_not_continue_while_another_process_has_its_folder(tmp_path: Path) -> None:
     run_here = simulate(single(), tmp_path, until=1)
     with locked(tmp_path, None), pytest.raises(ConfigError, match="is in progress"):
         run_here.go_on()

@@ -281,7 +281,7 @@ def test_a_foreign_figure_is_refused_with_a_sentence(tmp_path: Path, evaluation:
         write_report({"a": make_run(tmp_path / "a", **evaluation)}, tmp_path / "report.html", {})
 
 
-def test_a_line_that_cannot_be_drawn_is_refused_by_a_report_and_named_on_the_page_of_a_run_that_goes_on(
+def test_a_line_that_cannot_be_drawn_is_refused_by_a_report_and_named_on_the_page_of_a_live_run(
     tmp_path: Path,
 ) -> None:
     folder, said = make_run(tmp_path / "a", tokens="many"), "tokens is 'many' but must be a number"

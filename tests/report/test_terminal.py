@@ -155,7 +155,7 @@ def test_the_line_of_an_earlier_round_has_no_bytes_or_rates_of_a_later_one(tmp_p
     assert second.startswith("a: round 2 of 4  loss ") and "  sent " in second, second
 
 
-def test_runs_that_train_side_by_side_are_told_of_until_each_has_ended(tmp_path: Path) -> None:
+def test_runs_that_train_side_by_side_are_shown_until_each_has_ended(tmp_path: Path) -> None:
     out, clock = StringIO(), Clock()
     with (
         RunFolder(tmp_path / "a", RUN_TOML) as a,
@@ -179,7 +179,7 @@ def test_runs_that_train_side_by_side_are_told_of_until_each_has_ended(tmp_path:
     ]
 
 
-def test_a_run_that_goes_on_says_what_is_new_only_and_one_that_goes_back_says_it_again(tmp_path: Path) -> None:
+def test_a_resumed_run_prints_only_new_lines_and_one_that_goes_back_prints_them_again(tmp_path: Path) -> None:
     out, clock = StringIO(), Clock()
     with RunFolder(tmp_path, RUN_TOML) as run:
         for r in range(4):

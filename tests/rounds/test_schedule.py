@@ -35,7 +35,7 @@ def complete(n):
     delay=st.integers(0, 1),
     rounds=st.integers(2, 4),
 )
-def test_every_fragment_is_sent_once_a_round_and_heard_once_after_its_overlap(
+def test_every_fragment_is_sent_once_a_round_and_received_once_after_its_overlap(
     fragments, full_steps, overlap, delay, rounds
 ):
     if fragments > full_steps or overlap > full_steps or (delay and overlap):

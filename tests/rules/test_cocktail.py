@@ -27,7 +27,7 @@ def equal_starts(dtype=torch.float64):
     return random_vectors(1, P, dtype=dtype) * N
 
 
-def test_through_exact_codecs_it_is_the_mean_of_all_and_nobody_is_off_by_a_bit():
+def test_through_exact_codecs_it_is_the_mean_of_all_and_no_worker_is_off_by_a_bit():
     start, drift = equal_starts(torch.float32), random_drift(P, dtype=torch.float32)
     xs, states = play(cocktail(back="exact"), COMPLETE, start, 8, drift)
     ys, _ = play(local_sgd(), COMPLETE, start, 8, drift)
@@ -94,7 +94,7 @@ def test_workers_that_stand_still_stay_to_the_last_bit_through_any_codecs(codec,
     assert all(torch.equal(x, start[0]) for x in xs)
 
 
-def test_the_way_back_draws_anew_in_every_round_so_that_all_gets_through():
+def test_the_way_back_draws_again_in_every_round_so_that_all_elements_get_through():
     start, drift = equal_starts(), random_drift(P)
     rule = cocktail({"name": "randomk", "one_in": 4})
     xs, states = play(rule, COMPLETE, start, 1, drift)

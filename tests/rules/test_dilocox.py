@@ -239,7 +239,7 @@ def test_no_error_is_lost_where_the_rank_changes(form):
 
 
 @pytest.mark.full
-def test_a_run_whose_rank_changes_goes_on_from_a_checkpoint_with_the_same_bits(tmp_path):
+def test_a_run_whose_rank_changes_resumes_from_a_checkpoint_with_the_same_bits(tmp_path):
     run = tiny(
         rule={"name": "dilocox", "rank": 6, "adapt_every": 1},
         topology__name="complete",

@@ -177,7 +177,7 @@ def test_processes_mix_twice_a_round_as_the_simulator_does():
     check_parity(fgd(mix_updates="random"), "random", workers=4, schedule=Schedule(fragments=2))
 
 
-def test_outer_saves_what_was_sent_ahead_and_goes_on_with_the_same_bits():
+def test_outer_saves_messages_sent_ahead_and_continues_with_the_same_bits():
     def run(outer, model, steps):
         for step in steps:
             with torch.no_grad():

@@ -95,7 +95,7 @@ def test_messages_may_be_nested_tuples() -> None:
         assert torch.equal(a, p) and torch.equal(b, 2 * p) and nothing == ()
 
 
-def test_each_lists_what_the_others_said_in_order() -> None:
+def test_each_worker_lists_the_messages_of_the_others_in_order() -> None:
     told, row = messages(4), make_topology("ring", 4).mixing(0).rows[1]
     first, second = each(told[1], {2: told[2], 0: told[0]}, 1, row)
     assert first is told[0] and second is told[2]

@@ -416,7 +416,7 @@ def must_hold(world: World) -> None:
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_no_round_is_lost_and_no_state_is_wrong_whoever_dies_and_however_the_store_fails(
+def test_no_round_is_lost_and_no_state_is_wrong_for_any_deaths_and_faults_of_the_store(
     part: int, request: pytest.FixtureRequest
 ) -> None:
     for seed in (FULL if request.config.getoption("--full") else SCHEDULES)[part::PARTS]:
@@ -469,7 +469,7 @@ def packed_sha(after: int, x: str) -> str:
 
 
 @pytest.mark.parametrize("part", range(2))
-def test_in_gossip_no_round_is_lost_and_both_ends_of_an_exchange_count_it_whoever_dies(
+def test_in_gossip_no_round_is_lost_and_both_ends_of_an_exchange_count_it_for_any_deaths(
     part: int, request: pytest.FixtureRequest
 ) -> None:
     for seed in (FULL if request.config.getoption("--full") else range(8))[part::2]:
@@ -585,7 +585,7 @@ def states_of(world: World, seal: KeySeal) -> dict[int, str]:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_who_closes_rounds_with_another_mean_is_named_by_each_other_worker_and_changes_nothing_for_them(
+def test_a_worker_that_closes_rounds_with_another_mean_is_named_by_each_other_worker_and_changes_nothing_for_them(
     seals: list[KeySeal], seed: int
 ) -> None:
     world = World(seed, workers=3, rounds=9, faults=0.02)
@@ -640,7 +640,9 @@ def test_a_newcomer_passes_over_a_state_that_most_others_do_not_have_and_names_i
 
 
 @pytest.mark.parametrize("what", ["a message that is not there", "a message that is not sound"])
-def test_who_closes_a_round_over_what_cannot_count_ends_it_by_name(seals: list[KeySeal], what: str) -> None:
+def test_a_round_closed_over_invalid_messages_ends_the_run_with_the_name_of_its_closer(
+    seals: list[KeySeal], what: str
+) -> None:
     world = World(0, workers=3, rounds=2, faults=0.0)
     for seal in (seals[0], seals[2]):
         world.start({}, seal)
@@ -663,7 +665,7 @@ def test_who_closes_a_round_over_what_cannot_count_ends_it_by_name(seals: list[K
         world.run()
 
 
-def test_who_was_stopped_while_it_waited_for_a_listing_takes_nobody_for_dead_by_it() -> None:
+def test_a_worker_that_was_stopped_while_it_waited_for_a_listing_declares_no_other_dead() -> None:
     world = World(0, workers=2, rounds=2, faults=0.0)
     world.terms = world.terms._replace(deadline_s=1e6, rest_s=2.0)
     world.training_s[1] = 3_000.0
@@ -872,7 +874,7 @@ BASIS = {"after": 0, "donor": 0, "sha256": "", "steps": 0}
     ],
     ids=repr,
 )
-def test_no_message_makes_an_honest_worker_write_an_outcome_that_nobody_can_read(head: dict[str, Any]) -> None:
+def test_no_message_makes_an_honest_worker_write_an_unreadable_outcome(head: dict[str, Any]) -> None:
     world = World(0, workers=3, rounds=4, faults=0.0)
     objects = {"t00002-0000": {"nonce": ""}, "r00000000-from-00002-0000": head, "v00002-0000": {}}
     for name, head_there in objects.items():

@@ -214,7 +214,7 @@ def must_hold(world: World, rule: ServerRule) -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("part", range(PARTS))
-def test_no_acknowledged_push_is_lost_and_all_have_one_server_whoever_dies_and_however_the_store_fails(
+def test_no_acknowledged_push_is_lost_and_all_have_one_server_for_any_deaths_and_faults_of_the_store(
     part: int, request: pytest.FixtureRequest
 ) -> None:
     for seed in (FULL if request.config.getoption("--full") else SCHEDULES)[part::PARTS]:
@@ -289,7 +289,7 @@ def test_a_newcomer_passes_over_a_damaged_state_of_the_server_for_an_older_one(
     assert len(said) == 2, said
 
 
-def test_an_event_that_is_listed_and_can_not_be_read_ends_who_waits_for_it() -> None:
+def test_an_event_that_is_listed_and_cannot_be_read_ends_the_worker_that_waits_for_it() -> None:
     rule, world = decoupled_diloco(quorum=2, grace_s=1e6), World(4, workers=2, rounds=20, faults=0.0)
     served(world, rule)
 

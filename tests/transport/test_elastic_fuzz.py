@@ -258,7 +258,7 @@ def test_thousands_of_states_and_facts_of_asynchronous_workers_are_read_or_refus
             assert all(0 <= slot < 3 and 0 <= steps <= most.steps for slot, steps in said.held.items())
 
 
-def test_what_one_worker_claims_above_the_limits_of_the_run_is_told_to_no_other(tmp_path: Path) -> None:
+def test_claims_of_a_worker_above_the_limits_of_the_run_are_not_forwarded(tmp_path: Path) -> None:
     run = resolve(tiny(run__wait=False), real=True)
     most, start_facts = limits_of(run), OwnState(run, tmp_path)
     state = {"x": torch.zeros(2), "outer": [], "inner": {}, "phases": 3, "place": [1, 7, 6], "held": {0: most.steps}}

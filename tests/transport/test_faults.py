@@ -244,7 +244,7 @@ def said(core: ElasticCore) -> list[tuple[int, LetterKind]]:
     return [(peer, letter.kind) for peer, letter in core.outbox]
 
 
-def test_a_worker_that_knows_nobody_to_be_alive_goes_on_from_its_own_round() -> None:
+def test_a_worker_that_knows_no_living_peer_continues_from_its_own_round() -> None:
     members = Members(
         limits(3),
         1,
@@ -315,7 +315,7 @@ def test_news_that_may_have_been_lost_with_one_of_two_connections_are_sent_again
     assert said(core) == [(1, LetterKind.MEMBERSHIP)]
 
 
-def test_who_hears_older_news_than_it_has_tells_its_own() -> None:
+def test_a_worker_that_receives_older_news_than_its_own_sends_its_own() -> None:
     core, other = pair()
     stale = body_of(membership_update(other.members.entries))
     core.members.merge([SlotEntry(1, 2, 11, MemberStatus.ALIVE, 5, "host:1")])
@@ -378,7 +378,7 @@ def test_a_worker_that_has_taken_the_state_of_another_may_begin_its_round_once_m
 
 
 @pytest.mark.parametrize("due_s", [0.0, 3.0, 7.0])
-def test_a_peer_that_falls_silent_holds_nobody_up_for_longer_than_the_timeout_whenever_its_payload_is_due(
+def test_a_peer_that_falls_silent_delays_no_worker_for_longer_than_the_timeout_whenever_its_payload_is_due(
     due_s: float,
 ) -> None:
     core, _ = pair()

@@ -172,7 +172,9 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_a_key_is_for_its_owner_alone_and_its_certificate_names_nobody(files: dict[str, Path], tmp_path: Path) -> None:
+def test_a_key_is_for_its_owner_alone_and_its_certificate_contains_no_name(
+    files: dict[str, Path], tmp_path: Path
+) -> None:
     assert stat.S_IMODE(files["berlin"].stat().st_mode) == 0o600
     raw = certificate_of(files["berlin"])
     assert b"berlin" not in raw
@@ -197,7 +199,7 @@ def test_a_command_that_a_sentence_gives_can_be_typed_for_a_key_of_any_name(tmp_
     ("content", "sentence"),
     [(b"", "holds no certificate"), (b"-----BEGIN CERTIFICATE-----\n?\n-----END CERTIFICATE-----", "is damaged")],
 )
-def test_a_key_file_that_is_none_is_told(tmp_path: Path, content: bytes, sentence: str) -> None:
+def test_a_key_file_without_a_key_is_refused(tmp_path: Path, content: bytes, sentence: str) -> None:
     path = tmp_path / "key.pem"
     path.touch(0o600)
     path.write_bytes(content)
@@ -349,7 +351,7 @@ def test_a_stranger_with_a_key_that_is_not_listed_is_refused_at_both_ends(
     assert not opened.came
 
 
-def test_who_is_listed_does_not_talk_to_a_listener_that_is_not(files: dict[str, Path], keys: list[Keys]) -> None:
+def test_a_listed_worker_does_not_talk_to_an_unlisted_listener(files: dict[str, Path], keys: list[Keys]) -> None:
     his = Keys(files["stranger"], peers_of(files, *NAMES, "stranger"), 4)
     with contextlib.closing(Opened(his)) as opened:
         with pytest.raises(RefusedError, match=r"showed a certificate that is not in the run's \[peers\]"):
@@ -428,7 +430,7 @@ def test_an_entry_is_one_certificate_and_a_certificate_is_one_entry_in_whatever_
 
 
 @pytest.mark.parametrize("late", [True, False], ids=["expired", "not valid yet"])
-def test_who_shows_a_listed_certificate_out_of_its_time_is_told_so_and_to_set_the_clock(
+def test_a_listed_certificate_outside_its_period_is_refused_with_the_advice_to_set_the_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
     class Clock(datetime):
@@ -451,7 +453,7 @@ def test_who_shows_a_listed_certificate_out_of_its_time_is_told_so_and_to_set_th
         dial(opened.address, b"", run=RUN, me=0, timeout_s=TIMEOUT_S, keys=here)
 
 
-def test_who_reads_waits_for_no_writer(keys: list[Keys], opened: Opened) -> None:
+def test_a_reader_waits_for_no_writer(keys: list[Keys], opened: Opened) -> None:
     """Both ends may be stuck in writing, and each goes on once the other one reads."""
     with dial(opened.address, b"", run=RUN, me=1, timeout_s=TIMEOUT_S, keys=keys[1], whom=0) as near:
         far = opened.arrival().channel
@@ -474,7 +476,9 @@ def test_who_reads_waits_for_no_writer(keys: list[Keys], opened: Opened) -> None
         assert looked and all(looked)
 
 
-def test_who_starts_a_run_has_the_key_of_its_first_workers(files: dict[str, Path], keys: list[Keys]) -> None:
+def test_the_machine_that_starts_a_run_has_the_key_of_its_first_workers(
+    files: dict[str, Path], keys: list[Keys]
+) -> None:
     keys[0].must_start(1)
     with pytest.raises(ConfigError, match=r"peer 'berlin' in \[peers\], with the workers 0; give --local at most 1"):
         keys[0].must_start(2)
@@ -599,7 +603,7 @@ def test_honest_dials_get_in_while_idle_and_slow_connections_come_from_their_add
 
 
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
-def test_who_has_begun_a_handshake_outlives_any_number_of_silent_connections_and_threads_are_bounded(
+def test_a_handshake_in_progress_outlives_any_number_of_silent_connections_and_threads_are_bounded(
     keys: list[Keys], encrypted: bool
 ) -> None:
     def arrivals() -> int:
@@ -805,7 +809,7 @@ def test_a_key_has_a_few_connections_whatever_addresses_they_come_from(
         assert exchanged(workers, 1) == [{Outcome.MADE}] * 2
 
 
-def test_a_slot_is_its_own_keys_whatever_others_have_said_of_it(keys: list[Keys]) -> None:
+def test_a_slot_belongs_to_its_own_key_whatever_others_claim_about_it(keys: list[Keys]) -> None:
     with crew(keys[:2], absent=1) as workers, liar(workers, keys, slot=1) as say:
         known = workers[0].members.entries
         say(SlotEntry(2, 1 << 16, 5, MemberStatus.ALIVE, 0, "127.0.0.1:9"))
@@ -819,7 +823,7 @@ def test_a_slot_is_its_own_keys_whatever_others_have_said_of_it(keys: list[Keys]
             until(lambda: known[2].nonce == 100)
 
 
-def test_a_process_that_is_said_to_be_where_nobody_can_look_takes_no_slot(keys: list[Keys]) -> None:
+def test_a_process_claimed_at_an_unreachable_address_takes_no_slot(keys: list[Keys]) -> None:
     with crew(keys, absent=2) as workers, liar(workers, keys) as say:
         before = workers[0].members.own
         say(before._replace(incarnation=9, nonce=7, address="there.invalid:1"))
@@ -828,7 +832,7 @@ def test_a_process_that_is_said_to_be_where_nobody_can_look_takes_no_slot(keys: 
         assert exchanged(workers, 0) == [{Outcome.MADE}] * 2
 
 
-def test_who_hears_that_another_one_is_gone_finds_out_itself(keys: list[Keys]) -> None:
+def test_a_worker_checks_itself_whether_another_one_is_gone(keys: list[Keys]) -> None:
     with crew(keys) as workers:
         assert exchanged(workers, 0) == [{Outcome.MADE}] * 3
         ended = workers[1]
@@ -922,7 +926,7 @@ def test_an_old_connection_played_again_changes_nothing(keys: list[Keys], opened
     assert len(opened.came) == came
 
 
-def test_a_store_behind_keys_is_read_by_their_owners_and_by_nobody_on_the_path(
+def test_a_store_behind_keys_is_readable_for_their_owners_and_not_on_the_path(
     files: dict[str, Path], keys: list[Keys]
 ) -> None:
     port, word = free_port(), secrets.token_hex(16)

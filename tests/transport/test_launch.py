@@ -42,7 +42,7 @@ def torchrun(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
-def test_a_process_that_nobody_launched_is_told_how_to_launch(torchrun: pytest.MonkeyPatch, name: str):
+def test_a_process_without_a_launcher_is_refused_with_the_launch_command(torchrun: pytest.MonkeyPatch, name: str):
     torchrun.delenv(name)
     with pytest.raises(ConfigError, match=f"{name} is not set.*--rank I --of N"):
         join(2, timeout_s=1.0)

@@ -270,7 +270,7 @@ def circulated(board: Board, text: str, wanted: set[int]) -> dict[int, bytes]:
     return known
 
 
-def test_a_note_goes_round_and_one_that_is_missing_holds_up_nobody():
+def test_a_note_reaches_all_and_a_missing_one_delays_no_worker():
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     boards = [Board(Entries(TCPStore("127.0.0.1", server.port), b"s"), i, 3, patience_s=5.0) for i in range(3)]
     assert boards[0].circulate("zero") == {}
@@ -605,7 +605,7 @@ def held_memory(member: Member) -> tuple[bool, bool]:
     return len(places) < 10, [frame[0].item() for frame in kept] == [20.0, 21.0, 22.0, 23.0, 24.0]
 
 
-def test_memory_is_used_again_only_when_nobody_holds_its_frames(crew: Crew):
+def test_memory_is_used_again_only_when_its_frames_are_released(crew: Crew):
     assert crew.values(held_memory) == [(True, True)] * 3
 
 

@@ -248,7 +248,7 @@ def test_a_worker_comes_back_into_its_slot_and_the_record_gives_the_bits_of_both
             replay_asynchronous(resolve(config, real=True), tmp_path / "nothing", folder)
 
 
-def test_who_has_left_in_the_first_round_goes_on_from_there_when_the_run_does(tmp_path):
+def test_a_worker_that_has_left_in_the_first_round_resumes_from_there_with_the_run(tmp_path):
     config = tiny(
         run__checkpoint_every=3, run__rejoin_rounds=20, run__timeout_s=LIMIT_S, run__eval_every=0, **KINDS["gossip"]
     )

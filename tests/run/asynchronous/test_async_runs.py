@@ -87,7 +87,7 @@ def must_be_the_same(folder, again, config, workers):
         assert all(map(torch.equal, ours["outer"], theirs["outer"])), worker
 
 
-def test_gossip_that_waits_for_nobody_goes_on_without_the_dead_and_its_record_gives_the_same_bits(
+def test_asynchronous_gossip_continues_without_the_dead_and_its_record_gives_the_same_bits(
     tmp_path, monkeypatch, caplog
 ):
     folder, config, output, order = trained(
@@ -203,7 +203,9 @@ def test_pairs_meet_while_they_train_and_their_record_gives_the_same_bits(tmp_pa
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("tolerance", [20, 2], ids=["its own", "another's"])
-def test_who_goes_on_from_the_end_of_a_run_trains_what_others_have_lost_in_its_last_round(tolerance, tmp_path):
+def test_a_worker_that_resumes_from_the_end_of_a_run_trains_the_steps_that_others_have_lost_in_its_last_round(
+    tolerance, tmp_path
+):
     config = tiny(
         pair__name="ad_psgd",
         topology__name="complete",

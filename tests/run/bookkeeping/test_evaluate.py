@@ -91,7 +91,7 @@ def test_a_round_that_is_evaluated_again_has_one_figure(tmp_path: Path) -> None:
     assert evaluated(tmp_path) == lines
 
 
-def test_a_figure_of_a_branch_that_the_run_has_left_is_read_by_nobody(tmp_path: Path) -> None:
+def test_a_figure_of_a_branch_that_the_run_has_left_is_not_read(tmp_path: Path) -> None:
     """As on a machine that took no part when the run went back."""
     simulate(silent(), tmp_path, until=3)
     evaluate(tmp_path)

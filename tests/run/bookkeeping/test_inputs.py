@@ -236,7 +236,7 @@ def test_code_that_has_changed_is_named_and_taken_for_a_resume_and_a_score_alone
     done("evaluate", "k")  # what it resumed with is recorded
 
 
-def test_what_an_older_version_did_not_record_is_said_once_and_not_compared(
+def test_facts_that_an_older_version_did_not_record_are_named_once_and_not_compared(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     done("simulate", code_file(monkeypatch, "own_c"), "--out", "k", "--quiet")
@@ -263,7 +263,7 @@ def test_a_run_file_takes_nothing_of_the_standard_library(name: str) -> None:
     assert not Path("gone-wrong").exists()
 
 
-def test_a_folder_from_elsewhere_runs_nothing_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_from_elsewhere_runs_no_code_silently(monkeypatch: pytest.MonkeyPatch) -> None:
     file = code_file(monkeypatch, "own_d")
     done("simulate", file, "--out", "k", "--quiet")
     Path("own_e.py").write_text("open('gone-wrong', 'w').close()\n" + Path("own_d.py").read_text())

@@ -91,7 +91,7 @@ def test_a_run_without_a_sound_round_is_refused_with_the_fault_of_each(tmp_path:
             simulate(config, tmp_path, resume=resume)
 
 
-def test_a_run_goes_on_with_another_learning_rate_and_its_folder_says_since_when(
+def test_a_run_continues_with_another_learning_rate_and_its_folder_records_since_when(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = single(run__steps=12)
@@ -159,7 +159,7 @@ def test_a_round_that_the_other_verb_trains_again_is_recorded_once(first: str, t
 
 
 @pytest.mark.parametrize("kind", ["a server", "without waiting"])
-def test_real_processes_refuse_to_go_on_from_a_simulation_over_virtual_time(kind: str, tmp_path: Path) -> None:
+def test_real_processes_refuse_to_continue_from_a_simulation_over_virtual_time(kind: str, tmp_path: Path) -> None:
     links = {"uplink_bps": 1e8, "downlink_bps": 1e8, "step_s": 0.1}
     settings = document(model__layers=1, run__checkpoint_every=1) | {"network": {"even": links}}
     more = {"server.name": "heloco"} if kind == "a server" else {"run.wait": False}
@@ -177,7 +177,7 @@ def simulated(folder: Path, config: RunConfig) -> Path:
     return folder
 
 
-def test_more_steps_go_on_where_a_run_had_ended_and_fewer_than_it_has_are_refused(tmp_path: Path) -> None:
+def test_more_steps_continue_where_a_run_had_ended_and_fewer_than_it_has_are_refused(tmp_path: Path) -> None:
     simulate(single(run__steps=4, inner__schedule="constant"), tmp_path)
     assert simulate(single(run__steps=8, inner__schedule="constant"), tmp_path, resume=True).tokens == 8 * 3 * 2 * 16
     whole = tmp_path / "whole"
@@ -240,7 +240,7 @@ def test_the_marks_of_the_schema_are_the_keys_that_may_change() -> None:
     assert not {"seed", "workers", "run", "inner", "inner.betas", "run.local_steps", "rule"} & {*keys}
 
 
-def test_auto_starts_goes_on_or_says_that_the_run_has_ended(tmp_path: Path) -> None:
+def test_auto_starts_resumes_or_says_that_the_run_has_ended(tmp_path: Path) -> None:
     config = single(run__steps=6, run__checkpoint_every=4)
     simulate(config, tmp_path / "whole")
     kept = ("kind", "round", "worker", "step", "loss", "tokens")
@@ -272,7 +272,7 @@ def test_auto_starts_again_when_some_never_had_a_checkpoint_and_not_when_one_has
                 simulate(config, folder, resume="auto")
 
 
-def test_auto_of_an_asynchronous_simulation_goes_on_until_it_has_ended(
+def test_auto_of_an_asynchronous_simulation_continues_until_it_has_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slow = {"slow": {"step_s": 0.1, "uplink_bps": 1e8, "downlink_bps": 1e8}}

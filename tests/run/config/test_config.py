@@ -130,7 +130,7 @@ def test_all_faults_of_a_run_file_are_found_at_once_and_parse_raises_the_first()
     assert survey(document()).faults == []
 
 
-def test_faults_of_one_table_hide_none_of_another_and_what_rests_on_a_fault_is_not_said():
+def test_faults_of_one_table_hide_none_of_another_and_consequences_of_a_fault_are_not_reported():
     found = document_faults(
         {**document(), "run": {"steps": 7, "local_steps": 4}, "data": {"bach_size": 2}, "rule": "diloco"}
     )
@@ -334,7 +334,7 @@ def test_naming_another_rule_drops_the_options_of_the_old_one():
     assert changed["rule"] == {"name": "diloco", "lr": 0.5}
 
 
-def test_a_codec_without_a_way_back_is_said_with_none():
+def test_back_none_removes_the_way_back_of_a_codec():
     one_way = parse(with_settings({"method": "opendiloco"}, {"codec.back": "none"}))
     assert one_way.codec == Choice("fp16") and make_codec("fp16", back="none").back is None
     assert parse(with_settings({}, {"method": "opendiloco"})).codec == Choice("fp16", {"back": "fp16"})

@@ -82,7 +82,7 @@ def test_a_method_names_its_source_and_when_it_fails(name):
     assert sum(f"{kind}.name" in row.settings for kind in ("rule", "server", "pair")) == 1
 
 
-def test_what_is_said_under_a_label_is_the_whole_paragraph():
+def test_the_text_under_a_label_is_the_whole_paragraph():
     def factory():
         """A sentence.
 
@@ -98,7 +98,7 @@ def test_what_is_said_under_a_label_is_the_whole_paragraph():
     )
 
 
-def test_a_method_gives_way_to_what_is_said_beside_it_and_not_to_what_is_said_below_it():
+def test_settings_next_to_a_method_override_it_and_earlier_settings_do_not():
     file = {"method": "muloco", "rule": {"lr": 0.5}, "network": {"a.b": {"uplink_bps": 1}}}
     run = with_settings(file, {"workers": 4})
     assert run["rule"] == {"name": "diloco", "momentum": 0.6, "lr": 0.5}

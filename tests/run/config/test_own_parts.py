@@ -210,7 +210,7 @@ DRIVERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("driver", DRIVERS)
-def test_real_workers_that_train_on_the_same_batches_are_told_once(stranger: Path, tmp_path: Path, driver: str):
+def test_real_workers_that_train_on_the_same_batches_are_warned_once(stranger: Path, tmp_path: Path, driver: str):
     settings = {**STEPS, "data": {**STEPS["data"], "source": "stranger.parts:same_for_all"}, "run__steps": 2}
     code, said = run(
         "train", written(tmp_path, **settings, **DRIVERS[driver]), "--local", 3, "--out", tmp_path / "real"
@@ -240,7 +240,7 @@ def test_a_module_that_fails_while_it_is_imported_shows_why(tmp_path: Path, monk
         imported("rule.name", "spoilt:rule")
 
 
-def test_workers_with_other_code_are_told_which_file_differs(stranger: Path):
+def test_workers_with_other_code_learn_which_file_differs(stranger: Path):
     config = parse(document(**{**STEPS, **METHOD}))
     ours = own_parts(config)
     theirs = ours._replace(codes=tuple(code._replace(sha256="0" * 64) for code in ours.codes[-1:]))

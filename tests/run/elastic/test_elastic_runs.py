@@ -93,7 +93,7 @@ def without_disk(folder, worker):
 
 
 @pytest.mark.timeout(600)  # its waits together: a busy machine needs them
-def test_a_run_ends_well_without_a_worker_that_died_and_goes_on_with_fewer_and_with_newcomers(
+def test_a_run_ends_well_without_a_worker_that_died_and_resumes_with_fewer_and_with_newcomers(
     tmp_path, monkeypatch, caplog
 ):
     folder, config = tmp_path / "run", tiny(run__elastic=True, run__timeout_s=60)
@@ -142,7 +142,7 @@ def test_a_run_ends_well_without_a_worker_that_died_and_goes_on_with_fewer_and_w
     assert min(with_all) > 6, "they have saved when they left"
 
 
-def test_a_run_that_all_have_left_in_its_first_round_is_not_said_to_be_one_to_resume(tmp_path, monkeypatch, caplog):
+def test_a_run_that_all_have_left_in_its_first_round_is_not_offered_for_resuming(tmp_path, monkeypatch, caplog):
     folder, config = tmp_path / "run", tiny(run__elastic=True, run__timeout_s=60)
     (tmp_path / "run.toml").write_text(dump(config))
     command = "train", tmp_path / "run.toml", "--out", folder, "--local", 3
@@ -207,7 +207,7 @@ def test_the_first_machine_of_a_run_of_gossip_waits_for_another_and_says_so(tmp_
     assert not alone, "the second took part from the first round or the next one on"
 
 
-def test_a_calm_elastic_run_goes_on_with_the_same_bits_and_a_worker_that_lagged_sets_the_round(tmp_path):
+def test_a_calm_elastic_run_resumes_with_the_same_bits_and_a_worker_that_lagged_sets_the_round(tmp_path):
     """Within a stretch of more local steps than there were at the start, and with another momentum."""
     steps = {"run__steps": 15, "run__local_steps": {"0": 1, "3": 4}, "run__checkpoint_every": 1}
     config = tiny(run__elastic=True, run__timeout_s=60, rule__momentum={"0": 0.5, "7": 0.3}, **steps)
@@ -229,7 +229,7 @@ def test_a_calm_elastic_run_goes_on_with_the_same_bits_and_a_worker_that_lagged_
     assert code == 0 and f"the run has ended after {config.length.rounds} rounds" in output
 
 
-def test_an_encrypted_run_has_the_bits_of_one_that_is_not_and_takes_who_is_listed(tmp_path, monkeypatch):
+def test_an_encrypted_run_has_the_bits_of_a_plain_one_and_accepts_listed_keys(tmp_path, monkeypatch):
     pytest.importorskip("cryptography")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     code, said = run("keys", "new", "berlin", "--json")

@@ -87,7 +87,7 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
             command.finish(1)
 
 
-def test_who_says_that_it_is_ahead_is_left_out_and_named_and_the_others_keep_their_states(
+def test_a_worker_that_claims_to_be_ahead_is_left_out_and_named_and_the_others_keep_their_states(
     machines: Callable[..., Machines], tmp_path: Path
 ) -> None:
     some = machines()

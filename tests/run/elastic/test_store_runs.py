@@ -386,7 +386,7 @@ PULLED = [rule for rule in (factory() for factory in RULES.values()) if mixes_by
 
 
 @pytest.mark.parametrize("rule", PULLED, ids=lambda rule: rule.name)
-def test_rules_of_gossip_in_a_store_send_the_same_whoever_takes_it(rule: Rule) -> None:
+def test_rules_of_gossip_in_a_store_send_the_same_message_to_every_receiver(rule: Rule) -> None:
     x = torch.arange(8.0)
     layout = Layout((Leaf("w", (8,), 0, 8),), 8)
     contexts = [

@@ -37,7 +37,7 @@ CHECKOUT = Path(gossamer.__file__).parents[2]
 
 
 @pytest.mark.usefixtures("forks")
-def test_a_comparison_that_is_stopped_keeps_the_line_of_each_run_that_ended_and_goes_on_with_several_at_a_time(
+def test_a_comparison_that_is_stopped_keeps_the_line_of_each_run_that_ended_and_resumes_with_several_at_a_time(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [{"label": "pairs"}, {"label": "wild", "inner": {"optimizer": "sgd", "lr": 1e18, "warmup_steps": 0}}]
@@ -166,7 +166,7 @@ def test_the_processes_of_a_quiet_comparison_are_quiet_too(tmp_path: Path, quiet
 
 
 @pytest.mark.usefixtures("forks")
-def test_a_process_of_a_run_that_is_killed_is_told_with_what_to_do(tmp_path: Path) -> None:
+def test_a_process_of_a_run_that_is_killed_is_reported_with_the_remedy(tmp_path: Path) -> None:
     (run,) = points(document(workers=2, run__steps=2000, model__layers=1), seeds=[0])
 
     def kill() -> None:

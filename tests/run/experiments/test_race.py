@@ -290,6 +290,6 @@ def test_minutes_in_which_nothing_fits_are_refused_with_what_it_would_take(
     assert not Path("runs").exists()
 
 
-def test_a_race_to_go_on_with_must_be_there(planned: Any, tmp_path: Path) -> None:
+def test_a_race_to_resume_must_exist(planned: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="leave --resume out to begin a race"):
         race.opened_race(tmp_path, planned[2])

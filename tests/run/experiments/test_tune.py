@@ -136,7 +136,7 @@ def test_in_a_product_a_pair_is_judged_at_its_own_best_learning_rate() -> None:
     assert found.best == GridPoint(6, PAIRS[0]) and found.edges == ("outer_lr",)
 
 
-def test_a_budget_that_ends_early_is_told_by_the_edge() -> None:
+def test_a_budget_that_ends_early_is_reported_by_the_edge() -> None:
     space = Space(2, (None,), (1, 4), 0)
     _, found = answered(space._replace(budget=needed_tokens(space)), valley(9))
     assert found.best is not None and found.edges == ("lr",)

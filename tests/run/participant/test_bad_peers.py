@@ -63,7 +63,7 @@ def train_but_send_nan(argv: list[str]) -> int:
 @pytest.mark.usefixtures("forks")
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("driver", DRIVERS)
-def test_the_others_train_to_the_end_and_the_record_and_status_name_who_sent_nan(
+def test_the_others_train_to_the_end_and_the_record_and_status_name_the_sender_of_nan(
     driver: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = single(**{"run__timeout_s": 60.0, "run__steps": 16, "run__eval_every": 0, **DRIVERS[driver]})

@@ -73,7 +73,7 @@ def test_every_file_that_comes_with_gossamer_can_start(path, capsys):
     assert "can start" in out and "per worker" in out and not err
 
 
-def test_a_run_without_rounds_sends_what_was_said_and_takes_about_as_long(tmp_path):
+def test_a_run_without_rounds_sends_the_predicted_bytes_and_takes_about_the_predicted_time(tmp_path):
     run = timed(server__name="heloco", run__steps=32)
     said = examine_run(run)
     outcome = simulate(run, tmp_path)
@@ -85,7 +85,7 @@ def test_a_run_without_rounds_sends_what_was_said_and_takes_about_as_long(tmp_pa
 
 @pytest.mark.parametrize("optimizer", ["adamw", "accum_adamw", "sgd", "muon", "spectral_muon"])
 @pytest.mark.parametrize("averaging", [None, "gpa", "schedule_free"])
-def test_an_inner_optimizer_keeps_as_many_copies_as_were_said(optimizer, averaging):
+def test_an_inner_optimizer_keeps_the_predicted_number_of_copies(optimizer, averaging):
     averages = {"inner__averaging": averaging} if averaging else {}
     run = single(inner__optimizer=optimizer, **averages)
     replica = Replica(0, settings_of(run), task_of(settings_of(run)), torch.device("cpu"))
@@ -164,7 +164,7 @@ def test_the_table_as_an_object(tmp_path, capsys):
     ]
 
 
-def test_what_a_tokenizer_on_the_hub_would_tell_is_said_to_be_unknown(tmp_path, capsys):
+def test_the_facts_of_a_tokenizer_on_the_hub_are_reported_as_unknown(tmp_path, capsys):
     assert main(["check", str(written(tmp_path, data__tokenizer="some/tokenizer"))]) == 0
     out = capsys.readouterr().out
     assert out.count("unknown without the tokenizer") >= 3 and "MB per worker" not in out
@@ -250,7 +250,7 @@ def test_a_worker_whose_own_text_is_shorter_than_a_window_is_named_before_the_ru
         ({"data__source": "hf:a/b", "data__tokenizer": "a/b"}, "data.tokenizer 'a/b' needs the package 'tokenizers'"),
     ],
 )
-def test_what_this_machine_lacks_for_a_run_is_said(settings, sentence, monkeypatch):
+def test_the_requirements_that_this_machine_lacks_for_a_run_are_listed(settings, sentence, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.setattr("gossamer.run.worker.stages.torch_stage.SINCE", "9.0")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -55,7 +55,7 @@ def test_a_plan_says_what_the_formulas_say() -> None:
     assert parallel.unhidden_round_s == pytest.approx(0.5 + 7 / 4 * payload_bits / 25e6, rel=1e-4)
 
 
-def test_a_straggler_takes_fewer_steps_and_nobody_waits_for_it() -> None:
+def test_a_straggler_takes_fewer_steps_and_no_worker_waits_for_it() -> None:
     network = Network(uplink_bps=(*[4.8e6] * 7, 4.8e5), downlink_bps=4.8e6, step_s=1.0)
     assert matched_steps(links_of(network, 8), 30, 1e6) == (*[30] * 7, 15)
     assert matched_steps(links_of(network, 8), 30, 2e6) == (*[30] * 7, 1)

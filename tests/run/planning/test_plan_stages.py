@@ -71,7 +71,7 @@ def test_stages_have_as_much_work_as_memory_allows_with_the_output_head() -> Non
     assert made is not None and made.chosen.cuts == (5, 10) and made.chosen.stage_bytes <= 2.2e9
 
 
-def test_waits_between_stages_take_the_same_share_of_every_candidate_and_are_told(
+def test_waits_between_stages_take_the_same_share_of_every_candidate_and_are_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slow = replace(FAST, uplink_bps=3e7, stages=StageLinks(bandwidth_bps=4e6))
@@ -166,7 +166,7 @@ def test_what_cannot_be_cut_is_refused_in_one_sentence(
     assert told.count("\n") == 1 and part in told, told
 
 
-def test_a_boundary_codec_that_does_not_fit_the_model_is_told_and_one_at_least_must() -> None:
+def test_a_boundary_codec_that_does_not_fit_the_model_is_named_and_at_least_one_must_fit() -> None:
     odd = ModelConfig(size="1m", hidden_size=120, heads=4)
     made = plan_in_stages(FAST, odd, SETTINGS, 25e6)
     assert made is not None and made.refused.keys() <= {"intk", "tahquant"} and made.refused

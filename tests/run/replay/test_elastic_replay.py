@@ -193,7 +193,7 @@ def train_but_leave_amid_round_3(argv):
 @pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fragments", [1, 2])
-def test_workers_that_leave_amid_a_round_go_on_from_its_begin_with_the_bits_of_the_replay(
+def test_workers_that_leave_amid_a_round_continue_from_its_start_with_the_bits_of_the_replay(
     fragments, tmp_path, monkeypatch
 ):
     config = tiny(
@@ -241,7 +241,9 @@ def train_but_leave_after_round_4(argv):
 @pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("rule", ["gasloc", "diloco"])
-def test_who_leaves_with_the_state_that_it_has_taken_over_goes_on_with_it_and_is_replayed(rule, tmp_path, monkeypatch):
+def test_a_worker_that_leaves_with_a_state_that_it_has_taken_over_continues_with_it_and_is_replayed(
+    rule, tmp_path, monkeypatch
+):
     config = tiny(
         run__elastic=True,
         rule__name=rule,

@@ -177,7 +177,7 @@ def test_with_keys_a_server_in_an_object_store_that_fails_now_and_then_has_the_b
     assert code == 0 and json.loads(said)["round"] == config.length.rounds, said
 
 
-def test_who_pushes_what_is_no_update_is_gone_for_all_and_the_others_take_its_steps(tmp_path: Path) -> None:
+def test_a_worker_that_pushes_an_invalid_update_is_gone_for_all_and_the_others_take_its_steps(tmp_path: Path) -> None:
     config = in_store(run__steps=12, run__pace_s=0.1)
     (tmp_path / "run.toml").write_text(dump(config))
     folder, out = tmp_path / "store", tmp_path / "out"

@@ -182,7 +182,7 @@ def test_one_worker_over_a_socket_computes_the_bits_of_virtual_time(method, tmp_
     assert np.cumsum([one.total_s for one in measured]) == pytest.approx([one.end_s for one in measured])
 
 
-def test_a_server_with_keys_computes_the_same_bits_and_only_who_is_listed_as_server_may_be_it(tmp_path, monkeypatch):
+def test_a_server_with_keys_computes_the_same_bits_and_must_be_listed_as_server(tmp_path, monkeypatch):
     pytest.importorskip("cryptography")
     keys = {name: new_key(name, tmp_path / f"{name}.pem") for name in ("hub", "berlin")}
     listed = {name: {"certificate": base64.b64encode(certificate_of(path)).decode()} for name, path in keys.items()}
@@ -260,7 +260,7 @@ def test_several_workers_take_all_steps_and_every_push_counts_with_its_age(name,
     assert evaluate(tmp_path)[1].loss == scored[-1]["loss"]
 
 
-def test_a_worker_that_comes_back_is_greeted_and_goes_on_where_it_was(tmp_path, monkeypatch, caplog):
+def test_a_worker_that_comes_back_is_greeted_and_continues_where_it_was(tmp_path, monkeypatch, caplog):
     config = served(workers=2, server__name="heloco", run__steps=12, run__checkpoint_every=2)
     with a_server(config, tmp_path, monkeypatch) as (server, port):
         # A worker of which only the socket is real: it is greeted, and dies without a word.
@@ -331,7 +331,7 @@ FORGED = {
 """What a worker that knows the secret sends, and a part of the server's sentence."""
 
 
-def test_forged_letters_are_refused_with_a_sentence_each_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
+def test_forged_letters_are_refused_with_a_sentence_each_and_the_run_continues(tmp_path, monkeypatch, caplog):
     config = served(workers=1, server__name="cgad", run__steps=4)
     run = common(config)
     greeting_bytes = HEADER_BYTES + 64 + 4 * PARAMETERS
@@ -361,7 +361,7 @@ def test_forged_letters_are_refused_with_a_sentence_each_and_the_run_goes_on(tmp
     assert torch.equal(model(tmp_path, config), model(tmp_path / "virtual", config))
 
 
-def test_a_worker_is_told_why_it_is_refused_and_believes_no_server_that_lies(tmp_path, monkeypatch):
+def test_a_worker_learns_the_reason_of_its_refusal_and_trusts_no_server_that_lies(tmp_path, monkeypatch):
     config = served(workers=1, server__name="cgad", run__steps=2)
     with a_server(config, tmp_path / "a", monkeypatch) as (_, port):
         with pytest.raises(
@@ -566,7 +566,7 @@ def stopped(*pids):
 
 
 @pytest.mark.timeout(240)
-def test_a_run_that_was_killed_goes_on_from_the_server_s_snapshot_to_the_same_bits(tmp_path, capsys):
+def test_a_run_that_was_killed_resumes_from_the_server_s_snapshot_to_the_same_bits(tmp_path, capsys):
     config = served(
         workers=1,
         server__name="cgad",
@@ -599,7 +599,7 @@ def test_a_run_that_was_killed_goes_on_from_the_server_s_snapshot_to_the_same_bi
 @pytest.mark.sampled(1)
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("whom", ["server", "launcher"])
-def test_a_server_that_gets_sigterm_saves_after_its_round_and_goes_on_from_it(tmp_path, whom):
+def test_a_server_that_gets_sigterm_saves_after_its_round_and_resumes_from_it(tmp_path, whom):
     config = served(
         workers=2,
         server__name="heloco",
@@ -645,7 +645,7 @@ def test_a_server_that_gets_sigterm_saves_after_its_round_and_goes_on_from_it(tm
 
 
 @pytest.mark.timeout(60)
-def test_a_server_that_gets_sigterm_while_nobody_is_there_ends_and_says_what_is_not_saved(tmp_path):
+def test_a_server_that_gets_sigterm_without_workers_ends_and_says_what_is_not_saved(tmp_path):
     config = served(workers=2, server__name="heloco", run__steps=4)
     (tmp_path / "run.toml").write_text(dump(config))
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -769,7 +769,7 @@ def test_a_worker_that_reconnects_all_the_time_joins_once_a_second(tmp_path, mon
     assert honest.error is None and server.error is None
 
 
-def test_what_train_cannot_do_is_said_in_one_sentence(tmp_path, capsys):
+def test_impossible_options_of_train_are_refused_in_one_sentence(tmp_path, capsys):
     path = tmp_path / "run.toml"
     for overrides, words, part in [
         ({"server__name": "cgad"}, ["--local", "2"], "workers = 3"),

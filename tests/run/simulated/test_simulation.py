@@ -161,7 +161,7 @@ def test_losses_and_parameters_are_bitwise_those_of_processes_with_outer(tmp_pat
 
 
 @pytest.mark.full
-def test_a_simulation_stops_to_be_looked_at_and_goes_on_to_the_same_end(tmp_path: Path):
+def test_a_simulation_stops_to_be_looked_at_and_continues_to_the_same_end(tmp_path: Path):
     whole, run = simulated(), simulated(until=1, out=tmp_path / "run")
     assert (run.rounds, run.over, len(run.validation["loss"])) == (1, False, 2)
     early = flat(run.mean_model())
@@ -181,7 +181,7 @@ def test_a_simulation_inside_inference_mode_has_the_bits_of_one_outside():
 
 
 @pytest.mark.full
-def test_an_asynchronous_simulation_stops_and_goes_on_too():
+def test_an_asynchronous_simulation_stops_and_continues_too():
     network = Network(step_s=1.0, uplink_bps=1e4, downlink_bps=1e4)
     for rule in ("delayed_nesterov", "ad_psgd", "gasloc"):
         given = {"rule": rule, "network": network, "settings": {"run.wait": False} if rule == "gasloc" else {}}
@@ -432,7 +432,7 @@ def test_a_temporary_record_goes_with_a_simulation_that_fails(tmp_path: Path, mo
     assert not [*tmp_path.glob("gossamer-*")]
 
 
-def test_what_a_simulation_does_not_have_is_told_with_what_it_has():
+def test_an_unknown_column_or_worker_of_a_simulation_is_refused_with_the_known_ones():
     run = simulated(rounds=1)
     with pytest.raises(KeyError, match="unknown column 'los'; did you mean 'loss'"):
         run.validation["los"]

@@ -89,7 +89,7 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
         one.kill()
 
 
-def test_machines_with_keys_start_stop_and_die_together_and_go_on_to_the_bits_of_the_simulation(
+def test_machines_with_keys_start_stop_and_die_together_and_resume_to_the_bits_of_the_simulation(
     machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = machines.start_all()
@@ -130,7 +130,7 @@ def test_machines_with_keys_start_stop_and_die_together_and_go_on_to_the_bits_of
         assert torch.equal(ours, theirs)
 
 
-def test_a_key_joins_as_its_own_workers_alone_and_a_run_that_waits_in_vain_names_who_is_missing(
+def test_a_key_joins_as_its_own_workers_alone_and_a_run_that_waits_in_vain_names_the_missing_workers(
     machines: Machines,
 ) -> None:
     words = (machines.root / "run.toml", "--set", "run.timeout_s=4.0", "--out")

@@ -96,7 +96,7 @@ def test_real_workers_end_with_the_name_of_the_one_whose_numbers_are_not_finite(
     assert "Traceback" not in errors.getvalue()
 
 
-def test_real_workers_go_on_without_what_one_of_them_sends_that_no_codec_can_decode(tmp_path: Path) -> None:
+def test_real_workers_continue_without_a_message_that_no_codec_can_decode(tmp_path: Path) -> None:
     config = tiny(
         topology__name="complete",
         rule__name="sparseloco",
@@ -195,7 +195,7 @@ def test_a_payload_that_is_not_finite_is_unsound_before_either_end_counts_it(cod
 
 @pytest.mark.parametrize("codec", [exact(), int8()], ids=["exact", "int8"])
 @pytest.mark.parametrize("rule", [gasloc(), robust(diloco()), diloco()], ids=["with peers", "robust", "through owners"])
-def test_a_payload_that_is_not_finite_is_declined_and_the_others_go_on_without_it(rule: Rule, codec: Codec) -> None:
+def test_a_payload_that_is_not_finite_is_declined_and_the_others_continue_without_it(rule: Rule, codec: Codec) -> None:
     network, exchanges, told = begun(rule, codec, 1.0, 2.0, forger=1)
     serially(lambda exchange: exchange.post(), exchanges)
     forged(network)
@@ -230,7 +230,7 @@ def test_whatever_bytes_come_in_place_of_a_payload_are_a_finite_message_or_decli
             assert torch.equal(leaves(form.unpack(packed, 2))[0], leaves(message)[0])
 
 
-def test_a_codec_that_raises_an_error_without_a_word_is_declined_too() -> None:
+def test_a_codec_that_raises_an_error_without_a_message_is_declined_too() -> None:
     def decode(payload: Tensor, like: Tensor) -> Tensor:
         raise IndexError
 

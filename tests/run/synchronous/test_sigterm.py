@@ -66,7 +66,7 @@ def scored(folder: Path) -> dict[str, object]:
 @pytest.mark.sampled(1)
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_of_which_one_process_gets_sigterm_saves_a_round_of_all_and_goes_on_to_the_same_bits(
+def test_a_run_of_which_one_process_gets_sigterm_saves_a_round_of_all_and_resumes_to_the_same_bits(
     tmp_path: Path, case: str
 ) -> None:
     config = tiny(**{"run__steps": 2 * ROUNDS, "run__checkpoint_every": ROUNDS, "run__eval_every": 0, **CASES[case]})
@@ -98,7 +98,7 @@ def test_a_run_of_which_one_process_gets_sigterm_saves_a_round_of_all_and_goes_o
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("launcher", [True, False])
-def test_sigterm_ends_processes_of_a_run_with_130_whoever_has_started_them(tmp_path: Path, launcher: bool) -> None:
+def test_sigterm_ends_processes_of_a_run_with_130_under_every_launcher(tmp_path: Path, launcher: bool) -> None:
     config = tiny(run__steps=100_000, run__checkpoint_every=50_000, run__eval_every=0)
     (tmp_path / "run.toml").write_text(dump(config))
     folder = tmp_path / "real"
@@ -146,7 +146,7 @@ def simulate_but_stop(argv: Sequence[str]) -> int:
 @pytest.mark.full
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("kind", ["in rounds", "over virtual time"])
-def test_a_simulation_that_gets_sigterm_saves_after_its_round_and_goes_on_to_the_same_bits(
+def test_a_simulation_that_gets_sigterm_saves_after_its_round_and_resumes_to_the_same_bits(
     tmp_path: Path, kind: str
 ) -> None:
     timed = {"run__wait": False, "network": {"clock": {"step_s": 1.0, "uplink_bps": 1e6, "downlink_bps": 1e6}}}

@@ -224,7 +224,7 @@ def train_in_own_folder(argv):
     return main(["train", "run.toml", "--out", f"{argv[0]}/run"])
 
 
-def test_a_store_that_stands_still_bounds_the_checkpoints_and_one_that_goes_on_decides_again(tmp_path, caplog):
+def test_a_store_that_stands_still_bounds_the_checkpoints_and_one_that_continues_decides_again(tmp_path, caplog):
     config = tiny(workers=2, **{f"model__{name}": size for name, size in SMALL.items()})
     m = resolve(config, real=True).in_rounds
     replica = Replica(0, settings_of(config), task_of(settings_of(config)), torch.device("cpu"))
@@ -382,7 +382,7 @@ def test_a_stream_that_cannot_be_read_for_a_while_or_for_good_loses_nothing_of_t
 
 
 @pytest.mark.full
-def test_a_simulation_whose_stream_cannot_be_read_saves_and_goes_on_to_the_same_bits(tmp_path, monkeypatch):
+def test_a_simulation_whose_stream_cannot_be_read_saves_and_resumes_to_the_same_bits(tmp_path, monkeypatch):
     config = streamed(tmp_path, run__batched=1)
     whole = simulate(config, tmp_path / "whole")
     real = streams._open_stream

@@ -225,7 +225,7 @@ NARROW = {
 
 
 @pytest.mark.parametrize("name", NARROW)
-def test_a_model_with_a_bottleneck_has_the_parameters_it_is_said_to_have_and_its_cuts_change_nothing(name):
+def test_a_model_with_a_bottleneck_has_the_stated_parameters_and_its_cuts_change_nothing(name):
     config = tiny(model__bottleneck=NARROW[name], inner__clip=None, data__accumulate=4)
     model = build_model(config.model, 256, 16, 0)
     assert tuple((n, tuple(p.shape)) for n, p in model.named_parameters()) == parameter_shapes(config.model, 256)
@@ -243,7 +243,7 @@ def test_a_model_with_a_bottleneck_has_the_parameters_it_is_said_to_have_and_its
 
 
 @pytest.mark.parametrize("name", NARROW)
-def test_a_model_with_a_bottleneck_is_exported_with_what_opens_it_and_it_is_said_when_that_is_no_plain_llama(
+def test_a_model_with_a_bottleneck_is_exported_with_code_that_opens_it_and_a_line_says_that_it_is_no_plain_llama(
     name, tmp_path, capsys
 ):
     from transformers import AutoModelForCausalLM

@@ -59,7 +59,7 @@ def test_a_lost_stage_is_the_mean_of_its_neighbours_weighted_by_the_squared_norm
     assert torch.equal(mean_of_neighbours(torch.tensor([7]), torch.tensor([7]), (1.0, 3.0)), torch.tensor([7]))
 
 
-def test_one_worker_goes_on_from_its_neighbours_layer_by_layer_and_a_new_inner_optimizer(tmp_path):
+def test_one_worker_continues_from_its_neighbours_layer_by_layer_and_a_new_inner_optimizer(tmp_path):
     run = simulate(tiny(**THREE, **lost()), tmp_path, until=2)
     (worker,) = workers_of(run)
     state, squares = worker.loop.fragments[0].part.s, cast(Any, worker.replica.staged).squares()

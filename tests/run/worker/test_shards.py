@@ -132,7 +132,7 @@ def test_where_sums_have_another_order_shards_end_within_rounding_of_the_simulat
 
 
 @pytest.mark.parametrize("shards", [2, 1])
-def test_a_run_in_shards_goes_on_with_as_many_or_with_whole_workers(shards, gossiped, tmp_path):
+def test_a_run_in_shards_resumes_with_as_many_or_with_whole_workers(shards, gossiped, tmp_path):
     _, simulated, config = gossiped
     folder = shutil.copytree(gossiped[0], tmp_path / "again")
     for worker in range(config.workers):
@@ -142,7 +142,7 @@ def test_a_run_in_shards_goes_on_with_as_many_or_with_whole_workers(shards, goss
     must_be_alike(folder, simulated, config)
 
 
-def test_when_one_shard_is_killed_the_run_ends_and_says_which_and_goes_on_later(gossiped, tmp_path):
+def test_when_one_shard_is_killed_the_run_ends_names_it_and_resumes_later(gossiped, tmp_path):
     _, simulated, config = gossiped
     slow = tiny(**TWO, run__pace_s=0.2)
     (tmp_path / "run.toml").write_text(dump(slow))

@@ -425,7 +425,7 @@ def test_evaluate_puts_each_worker_together_from_its_stages(trained):
     assert (trained / "real" / name / model).read_bytes() == (trained / "simulated" / name / model).read_bytes()
 
 
-def test_a_simulation_goes_on_from_what_stages_have_saved(trained, tmp_path):
+def test_a_simulation_resumes_from_checkpoints_of_stages(trained, tmp_path):
     name = "aqsgd, resumed"
     longer = tiny(**{**CASES[name], "run__steps": 6, "pipeline__cuts": [1]})
     for kind in ("real", "simulated"):
@@ -547,7 +547,7 @@ def lose_a_stage(argv):
     return main(argv)
 
 
-def test_a_run_starts_again_without_a_stage_that_is_killed_and_goes_on_from_its_neighbours(
+def test_a_run_starts_again_without_a_stage_that_is_killed_and_continues_from_its_neighbours(
     tmp_path, forks, monkeypatch, caplog
 ):
     must_have_stages_in_processes()
