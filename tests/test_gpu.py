@@ -139,7 +139,7 @@ def test_two_sites_of_fsdp2_with_nccl_inside_and_gloo_between_train_on_a_gpu(tmp
         for site, port in enumerate(ports)
     ]
     ends = [(one.communicate(timeout=150)[0], one.returncode) for one in sites]
-    assert all(code == 0 and f"site {site}: 3 rounds, loss" in said for site, (said, code) in enumerate(ends)), ends
+    assert all(code == 0 and f"site {site}: 3 rounds, loss" in output for site, (output, code) in enumerate(ends)), ends
 
 
 @pytest.mark.timeout(900)

@@ -238,12 +238,12 @@ def test_machines_whose_names_lead_to_themselves_report_it_and_reach_each_other(
         assert answers.stdout is not None
         first = next(line for line in answers.stdout if "answers at" in line)
         assert "10.78.0.1:29600 until Ctrl-C" in first
-        said, _ = (asks := on(1, "--join", "m0:29600")).communicate(timeout=60)
-        assert asks.returncode == 0, said
-        assert "'m1' leads to 127.0.1.1, where no other machine reaches this one; give 10.78.0.2" in said
-        assert "10.78.0.2 on eth0 leads to m0" in said and "this machine can be reached at 10.78.0.2" in said
-        said, _ = (lost := on(0, "--join", "m0:29600")).communicate(timeout=60)
-        assert lost.returncode == 1 and "'m0' leads to 127.0.1.1, which is this machine itself" in said
+        output, _ = (asks := on(1, "--join", "m0:29600")).communicate(timeout=60)
+        assert asks.returncode == 0, output
+        assert "'m1' leads to 127.0.1.1, where no other machine reaches this one; give 10.78.0.2" in output
+        assert "10.78.0.2 on eth0 leads to m0" in output and "this machine can be reached at 10.78.0.2" in output
+        output, _ = (lost := on(0, "--join", "m0:29600")).communicate(timeout=60)
+        assert lost.returncode == 1 and "'m0' leads to 127.0.1.1, which is this machine itself" in output
     finally:
         answers.terminate()
         answers.communicate(timeout=60)

@@ -510,9 +510,9 @@ def test_bf16_moves_the_gain_of_momentum_by_less_than_a_tenth_of_it() -> None:
         for name, without in plain.items()
         if method.startswith(name) and (other := method.replace(name, without))
     ]
-    said = f"{statistics.fmean(moved):.4f} ± {statistics.stdev(moved):.4f}"
+    expected = f"{statistics.fmean(moved):.4f} ± {statistics.stdev(moved):.4f}"
     text = page_of_evidence()
-    assert len(moved) == 30 and said in text and f"{furthest:.4f}" in text
+    assert len(moved) == 30 and expected in text and f"{furthest:.4f}" in text
 
 
 def test_what_the_page_says_beyond_one_file_follows_from_the_outcomes() -> None:
@@ -924,10 +924,10 @@ def test_momentum_is_compared_with_none_at_an_equal_effective_step_where_none_is
             found.append(PointResult(run.method, {}, run.seed, {"loss": loss}))
         return found
 
-    for gain, said in ((0.1, "more than a larger step"), (0.0, "a larger step only"), (-0.1, "open")):
-        assert effective_step.verdict(effective_step.by_arm(ended(gain)), "two peers") == (1.4, said)
+    for gain, verdict in ((0.1, "more than a larger step"), (0.0, "a larger step only"), (-0.1, "open")):
+        assert effective_step.verdict(effective_step.by_arm(ended(gain)), "two peers") == (1.4, verdict)
         page = effective_step.effective_step_page(ended(gain))
-        assert f"With everyone, γ = 0 is lowest at a step of 1.4; over 3 seeds momentum is there: {said}." in page
+        assert f"With everyone, γ = 0 is lowest at a step of 1.4; over 3 seeds momentum is there: {verdict}." in page
     assert "| 1.4 | 0.5 | +0.0501 ± " in page
     diverged = PointResult("everyone, step 2.8, γ = 0.0", {}, 5, {"loss": None})
     page = effective_step.effective_step_page([*ended(0.1), diverged])
@@ -1013,20 +1013,20 @@ PLANS = [
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("said", PLANS, ids=lambda said: f"{said.answer}-{said.network}-{said.size}")
-def test_a_plan_takes_what_the_answers_say(said: Planned) -> None:
-    model, vocabulary = ModelConfig(size=said.size), plan_races.MODELS[said.size]
+@pytest.mark.parametrize("planned", PLANS, ids=lambda planned: f"{planned.answer}-{planned.network}-{planned.size}")
+def test_a_plan_takes_what_the_answers_say(planned: Planned) -> None:
+    model, vocabulary = ModelConfig(size=planned.size), plan_races.MODELS[planned.size]
     bits = bits_per_parameter(plan_races.CODECS, parameter_count(model, vocabulary))
-    network = read_network(ROOT / "configs" / "networks" / f"{said.network}.toml")
-    made = plan(network, model, PlanSettings(vocab_size=vocabulary, codecs=bits, keep_all=said.keep_all))
+    network = read_network(ROOT / "configs" / "networks" / f"{planned.network}.toml")
+    made = plan(network, model, PlanSettings(vocab_size=vocabulary, codecs=bits, keep_all=planned.keep_all))
     choice = choose_among(made, price_recipes(made, USUAL))
-    if said.instead is None:
-        assert (choice.best.name, said.codec or choice.best.codec) == (said.method, choice.best.codec)
+    if planned.instead is None:
+        assert (choice.best.name, planned.codec or choice.best.codec) == (planned.method, choice.best.codec)
         return
-    own = next(one for one in best_of_each(choice, made.candidates) if one.name == said.method)
+    own = next(one for one in best_of_each(choice, made.candidates) if one.name == planned.method)
     above = choice.above_best(own)
-    assert (choice.best.name, own.codec) == (said.instead[0], said.codec or own.codec)
-    assert above is not None and above.open and above.nats == pytest.approx(said.instead[1], abs=0.001)
+    assert (choice.best.name, own.codec) == (planned.instead[0], planned.codec or own.codec)
+    assert above is not None and above.open and above.nats == pytest.approx(planned.instead[1], abs=0.001)
 
 
 def test_a_plan_expects_and_sets_what_the_answers_say() -> None:
@@ -1068,9 +1068,9 @@ def commits_of(folder: str) -> list[tuple[str, str]]:
 
 def test_the_page_on_method_counts_the_outcomes_whose_code_is_not_that_of_a_commit() -> None:
     commits = [commit for _, commit in commits_of("evidence")]
-    said = " ".join((ROOT / "docs" / "evidence" / "method.md").read_text(encoding="utf-8").split())
-    assert f"{sum(one.endswith('+') for one in commits)} ran with code that was modified" in said
-    assert f"{commits.count('')} name none, and {sum(WITHOUT_THEIR_COMMIT.values())}, which are 8 of" in said
+    text = " ".join((ROOT / "docs" / "evidence" / "method.md").read_text(encoding="utf-8").split())
+    assert f"{sum(one.endswith('+') for one in commits)} ran with code that was modified" in text
+    assert f"{commits.count('')} name none, and {sum(WITHOUT_THEIR_COMMIT.values())}, which are 8 of" in text
 
 
 def test_outcomes_name_commits_of_this_history() -> None:

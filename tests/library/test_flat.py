@@ -589,8 +589,8 @@ def test_shards_resume_within_a_round_to_the_same_bits_and_only_on_their_own_pla
     for rank in range(4):
         again, first = told.kept(name, rank), told.kept(f"{name}, went on", rank)
         assert [key for key in first if not torch.equal(again[key], first[key])] == []
-        said = told.of(rank, f"{name} by another number")
-        assert f"has shard {rank % 2} of 2 and this Outer none" in said
+        sentence = told.of(rank, f"{name} by another number")
+        assert f"has shard {rank % 2} of 2 and this Outer none" in sentence
 
 
 def test_a_state_saved_under_flat_names_continues_on_another_number_of_processes_to_the_same_bits(told):
@@ -675,13 +675,13 @@ def test_what_cannot_be_sharded_is_refused_in_a_sentence(told, what, sentence):
 @pytest.mark.parametrize("name", [name for name, make in RULES.items() if not missing(make)])
 def test_every_rule_runs_on_shards_or_is_refused_by_its_name(name):
     rule = RULES[name]()
-    said = [
+    results = [
         one
         for one in combination_faults(Combination(driver="library", rule=rule, shards=2))
         if "mesh of 2 processes" in one
     ]
-    assert bool(said) == (not rule.elementwise and not rule.sums_over_shards)
-    assert all(f"rule '{name}'" in one for one in said)
+    assert bool(results) == (not rule.elementwise and not rule.sums_over_shards)
+    assert all(f"rule '{name}'" in one for one in results)
 
 
 def test_parameters_of_several_dtypes_train_with_their_outer_state_in_fp32():

@@ -1001,13 +1001,13 @@ def test_steps_of_an_incomplete_round_are_reported_when_the_loop_is_dropped(capl
 
 
 def test_closing_after_a_save_within_a_round_says_that_a_resumed_loop_continues(caplog):
-    for steps_after_saving, told in ((0, True), (1, False)):
+    for steps_after_saving, warned in ((0, True), (1, False)):
         caplog.clear()
         with gossamer.Outer(model := net(), "gasloc", local_steps=4) as loop:
             train(model, loop, 2)
             loop.state_dict()
             train(model, loop, steps_after_saving)
-        assert ("a loop that resumes from the state just saved goes on with them" in caplog.text) == told
+        assert ("a loop that resumes from the state just saved goes on with them" in caplog.text) == warned
 
 
 def test_a_refused_state_does_not_make_of_a_loaded_model_a_trained_one(caplog):
@@ -1051,8 +1051,8 @@ def test_a_loop_that_never_calls_step_is_warned(end, caplog):
 
 def test_first_local_phases_are_compared_in_words(caplog):
     assert not warn_of_phases({0: ["7", None]}, 2, "1")
-    for said in ({0: ["7", None], 1: ["8", 0.1]}, {0: ["1", None], 1: ["1", None]}, {0: ["7", 0.1], 1: ["8", 0.1]}):
-        assert warn_of_phases(said, 2, "1") and not caplog.text
+    for entries in ({0: ["7", None], 1: ["8", 0.1]}, {0: ["1", None], 1: ["1", None]}, {0: ["7", 0.1], 1: ["8", 0.1]}):
+        assert warn_of_phases(entries, 2, "1") and not caplog.text
     assert not warn_of_phases({0: ["7", None], 1: "x"}, 2, "1") and not caplog.text
     assert warn_of_phases({0: ["7", 0.1], 1: ["7", 0.1]}, 2, "1")
     assert "all 2 workers came out of their first local phase with the same bits" in caplog.text
@@ -1280,14 +1280,14 @@ def reductions():
         assert found.rounds == 3 and found.exchange_s >= found.waiting_s > 0.0
         first, *others = gathered(flat(model))
         assert all(torch.equal(first, other) for other in others)
-    (one, told), (other, heard) = ends.values()
+    (one, measured), (other, other_measured) = ends.values()
     torch.testing.assert_close(one, other)
-    assert (told.bytes_sent, told.bytes_received, told.messages) == (
-        heard.bytes_sent,
-        heard.bytes_received,
-        heard.messages,
+    assert (measured.bytes_sent, measured.bytes_received, measured.messages) == (
+        other_measured.bytes_sent,
+        other_measured.bytes_received,
+        other_measured.messages,
     )
-    torch.testing.assert_close(told.disagreement, heard.disagreement)
+    torch.testing.assert_close(measured.disagreement, other_measured.disagreement)
 
 
 def metrics():
@@ -1342,8 +1342,8 @@ def mean_models():
     assert torch.equal(*ends)  # neither the mean model nor the metrics changed a bit
     with gossamer.Outer(net(), "gasloc", timeout_s=5) as loop:
         if rank != 1:
-            said = r"not all workers entered mean_model\(\): worker 1 did not answer for 5 s"
-            with pytest.raises(PeerError, match=said), loop.mean_model():
+            sentence = r"not all workers entered mean_model\(\): worker 1 did not answer for 5 s"
+            with pytest.raises(PeerError, match=sentence), loop.mean_model():
                 raise AssertionError("it was made without worker 1")
         dist.barrier()
 
@@ -1443,8 +1443,13 @@ def uneven_data():
     batches = 50 if rank else 47
     model = net()
     if rank:
-        said = r"worker 0 after round 9 and 2 more steps left the loop while this one goes on: .*equally many batches"
-        with gossamer.Outer(model, "diloco", local_steps=5, timeout_s=60) as loop, pytest.raises(PeerError, match=said):
+        sentence = (
+            r"worker 0 after round 9 and 2 more steps left the loop while this one goes on: .*equally many batches"
+        )
+        with (
+            gossamer.Outer(model, "diloco", local_steps=5, timeout_s=60) as loop,
+            pytest.raises(PeerError, match=sentence),
+        ):
             train(model, loop, batches, seed=rank)
     else:
         with gossamer.Outer(model, "diloco", local_steps=5, timeout_s=60) as loop:
@@ -1469,11 +1474,11 @@ def one_finishes_and_stays():
             loop.finish()
             dist.barrier()
         else:
-            said = (
+            sentence = (
                 r"^worker 0 after round 1 and 2 more steps left the loop .*did not answer for 5 s.*or raise timeout_s;.*"
                 r"outer\.common_steps\(len\(loader\)\) steps, and call outer\.step\(\) also where a GradScaler skipped"
             )
-            with pytest.raises(PeerError, match=said):
+            with pytest.raises(PeerError, match=sentence):
                 train(loop.model, loop, 1, seed=rank)
             dist.barrier()
 

@@ -154,9 +154,12 @@ def test_messages_without_a_measured_time_count_as_sent_in_no_time():
 
 
 def test_a_mean_counts_the_way_to_the_owners_and_an_exchange_as_it_is():
-    told = [Operation("exchange", 0, ((1, 30), (2, 30)), ((1, 30),)), Operation("mean", 1, ((1, 20), (2, 20)), ())]
-    assert first_leg_bytes(told) == 80
-    assert first_leg_bytes(told, lambda fragment: {1: 0.25}[fragment]) == 70
+    operations = [
+        Operation("exchange", 0, ((1, 30), (2, 30)), ((1, 30),)),
+        Operation("mean", 1, ((1, 20), (2, 20)), ()),
+    ]
+    assert first_leg_bytes(operations) == 80
+    assert first_leg_bytes(operations, lambda fragment: {1: 0.25}[fragment]) == 70
 
 
 def pacer(steps=30, full=30, worker=0, hidden=0.0):

@@ -314,8 +314,8 @@ def test_a_check_says_which_share_of_a_round_stages_wait_for_each_other():
     examined = examine_run(tiny(**FAR))
     (network,) = examined.networks
     assert network.utilisation < 0.1 and network.utilisation + network.between_stages > 0.9
-    said = f"{network.utilisation:.1%} of it computing, {network.between_stages:.1%} waiting between stages"
-    assert any(line.endswith(said) for line in lines(examined))
+    sentence = f"{network.utilisation:.1%} of it computing, {network.between_stages:.1%} waiting between stages"
+    assert any(line.endswith(sentence) for line in lines(examined))
 
 
 def test_speeds_of_another_number_of_stages_are_refused():

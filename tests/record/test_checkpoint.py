@@ -93,10 +93,10 @@ def test_a_tensor_file_has_the_bytes_of_safetensors_and_its_size_and_hash_are_re
     tmp_path_factory: pytest.TempPathFactory, parts: dict[str, Tensor]
 ) -> None:
     path = tmp_path_factory.mktemp("file") / "tensors"
-    told = write_tensors(path, parts)
+    returned = write_tensors(path, parts)
     written = path.read_bytes()
     assert written == tensor_bytes(parts) == safetensors.torch.save(parts)
-    assert told == (len(written), hashlib.sha256(written).hexdigest())
+    assert returned == (len(written), hashlib.sha256(written).hexdigest())
 
 
 def test_views_of_one_memory_come_back_equal_and_apart(tmp_path: Path) -> None:

@@ -106,15 +106,15 @@ def test_a_run_in_progress_is_not_resumed_a_second_time_and_continues(kind: str,
     owner = 3 if kind == "server" else 1
     saves_after(0, folder, owner)
     for words in (["--resume", folder], [tmp_path / "run.toml", "--out", folder]):
-        code, said = run("train", *words, "--local", 3)
-        assert code == 2 and f"the run in '{folder}' is in progress, as process " in said, said
-        assert len(said.splitlines()) == 1, said
-    code, said = run("simulate", "--resume", folder)
-    assert code == 2 and f"the run in '{folder}' is in progress, as process " in said, said
+        code, output = run("train", *words, "--local", 3)
+        assert code == 2 and f"the run in '{folder}' is in progress, as process " in output, output
+        assert len(output.splitlines()) == 1, output
+    code, output = run("simulate", "--resume", folder)
+    assert code == 2 and f"the run in '{folder}' is in progress, as process " in output, output
     saves_after(max(rounds(folder / "checkpoints", owner)) + 8, folder, owner)
     os.kill(first.pid, signal.SIGTERM)
-    code, said = first.finish()
-    assert code == 130 and "Traceback" not in said, said
+    code, output = first.finish()
+    assert code == 130 and "Traceback" not in output, output
     must_be_idle(folder)
 
 
@@ -122,20 +122,20 @@ def test_a_worker_on_its_own_machine_refuses_to_train_what_another_process_here_
     (tmp_path / "run.toml").write_text(dump(single(workers=1, run__elastic=True)))
     with locked(tmp_path / "real", 0):
         words = ("--rank", 0, "--of", 1, "--address", f"127.0.0.1:{free_port()}")
-        code, said = Command("train", tmp_path / "run.toml", "--out", tmp_path / "real", *words).finish()
-        assert code == 2 and f"as process {os.getpid()} on" in said, said
-        code, said = run("simulate", tmp_path / "run.toml", "--out", tmp_path / "simulated")
-        assert code == 0, said
+        code, output = Command("train", tmp_path / "run.toml", "--out", tmp_path / "real", *words).finish()
+        assert code == 2 and f"as process {os.getpid()} on" in output, output
+        code, output = run("simulate", tmp_path / "run.toml", "--out", tmp_path / "simulated")
+        assert code == 0, output
     with locked(tmp_path / "simulated", None):
-        code, said = run("simulate", "--resume", tmp_path / "simulated")
-        assert code == 2 and f"as process {os.getpid()} on" in said, said
+        code, output = run("simulate", "--resume", tmp_path / "simulated")
+        assert code == 2 and f"as process {os.getpid()} on" in output, output
 
 
 def test_a_replay_refuses_a_folder_that_another_process_writes(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(dump(single()))
     with locked(tmp_path / "again", None):
-        code, said = run("simulate", tmp_path / "run.toml", "--out", tmp_path / "again", "--replay", tmp_path)
-        assert code == 2 and f"as process {os.getpid()} on" in said, said
+        code, output = run("simulate", tmp_path / "run.toml", "--out", tmp_path / "again", "--replay", tmp_path)
+        assert code == 2 and f"as process {os.getpid()} on" in output, output
 
 
 @pytest.mark.parametrize(("verb", "more"), [("compare", ""), ("tune", TUNED)])
@@ -144,8 +144,8 @@ def test_an_experiment_under_way_is_not_begun_or_resumed_a_second_time(verb: str
     (tmp_path / "some.toml").write_text(dump(single()) + variant + more)
     with locked(tmp_path / "some", None):
         for resume in ([], ["--resume"]):
-            code, said = run(verb, tmp_path / "some.toml", "--out", tmp_path / "some", *resume)
-            assert code == 2 and f"'{tmp_path / 'some'}' is in progress, as process {os.getpid()} on" in said, said
+            code, output = run(verb, tmp_path / "some.toml", "--out", tmp_path / "some", *resume)
+            assert code == 2 and f"'{tmp_path / 'some'}' is in progress, as process {os.getpid()} on" in output, output
 
 
 def test_a_simulation_under_way_is_not_resumed_from_python(tmp_path: Path) -> None:

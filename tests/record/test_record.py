@@ -651,9 +651,9 @@ def test_real_workers_train_all_rounds_whatever_becomes_of_their_dashboards(tmp_
     modules.mkdir()
     (modules / "wandb.py").write_text(STAND_IN.format(init="raise OSError('no route')", log="pass", finish="pass"))
     words = ["train", tmp_path / "run.toml", "--out", tmp_path / "out", "--local", 2, "--set", "record.wandb_project=p"]
-    code, said = Command(modules, *words, work=main_beside, OMP_NUM_THREADS="1").finish()
-    assert code == 0 and "Traceback" not in said, said
-    assert said.count("Weights & Biases failed (no route); training continues") == 2, "one for each worker"
+    code, output = Command(modules, *words, work=main_beside, OMP_NUM_THREADS="1").finish()
+    assert code == 0 and "Traceback" not in output, output
+    assert output.count("Weights & Biases failed (no route); training continues") == 2, "one for each worker"
     lines = read_metrics(tmp_path / "out")
     assert {(line["round"], line["worker"]) for line in lines if line["kind"] == "train"} == {
         (r, w) for r in range(6) for w in range(2)

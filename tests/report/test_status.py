@@ -106,8 +106,8 @@ def test_status_says_why_it_knows_nothing_of_workers_of_other_machines(of, is_ki
     status = run_status(tmp_path)
     assert status.kind == of and [one.standing for one in status.workers][1:] == ["unknown", "unknown"]
     assert main(["status", str(tmp_path)]) == 0
-    (said,) = [line for line in capsys.readouterr().out.splitlines() if "no files of worker 1, 2 are here" in line]
-    assert "call gossamer status there too" in said and remedy in said
+    (output,) = [line for line in capsys.readouterr().out.splitlines() if "no files of worker 1, 2 are here" in line]
+    assert "call gossamer status there too" in output and remedy in output
     for slot in (1, 2):
         write_slot(tmp_path, config, slot, 2)
     assert run_status(tmp_path).note is None
@@ -171,11 +171,11 @@ def test_status_shows_which_workers_are_alive_suspect_gone_joining_left_or_have_
             and "refused: 127.0.0.1: secret (1)" in table
         )
     assert main(["status", str(tmp_path), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [one["standing"] for one in told["workers"]] == ["gone", "gone", "left", *["unknown"] * 3], (
+    result = json.loads(capsys.readouterr().out)
+    assert [one["standing"] for one in result["workers"]] == ["gone", "gone", "left", *["unknown"] * 3], (
         "their logs say that all took part"
     )
-    assert told["note"].startswith("no worker answers")
+    assert result["note"].startswith("no worker answers")
 
 
 def test_a_worker_whose_files_are_elsewhere_is_unknown_and_an_unused_slot_is_empty(tmp_path):

@@ -292,8 +292,8 @@ def test_the_verb_serves_a_store_beside_run_folders(
         write_round(run_folder, 0)
     served: list[dict[str, Any]] = []
     monkeypatch.setattr(Page, "serve_forever", lambda page: served.append(json.loads(page.answers["data.json"]({}))))
-    code, said = run("watch", tmp_path / "a", f"file://{store.root}", "--port", 0)
-    assert code == 0 and "watch: http://127.0.0.1:" in said, said
+    code, output = run("watch", tmp_path / "a", f"file://{store.root}", "--port", 0)
+    assert code == 0 and "watch: http://127.0.0.1:" in output, output
     (contents,) = served
     assert contents["command"] == f"gossamer watch {tmp_path / 'a'} file://{store.root}"
     assert [(view["name"], view["done"]) for view in contents["runs"]] == [(f"file://{store.root}", 1), ("x", 1)]
@@ -312,7 +312,7 @@ def test_what_can_not_be_watched_is_refused_in_a_sentence(tmp_path: Path) -> Non
         ((tmp_path / "empty", "--peers", tmp_path / "run.toml"), "no run in a store to read with it"),
         ((tmp_path / "big",), "has 5000 workers and a page shows 4096 at most"),
     ):
-        code, said = run("watch", "--port", 0, *words)
-        assert code == 2 and sentence in said and "Traceback" not in said, said
+        code, output = run("watch", "--port", 0, *words)
+        assert code == 2 and sentence in output and "Traceback" not in output, output
     with pytest.raises(ConfigError, match="no run lies in the store"):
         FollowedStore(str(tmp_path / "empty"))

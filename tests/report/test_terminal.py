@@ -55,10 +55,10 @@ def test_without_a_terminal_each_evaluation_has_a_line_and_silence_lasts_30_s_at
     out, clock = StringIO(), Clock()
     with RunFolder(tmp_path / "a", RUN_TOML) as run, plain(out, clock) as terminal:
         terminal.follow("a [bold]", tmp_path / "a")
-        for at, told in ((1, 0), (29, 0), (30, 1), (59, 1), (60, 2)):
+        for at, printed in ((1, 0), (29, 0), (30, 1), (59, 1), (60, 2)):
             clock.now_s = at
             terminal.look()
-            assert len(out.getvalue().splitlines()) == told, at
+            assert len(out.getvalue().splitlines()) == printed, at
         write_round(run, 0)
         terminal.look()
         run.log("train", round=1, worker=0, step=18, loss=1.0, lr=1e-3, tokens=64)
@@ -74,7 +74,7 @@ def test_within_a_round_that_trains_here_a_line_moves_from_the_first_second(tmp_
     with RunFolder(tmp_path / "a", RUN_TOML) as run, plain(out, clock) as terminal:
         terminal.follow("a", tmp_path / "a")
         per_worker = 36
-        for at, steps, told in (
+        for at, steps, printed in (
             (0.5, 1, 0),
             (1, 0, 1),
             (2, 2, 1),
@@ -87,7 +87,7 @@ def test_within_a_round_that_trains_here_a_line_moves_from_the_first_second(tmp_
             clock.now_s = at
             note_trained(steps, 32 * steps)
             terminal.look()
-            assert len(out.getvalue().splitlines()) == told, (at, out.getvalue())
+            assert len(out.getvalue().splitlines()) == printed, (at, out.getvalue())
         first, second, third, fourth = out.getvalue().splitlines()
         assert first == f"a: round 0 of 4  step 0/{per_worker}", first
         # Four steps of all since the first was seen, 5.5 s ago, and 2 workers.
@@ -426,5 +426,5 @@ def test_sentences_and_warnings_go_above_the_table(tmp_path: Path, monkeypatch: 
             terminal.look()
     finally:
         logging.getLogger().removeHandler(handler)
-    told = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).strip() for line in out.getvalue().splitlines()]
-    assert "a sentence" in told and "a warning" in told and handler.stream is out
+    output = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).strip() for line in out.getvalue().splitlines()]
+    assert "a sentence" in output and "a warning" in output and handler.stream is out

@@ -123,9 +123,9 @@ def test_each_chunk_of_a_lossy_mean_is_encoded_there_and_its_sum_back():
     there, back = int8(), bf16()
     got, _ = play(diloco(1.0, 0.0), make_topology("complete", n), xs, 1, drift, codec=both_ways(there, back))
     moved = [-drift(i, 0, x) for i, x in enumerate(xs)]
-    told = [there.decode(there.encode(m, 0), m) for m in ((xs[i] - (xs[i] - m)) for i, m in enumerate(moved))]
-    heard = mean(told[0], dict(enumerate(told)), 0, make_topology("complete", n).mixing(0).rows[0])
-    assert all(torch.equal(x, xs[0] - heard.bfloat16().float()) for x in got)
+    decoded = [there.decode(there.encode(m, 0), m) for m in ((xs[i] - (xs[i] - m)) for i, m in enumerate(moved))]
+    received = mean(decoded[0], dict(enumerate(decoded)), 0, make_topology("complete", n).mixing(0).rows[0])
+    assert all(torch.equal(x, xs[0] - received.bfloat16().float()) for x in got)
 
 
 BOTH_WAYS = [both_ways(c, b) for c in (fp4(), randomk(4), topk(8, 64)) for b in (fp4(), topk(8, 64))]

@@ -229,9 +229,12 @@ def test_islands_never_agree() -> None:
     topology = ring(4)._replace(mixing=lambda round, alive=None: islands)
     assert stability(Consensus(1.0, 0.5, "post"), topology).radius == pytest.approx(1.0)
     assert math.isnan(largest_stable_gamma(1.0, "post", topology))
-    said = stability_warning(gasloc(momentum=0.7), topology)
-    assert said is not None
-    assert "no momentum is stable with gossip step 1" in said and "with momentum 0.7 no gossip step is stable" in said
+    warning = stability_warning(gasloc(momentum=0.7), topology)
+    assert warning is not None
+    assert (
+        "no momentum is stable with gossip step 1" in warning
+        and "with momentum 0.7 no gossip step is stable" in warning
+    )
 
 
 def test_the_best_step_without_momentum_is_known() -> None:
@@ -280,12 +283,12 @@ def test_auto_has_no_stability_before_it_is_settled() -> None:
 
 
 def test_the_warning_says_how_bad_it_is_and_what_would_be_stable() -> None:
-    said = stability_warning(gasloc(momentum=0.9), random(8))
-    assert said is not None
-    assert "rule 'gasloc'" in said and "topology 'random' with 8 workers" in said
-    assert "multiplied by 1.022 per round" in said
-    assert "with gossip step 1 the largest stable momentum is 0.859" in said
-    assert f"with momentum 0.9 the best gossip step is {best_alpha(0.9, 'post', random(8)):g}" in said
+    warning = stability_warning(gasloc(momentum=0.9), random(8))
+    assert warning is not None
+    assert "rule 'gasloc'" in warning and "topology 'random' with 8 workers" in warning
+    assert "multiplied by 1.022 per round" in warning
+    assert "with gossip step 1 the largest stable momentum is 0.859" in warning
+    assert f"with momentum 0.9 the best gossip step is {best_alpha(0.9, 'post', random(8)):g}" in warning
 
 
 def test_rules_whose_replicas_are_equal_are_never_warned_about() -> None:
@@ -311,12 +314,12 @@ def test_a_push_topology_has_no_mean_to_agree_on() -> None:
 def test_every_topology_can_be_described(name: str, n: int) -> None:
     topology = make_topology(name, n)
     found = outlook(topology, alpha=0.8, gamma=0.6)
-    said = gossip_table(topology, found)
+    table = gossip_table(topology, found)
     for site in ("post", "pre", "drift"):
         expected = stability(Consensus(0.8, 0.6, site), topology)
-        (line,) = (line for line in said.split("\n") if f'"{site}"' in line)
+        (line,) = (line for line in table.split("\n") if f'"{site}"' in line)
         assert f"x {expected.radius:.3f}" in line and f" {expected.variance:.3g} " in line
-    assert "spectral gap" in said
+    assert "spectral gap" in table
     assert [one.consensus.gamma for one in found.gossip] == [0.6, 0.6, 0.6, 0.0]
 
 

@@ -67,11 +67,11 @@ def test_what_a_worker_did_not_tell_stays_with_it_and_what_was_dropped_on_the_wa
     xs, states = play(rule, COMPLETE, equal_starts(), 3, drift, codec=codec)  # until nothing is zero any more
     ends = [x + drift(i, 3, x) for i, x in enumerate(xs)]
     old, dropped = states[0].shared.clone(), states[0].dropped.clone()
-    told = [codec.decode(codec.encode(end - old, rng.key(0, i, 3, 0, "codec")), end) for i, end in enumerate(ends)]
+    decoded = [codec.decode(codec.encode(end - old, rng.key(0, i, 3, 0, "codec")), end) for i, end in enumerate(ends)]
     xs, states = play(rule, COMPLETE, xs, 1, drift, codec=codec, states=states, first=3)
     moved = states[0].shared - old
-    close(moved + states[0].dropped, sum(told) / N + dropped, rtol=0, atol=1e-12)
-    for x, end, q in zip(xs, ends, told, strict=True):
+    close(moved + states[0].dropped, sum(decoded) / N + dropped, rtol=0, atol=1e-12)
+    for x, end, q in zip(xs, ends, decoded, strict=True):
         close(x, end - q + moved, rtol=0, atol=1e-12)
 
 
@@ -105,7 +105,7 @@ def test_the_way_back_draws_again_in_every_round_so_that_all_elements_get_throug
 
 
 @pytest.mark.parametrize(
-    ("back", "said"),
+    ("back", "sentence"),
     [
         ("topkk", "unknown codec 'topkk'; did you mean 'topk'"),
         (3, "rule 'cocktail' got back = 3, which must be a codec's name, or a table with its name and options"),
@@ -115,8 +115,8 @@ def test_the_way_back_draws_again_in_every_round_so_that_all_elements_get_throug
         ({"name": "exact", "k": 3}, "codec 'exact' got an unknown option 'k'; Allowed: back"),
     ],
 )
-def test_a_way_back_that_cannot_work_is_refused_in_a_sentence(back, said):
-    with pytest.raises(ConfigError, match=said):
+def test_a_way_back_that_cannot_work_is_refused_in_a_sentence(back, sentence):
+    with pytest.raises(ConfigError, match=sentence):
         cocktail(back=back)
 
 

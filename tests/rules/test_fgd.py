@@ -217,7 +217,7 @@ def test_parameters_travel_behind_the_local_phase_and_updates_while_all_wait():
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "sentence"),
     [
         (lambda: fgd(mix_updates="rnadom"), "did you mean 'random'"),
         (lambda: resolve(tiny(rule={"name": "fgd", "mix_updates": "random_push"})), "doubly stochastic"),
@@ -226,6 +226,6 @@ def test_parameters_travel_behind_the_local_phase_and_updates_while_all_wait():
     ],
     ids=["name", "weights", "steps", "anchor"],
 )
-def test_what_cannot_mix_updates_is_refused_in_a_sentence(call, said):
-    with pytest.raises(ConfigError, match=said):
+def test_what_cannot_mix_updates_is_refused_in_a_sentence(call, sentence):
+    with pytest.raises(ConfigError, match=sentence):
         call()

@@ -43,10 +43,10 @@ def data_parallel_sgd(steps):
     """Where SGD ends with the gradient that the rule `data_parallel` hands to its workers."""
     x = START
     for _ in range(steps):
-        heard, _ = play(
+        received, _ = play(
             data_parallel(), make_topology("complete", N), [x] * N, 1, lambda i, t, _, at=x: gradient(i, at)
         )
-        x = x - RATE * heard[0]
+        x = x - RATE * received[0]
     return x
 
 

@@ -94,11 +94,11 @@ def test_the_geometric_median_is_where_the_directions_to_all_messages_cancel():
 def test_one_worker_with_a_flipped_and_ten_times_longer_message_does_not_flip_the_result(by):
     honest, messages = lying()
     low, high = torch.stack(honest).amin(0), torch.stack(honest).amax(0)
-    heard = combined(robust(MEAN, by=by), messages)
+    received = combined(robust(MEAN, by=by), messages)
     if by == "geometric_median":
-        assert (heard - sum(honest) / 7).norm() < 0.3
+        assert (received - sum(honest) / 7).norm() < 0.3
     else:
-        assert (low <= heard).all() and (heard <= high).all()
+        assert (low <= received).all() and (received <= high).all()
     assert (sum(messages) / 8 < 0).all()  # the mean goes the wrong way
 
 
@@ -117,8 +117,8 @@ def test_trust_keeps_the_mean_norm_and_turns_from_a_liar_one_round_late():
     norms = [float(one.norm()) for one in messages]
     first, second, later = (combined(trusted(MEAN), messages, t) for t in (1, 2, 40))
     close(first, sum(messages) / 8)
-    for heard in (second, later):
-        assert float(heard.norm()) == pytest.approx(sum(norms) / 8)
+    for received in (second, later):
+        assert float(received.norm()) == pytest.approx(sum(norms) / 8)
     assert float(torch.dot(first, honest[0])) < 0 < float(torch.dot(later, honest[0]))
 
 

@@ -133,8 +133,8 @@ def test_rows_and_columns_say_the_same_and_the_lost_are_alone(name: str, options
                 peers = [j for j, _ in row]
                 assert peers == sorted(set(peers)) and i in peers
                 assert all(w != 0 for j, w in row if j != i)
-            heard = {(i, j) for j in range(topology.n) for i in mixing.sends_to(j)}
-            assert heard == links(mixing)
+            received = {(i, j) for j in range(topology.n) for i in mixing.sends_to(j)}
+            assert received == links(mixing)
             assert all(list(column) == sorted(column) for column in mixing.columns)
             for i in set() if alive is None else set(range(topology.n)) - alive:
                 assert mixing.rows[i] == ((i, 1.0),) and mixing.columns[i] == (i,)
@@ -445,7 +445,7 @@ def test_a_corner_of_the_hypercube_without_a_partner_waits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "n", "options", "said"),
+    ("name", "n", "options", "sentence"),
     [
         ("rign", 4, {}, "unknown topology 'rign'; did you mean 'ring'"),
         ("random", 4, {"peer": 2}, "topology 'random' got an unknown option 'peer'; did you mean 'peers'"),
@@ -480,8 +480,8 @@ def test_a_corner_of_the_hypercube_without_a_partner_waits() -> None:
         ("ring", 4, {"edge_weight": "half"}, "got edge_weight = 'half'"),
     ],
 )
-def test_what_cannot_work_is_refused_in_a_sentence(name: str, n: int, options: dict, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_cannot_work_is_refused_in_a_sentence(name: str, n: int, options: dict, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
         make_topology(name, n, **options)
 
 

@@ -631,11 +631,11 @@ def test_a_newcomer_passes_over_a_state_that_most_others_do_not_have_and_names_i
         states, late = states_of(world, seals[0]), world.works[3]
         assert late.begun and all(begun.after and begun.donor != 1 for _, begun, _ in late.begun), late.begun
         assert all(state == states[finished] for work in (world.works[0], late) for finished, state in work.history)
-        said = [one for one in late.said if "is passed over for another" in one]
-        assert all("worker 1 has written it, and 2 of 2 workers had another one after round" in one for one in said), (
-            said
-        )
-        passed += bool(said)
+        warnings = [one for one in late.said if "is passed over for another" in one]
+        assert all(
+            "worker 1 has written it, and 2 of 2 workers had another one after round" in one for one in warnings
+        ), warnings
+        passed += bool(warnings)
     assert bool(passed) == (every == 1)
 
 
@@ -658,10 +658,10 @@ def test_a_round_closed_over_invalid_messages_ends_the_run_with_the_name_of_its_
             world.store.take(Create(name, seals[1].sealed(name, head, body)))
 
     world.at(10.0, write)
-    told = (
+    sentence = (
         "over messages, or with a mean, that are not in the store" if "there" in what else "worker 1 sent, which is not"
     )
-    with pytest.raises(PeerError, match=f"worker 1 has closed round 1 .*{told}"):
+    with pytest.raises(PeerError, match=f"worker 1 has closed round 1 .*{sentence}"):
         world.run()
 
 
@@ -835,8 +835,8 @@ def test_a_newcomer_passes_over_a_damaged_state_for_an_older_one(kind: type[Chai
     (must_hold_in_gossip if gossip else must_hold)(world)
     late = [work for work in world.works[2:] if work.begun]
     assert len(late) == 2 and all(work.begun[0][1].after > 0 for work in late), [work.begun for work in late]
-    said = [one for work in late for one in work.said if "is passed over for another" in one]
-    assert said and len(said) <= len(late) * len(broken), "each names it once"
+    warnings = [one for work in late for one in work.said if "is passed over for another" in one]
+    assert warnings and len(warnings) <= len(late) * len(broken), "each names it once"
 
 
 def test_with_no_sound_state_left_the_damaged_one_ends_a_newcomer() -> None:
@@ -911,7 +911,7 @@ def test_what_strangers_write_and_what_members_write_for_others_is_named_and_pas
     for round in range(6):
         commit = commit_in(round, seals[0].opened(name := f"r{round:08d}-commit", world.store.ever[name]).head, 3)
         assert commit is not None and sorted(commit.parts) == [0, 1, 2]
-    said = " ".join(works[1].said)
-    assert "'t00000-0007' of the store does not count: nobody in the run's [peers] has signed it" in said
-    assert "'t00002-0004' of the store does not count: peer 'berlin' has signed it, and may not be worker 2" in said
-    assert "'v00002-0000'" in said and "'r00000050-commit'" in said and "'v00001-0000'" in said
+    warnings = " ".join(works[1].said)
+    assert "'t00000-0007' of the store does not count: nobody in the run's [peers] has signed it" in warnings
+    assert "'t00002-0004' of the store does not count: peer 'berlin' has signed it, and may not be worker 2" in warnings
+    assert "'v00002-0000'" in warnings and "'r00000050-commit'" in warnings and "'v00001-0000'" in warnings

@@ -285,8 +285,8 @@ def test_a_newcomer_passes_over_a_damaged_state_of_the_server_for_an_older_one(
     world.run()
     must_hold(world, rule)
     assert len(loaded) == 2, "each of the newcomers begins with a state"
-    said = [one for work in world.works[2:] for one in work.said if "is passed over for another" in one]
-    assert len(said) == 2, said
+    warnings = [one for work in world.works[2:] for one in work.said if "is passed over for another" in one]
+    assert len(warnings) == 2, warnings
 
 
 def test_an_event_that_is_listed_and_cannot_be_read_ends_the_worker_that_waits_for_it() -> None:

@@ -233,9 +233,9 @@ def test_workers_that_agree_and_do_not_learn_stay_where_they_are_to_the_last_bit
         if i != j:
             for k in (i, j):
                 pairs[k].advance(dt)
-            told = pairs[i].tell(), pairs[j].tell()
-            pairs[i].meet(told[0], told[1])
-            pairs[j].meet(told[1], told[0])
+            sent = pairs[i].tell(), pairs[j].tell()
+            pairs[i].meet(sent[0], sent[1])
+            pairs[j].meet(sent[1], sent[0])
         number, mixing = phases[i], topology.mixing(phases[i])
         phases[i] += 1
         own = published[i][phases[i]] = gossips[i].message(number, mixing)

@@ -92,8 +92,8 @@ def exchange(transport: ElasticTransport, round: int, peers: Sequence[int]) -> d
     for peer in peers:
         transport.post(ticket, peer, [torch.full((4,), float(transport.worker))])
     transport.wait(ticket)
-    heard = transport.collect(ticket)
-    assert all(frames[0].tolist() == [float(peer)] * 4 for peer, frames in heard.items())
+    received = transport.collect(ticket)
+    assert all(frames[0].tolist() == [float(peer)] * 4 for peer, frames in received.items())
     return transport.outcomes()[ticket]
 
 

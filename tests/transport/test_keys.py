@@ -257,8 +257,8 @@ def test_a_key_without_the_private_key_of_its_certificate_fails_at_the_start_of_
         ["keys", "show", "berlin", "--out", str(key)],
     ):
         assert main(words) in (1, 2), words
-        said = capsys.readouterr()
-        assert re.search(sentence, " ".join((said.out + said.err).split())), said
+        output = capsys.readouterr()
+        assert re.search(sentence, " ".join((output.out + output.err).split())), output
     assert not (tmp_path / "run").exists(), "nothing was begun"
     (tmp_path / "peers.toml").write_text(peers_toml(listed))
     with pytest.raises(ConfigError, match=sentence):
@@ -308,13 +308,13 @@ def test_letters_pass_in_both_directions_at_once_while_a_relay_reads_nothing(key
             assert keys[0].name(far.channel.certificate) == "peer 'paris'"
             accepts = lambda letter, size: True  # noqa: E731
             with ThreadPoolExecutor(4) as pool:
-                told = [
+                threads = [
                     pool.submit(send_letter, end, one, RUN)
                     for end, one in zip((near, far.channel), letters, strict=True)
                 ]
                 read = [pool.submit(receive_letter, end, RUN, run_limits, accepts) for end in (far.channel, near)]
                 assert [one.result(TIMEOUT_S).content for one in read] == [content, content]
-                assert [one.result(TIMEOUT_S) for one in told] == [None, None]
+                assert [one.result(TIMEOUT_S) for one in threads] == [None, None]
         assert len(relay.seen) > 2 * len(content)
         hello = b"GOSS" + WIRE_VERSION.to_bytes(2, "little")
         # Of the ten million bytes of a cipher, any four that are looked for are among them once in four hundred runs.
@@ -448,8 +448,8 @@ def test_a_listed_certificate_outside_its_period_is_refused_with_the_advice_to_s
             dial(opened.address, b"", run=RUN, me=1, timeout_s=TIMEOUT_S, keys=there)
         assert caught.value.kind == "key"
         until(lambda: opened.refusals.counts == {"127.0.0.1: key": 1})
-    told = r"does not hold at \d{4}-.* UTC, which is the time on .* set the clock"
-    with contextlib.closing(Opened(there)) as opened, pytest.raises(RefusedError, match=told):
+    sentence = r"does not hold at \d{4}-.* UTC, which is the time on .* set the clock"
+    with contextlib.closing(Opened(there)) as opened, pytest.raises(RefusedError, match=sentence):
         dial(opened.address, b"", run=RUN, me=0, timeout_s=TIMEOUT_S, keys=here)
 
 
@@ -668,8 +668,8 @@ def test_workers_exchange_over_encrypted_connections(keys: list[Keys]) -> None:
                 worker.post(ticket, other, [torch.full((4,), float(worker.worker))])
         for worker in workers:
             worker.wait(ticket)
-            heard = worker.collect(ticket)
-            assert all(frames[0].tolist() == [float(peer)] * 4 for peer, frames in heard.items())
+            received = worker.collect(ticket)
+            assert all(frames[0].tolist() == [float(peer)] * 4 for peer, frames in received.items())
             assert set(worker.outcomes()[ticket].values()) == {Outcome.MADE}
 
 
@@ -740,8 +740,8 @@ def test_what_a_listed_peer_makes_up_about_another_slot_changes_nothing(keys: li
             say(before[0])
             for worker, was in zip(workers, before, strict=True):
                 entry = worker.members.entries[about]
-                said = ("nonce", "status", "since", "address", "round", "steps")
-                assert [getattr(entry, one) for one in said] == [getattr(was, one) for one in said]
+                names = ("nonce", "status", "since", "address", "round", "steps")
+                assert [getattr(entry, one) for one in names] == [getattr(was, one) for one in names]
             assert exchanged(workers, 1) == [{Outcome.MADE}] * 2
         assert not any(worker.members.replaced for worker in workers)
         assert exchanged(workers, 2) == [{Outcome.MADE}] * 2

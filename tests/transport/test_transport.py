@@ -482,9 +482,9 @@ def everyone_to_everyone(member: Member, checksum: bool, batched: bool, polled: 
     for j in peers:
         transport.post(ticket, j, frames_of(member.worker))
     transport.wait(ticket)
-    heard = transport.collect(ticket)
+    received = transport.collect(ticket)
     transport.close()
-    return sorted(heard) == peers and all(same(heard[j], frames_of(j)) for j in peers)
+    return sorted(received) == peers and all(same(received[j], frames_of(j)) for j in peers)
 
 
 @pytest.mark.parametrize(

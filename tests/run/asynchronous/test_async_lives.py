@@ -225,12 +225,12 @@ def test_a_worker_comes_back_into_its_slot_and_the_record_gives_the_bits_of_both
     assert (second.begun.source[:2] == (2, first.life)) == own == (second.begun.source[0] == 2)
     theirs = [event for i in (0, 1) for one in order[i] for event in one.events]
     if kind == "gossip":
-        heard = [one for event in theirs if isinstance(event, Mixed) for one in event.heard if one[0] == 2]
-        counted = [version for _, version, life in heard if life == first.life]
+        received = [one for event in theirs if isinstance(event, Mixed) for one in event.heard if one[0] == 2]
+        counted = [version for _, version, life in received if life == first.life]
         assert second.begun.number == max([saved.phases, *counted]), (
             "nobody counts a local phase twice, and none is lost"
         )
-        assert second.life in [life for _, _, life in heard]
+        assert second.life in [life for _, _, life in received]
     else:
         met = [event for event in second.events if isinstance(event, Met)]
         assert met and {event[1:4] for event in met} <= {event[1:4] for event in theirs if isinstance(event, Met)}

@@ -92,13 +92,13 @@ def test_a_simulation_whose_checkpoints_are_damaged_does_not_begin_again_over_th
     for resume in ("auto", True):
         with pytest.raises(CheckpointError) as refused:
             simulate(config, tmp_path, resume=resume)
-        said = str(refused.value)
+        sentence = str(refused.value)
         what = {"tensors": "is cut short: it has 100 of ", "manifests of one": "is cut short"}.get(
             damage, f"worker {owner} has no checkpoint of it"
         )
-        assert what in said and ("round 2: " in said) and "another --out" in said, said
+        assert what in sentence and ("round 2: " in sentence) and "another --out" in sentence, sentence
         if damage != "all files of one":
-            assert f"worker-{owner:03}." in said
+            assert f"worker-{owner:03}." in sentence
     assert contents(tmp_path) == before, "nothing was written over"
 
 
@@ -319,5 +319,5 @@ def test_a_folder_in_a_command_to_copy_is_quoted_for_the_shell(tmp_path: Path) -
     with pytest.raises(ConfigError) as refused:
         must_be_new(folder, None)
     unreadable = saved_when_unreadable(DataError("the stream is gone"), folder, 3)
-    assert all(f"'{folder}'" in said for said in (ended(folder, 3), ended(folder, 3, kept=False)))
-    assert all(said.endswith(f"--resume '{folder}'") for said in (str(refused.value), unreadable))
+    assert all(f"'{folder}'" in sentence for sentence in (ended(folder, 3), ended(folder, 3, kept=False)))
+    assert all(sentence.endswith(f"--resume '{folder}'") for sentence in (str(refused.value), unreadable))

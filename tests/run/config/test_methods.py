@@ -259,14 +259,14 @@ def test_a_method_trains_and_sends_and_keeps_what_the_page_counts_and_a_check_sa
 
 def sends_the_bytes_and_takes_the_seconds_that_a_check_says(run, trace):
     slow = from_options(SLOW, "slow")
-    said = examine_run(dataclasses.replace(run, network={"slow": slow}))
-    assert said.sent_bytes == pytest.approx(trace.sent_bytes.mean() / run.length.rounds, rel=1e-12)
-    assert said.most_bytes == trace.sent_bytes.max() / run.length.rounds
-    (priced,) = said.networks
+    examined = examine_run(dataclasses.replace(run, network={"slow": slow}))
+    assert examined.sent_bytes == pytest.approx(trace.sent_bytes.mean() / run.length.rounds, rel=1e-12)
+    assert examined.most_bytes == trace.sent_bytes.max() / run.length.rounds
+    (priced,) = examined.networks
     timeline = price(trace, slow)
     assert priced.round_s == pytest.approx(timeline.total_s / run.length.rounds)
     assert priced.utilisation == pytest.approx(timeline.mean_utilisation)
-    assert said.tokens == trace.steps.sum() * run.length.step_tokens and said.rounds == run.length.rounds
+    assert examined.tokens == trace.steps.sum() * run.length.step_tokens and examined.rounds == run.length.rounds
 
 
 def sends_after_a_phase_what_the_page_counts(run, folder):

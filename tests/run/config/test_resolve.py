@@ -555,6 +555,6 @@ def test_text_that_only_workers_with_few_local_steps_have_gives_a_warning():
     both = {"data__source": [str(TEXT), str(TEXT.parent / "json")]}
     (sentence,) = resolve(tiny(**uneven, **both, data__shards=[0, 1, 1, 0])).warnings
     assert "/json' is only on workers that take 2 of 8 local steps" in sentence and "run.weigh_steps" in sentence
-    for heard in ({}, {"data__shards": "contiguous"}, {**both, "data__shards": [0, 1, 1, 1]}):
-        assert not resolve(tiny(**uneven, **heard)).warnings
+    for settings in ({}, {"data__shards": "contiguous"}, {**both, "data__shards": [0, 1, 1, 1]}):
+        assert not resolve(tiny(**uneven, **settings)).warnings
     assert not resolve(tiny(**uneven, **both, data__shards=[0, 1, 1, 0], run__weigh_steps=True)).warnings

@@ -171,8 +171,10 @@ def test_a_worker_that_needs_longer_for_a_state_than_a_round_lasts_says_why_it_t
     for _ in range(9):
         elastic.ElasticRounds._say_if_slow(slow, 40.0)
     why = "the last one took 40.0 s, and they wait 7.0 s for it in every other round; give it a faster link, or set"
-    said = [f"worker 2 has taken a state {count} times, and each time" for count in (4, 8)]
-    assert [record.message[: len(said[0])] for record in caplog.records] == said and caplog.text.count(why) == 2
+    sentences = [f"worker 2 has taken a state {count} times, and each time" for count in (4, 8)]
+    assert [record.message[: len(sentences[0])] for record in caplog.records] == sentences and caplog.text.count(
+        why
+    ) == 2
 
 
 def replay_with_a_newcomer(config, tmp_path, round=4):

@@ -409,13 +409,15 @@ def test_a_comparison_is_not_resumed_over_the_damaged_files_of_a_run_that_has_en
     folder, outcomes = tmp_path / "out" / "pairs", tmp_path / "out" / "outcomes.jsonl"
     lines = outcomes.read_bytes()
 
-    def refused(name: str, content: str, *said: str) -> None:
+    def refused(name: str, content: str, *sentences: str) -> None:
         before = (folder / name).read_bytes()
         (folder / name).write_text(content)
         capsys.readouterr()
         assert main([*words, "--resume"]) != 0
-        told = capsys.readouterr().err
-        assert all(some in told for some in said) and "remove that folder" in told and "Traceback" not in told
+        output = capsys.readouterr().err
+        assert (
+            all(some in output for some in sentences) and "remove that folder" in output and "Traceback" not in output
+        )
         assert outcomes.read_bytes() == lines and (folder / name).read_text() == content
         (folder / name).write_bytes(before)
 

@@ -259,14 +259,14 @@ def test_a_file_that_means_the_default_rule_is_searched_as_one_that_names_it(tmp
 
 
 @pytest.mark.parametrize(
-    ("grid", "said"),
+    ("grid", "sentence"),
     [("cross", "the budget ended before both neighbours in η had run"), ("product", "at the edge of η")],
 )
-def test_the_page_tells_a_budget_that_ended_from_a_grid_that_does_not_grow(grid: str, said: str) -> None:
+def test_the_page_tells_a_budget_that_ended_from_a_grid_that_does_not_grow(grid: str, sentence: str) -> None:
     (contender, *_) = contenders(tuning(tune={"grid": grid}))
     best = GridPoint(0, (0.7, 0.5))
     found = Tuned(contender, SearchResult(best, ("outer_lr",), 9), {Trial(best, contender.deciding): [1.0]})
-    assert f", loss 1.0000, {said} (9 of " in tuned_page([found])
+    assert f", loss 1.0000, {sentence} (9 of " in tuned_page([found])
 
 
 @pytest.mark.full
@@ -296,8 +296,8 @@ def test_the_final_repeats_no_run_and_decides_by_the_mean_of_its_seeds(tmp_path:
     assert found.result.spent == sum(line["tokens"] for line in lines)
     again, _ = searched(contenders(asked), tmp_path / "outcomes.jsonl")
     assert (again.result, again.losses) == (found.result, found.losses), "from the outcomes alone"
-    said = tuned_page([found])
-    assert f"({found.result.spent:,} of 2,400 tokens, {len(found.losses)} trials)" in said, said
+    page = tuned_page([found])
+    assert f"({found.result.spent:,} of 2,400 tokens, {len(found.losses)} trials)" in page, page
 
 
 @pytest.mark.usefixtures("forks")
@@ -306,16 +306,16 @@ def test_a_tuning_that_was_cut_short_resumes_to_the_same_choice_and_repeats_no_f
 
     file, out = tmp_path / "methods.toml", tmp_path / "out"
     file.write_text(tomli_w.dumps(tuning()))
-    code, said = run("tune", file, "--out", out, "--jobs", 1)
-    assert code == 0 and "GASLoC: lr " in said and "gossip: lr " in said, said
+    code, output = run("tune", file, "--out", out, "--jobs", 1)
+    assert code == 0 and "GASLoC: lr " in output and "gossip: lr " in output, output
     outcomes, tuned, page = ((out / name).read_text() for name in ("outcomes.jsonl", "tuned.toml", "tune.md"))
     for line in map(json.loads, outcomes.splitlines()):
         assert line["seed"] == 0 and {*line["origin"]} == {"digest", "commit", "versions", "seconds", "text"}
     drawn = searched(contenders(load_document(file)), out / "outcomes.jsonl")
     assert page == f"# Tuned with one budget\n\n{tuned_page(drawn)}", "from the outcomes alone"
     assert run("tune", file, "--out", out)[0] == 2, "what is there is kept unless --resume is given"
-    code, said = run("tune", file, "--out", tmp_path / "other", "--set", "seed=3")
-    assert code == 2 and "set tune.seeds" in said, said
+    code, output = run("tune", file, "--out", tmp_path / "other", "--set", "seed=3")
+    assert code == 2 and "set tune.seeds" in output, output
     lines = outcomes.splitlines(keepends=True)
     (out / "outcomes.jsonl").write_text("".join(lines[:4]) + lines[4][:20])  # a killed process left a part of a line
     (unfinished, *_) = searched(contenders(load_document(file)), out / "outcomes.jsonl")
@@ -353,10 +353,10 @@ def test_a_comparison_copies_the_runs_of_the_search_that_chose_its_settings_and_
     asked = {"budget_tokens": 1_100, "lr": [1e-3, 2e-3, 4e-3], "outer": []}
     file.write_text(tomli_w.dumps({**base, "tune": asked, "variant": METHODS[:1]}))
     assert run("tune", file, "--out", out, "--jobs", 1)[0] == 0
-    code, said = run("compare", tuned, "--out", tmp_path / "copied", "--seeds", "0,1", "--reuse", out)
-    assert code == 0 and f"1 of 2 runs are copied from '{out}'" in said, said
-    code, said = run("compare", tuned, "--out", tmp_path / "copied", "--seeds", "0,1", "--reuse", out, "--resume")
-    assert code == 0 and f"0 of 0 runs are copied from '{out}'" in said, said
+    code, output = run("compare", tuned, "--out", tmp_path / "copied", "--seeds", "0,1", "--reuse", out)
+    assert code == 0 and f"1 of 2 runs are copied from '{out}'" in output, output
+    code, output = run("compare", tuned, "--out", tmp_path / "copied", "--seeds", "0,1", "--reuse", out, "--resume")
+    assert code == 0 and f"0 of 0 runs are copied from '{out}'" in output, output
     assert run("compare", tuned, "--out", tmp_path / "trained", "--seeds", "0,1")[0] == 0
     first, second = (read_results(tmp_path / name / "outcomes.jsonl") for name in ("copied", "trained"))
     assert [one.seed for one in first] == [0, 1]
@@ -370,7 +370,7 @@ def test_a_comparison_copies_the_runs_of_the_search_that_chose_its_settings_and_
         (("--set", "run.eval_workers=true"), "none of the 2 runs is finished in"),
         (("--set", "inner.lr=3e-3"), "none of the 2 runs is finished in"),
     ]:
-        code, said = run("compare", file, "--out", tmp_path / "no", "--seeds", "0,1", "--reuse", out, *words)
-        assert code == 2 and sentence in said and "Traceback" not in said, said
-    code, said = run("compare", tuned, "--out", tmp_path / "no", "--reuse", tmp_path)
-    assert code == 2 and "has no outcomes.jsonl" in said, said
+        code, output = run("compare", file, "--out", tmp_path / "no", "--seeds", "0,1", "--reuse", out, *words)
+        assert code == 2 and sentence in output and "Traceback" not in output, output
+    code, output = run("compare", tuned, "--out", tmp_path / "no", "--reuse", tmp_path)
+    assert code == 2 and "has no outcomes.jsonl" in output, output

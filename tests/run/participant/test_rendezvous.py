@@ -114,7 +114,7 @@ def test_a_newcomer_waits_for_the_first_machine_which_is_announced_at_an_address
     assert [code for code, _ in ends] == [0, 0], ends
     announced = (tmp_path / "first" / "address-000.json").read_text()
     assert "0.0.0.0" not in announced + ends[1][1].replace("0.0.0.0 means", ""), ends
-    assert [said.count("not encrypted") for _, said in ends] == [0, 1], "once, by whom others reach"
+    assert [output.count("not encrypted") for _, output in ends] == [0, 1], "once, by whom others reach"
 
 
 def test_a_newcomer_is_refused_at_once_where_waiting_would_not_help(tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def changes(channel: Channel) -> None:
 
 def offers(channel: Channel, of: int = 30) -> None:
     receive_letter(channel, RUN, limits(3), lambda letter, size: True)
-    said = {
+    offered = {
         "slot": 2,
         "donor": 0,
         "after": 7,
@@ -183,7 +183,7 @@ def offers(channel: Channel, of: int = 30) -> None:
         "sha256": "0" * 64,
         "entries": membership_update({}).decode(),
     }
-    send_letter(channel, Letter(LetterKind.OFFER, 0, body=body_of(json.dumps(said).encode())), RUN)
+    send_letter(channel, Letter(LetterKind.OFFER, 0, body=body_of(json.dumps(offered).encode())), RUN)
     receive_letter(channel, RUN, limits(3), lambda letter, size: True)
     send_letter(channel, Letter(LetterKind.CHUNK, 0, body=body_of(b"x" * of)), RUN)
 

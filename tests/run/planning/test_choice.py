@@ -211,7 +211,7 @@ def test_gossip_whose_late_workers_take_fewer_local_steps_is_expected_to_lose_wh
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "sentence"),
     [
         (["--loss", "3"], "--loss got 3 with neither --anchor nor --law"),
         (["--anchor", "3@1e9"], "--loss got nothing with --anchor"),
@@ -232,12 +232,12 @@ def test_gossip_whose_late_workers_take_fewer_local_steps_is_expected_to_lose_wh
     ],
 )
 def test_goals_and_races_that_cannot_be_are_refused_in_a_sentence(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
     assert main(["plan", "configs/networks/slow_uplink.toml", *words]) == 2
     error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
+    assert sentence in error and error.count("\n") == 1
 
 
 def test_a_loss_that_a_method_never_reaches_by_the_law_is_reported(
@@ -250,8 +250,8 @@ def test_a_loss_that_a_method_never_reaches_by_the_law_is_reported(
     hours = {}
     for loss in ("2.1", "3.3"):
         assert main([*words, "--loss", loss]) == 0
-        said = f"loss {loss} by the law: {'never' if loss == '2.1' else 'after about '}"
-        assert said in capsys.readouterr().out
+        sentence = f"loss {loss} by the law: {'never' if loss == '2.1' else 'after about '}"
+        assert sentence in capsys.readouterr().out
         assert main([*words, "--loss", loss, "--json"]) == 0
         hours[loss] = json.loads(capsys.readouterr().out)["hours_to_loss"]
     assert hours["2.1"] is None and hours["3.3"] > 0
@@ -432,8 +432,8 @@ def test_a_goal_that_cannot_be_is_refused_in_one_sentence(
 ) -> None:
     (tmp_path / "net.toml").write_text("uplink_bps = 1e9\ndownlink_bps = 1e9\nstep_s = 1.0\n")
     assert main(["plan", str(tmp_path / "net.toml"), "--workers", "4", "--model", "0.2m", *words]) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1 and sentence in told, told
+    output = capsys.readouterr().err
+    assert output.count("\n") == 1 and sentence in output, output
 
 
 def test_a_loss_is_reached_by_way_of_what_data_parallelism_reached_on_the_text(

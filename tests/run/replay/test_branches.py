@@ -148,8 +148,8 @@ def test_simulating_the_run_file_of_a_run_whose_settings_changed_says_so_and_its
     simulate(slower, folder, resume=True)
     words = ["simulate", str(folder / "run.toml"), "--out"]
     assert main([*words, str(tmp_path / "last")]) == 0
-    said = "after round 3: inner.lr from 0.001 to 0.0001; its run.toml has the settings since then alone"
-    assert said in caplog.text and f"--replay {folder}" in caplog.text
+    sentence = "after round 3: inner.lr from 0.001 to 0.0001; its run.toml has the settings since then alone"
+    assert sentence in caplog.text and f"--replay {folder}" in caplog.text
     caplog.clear()
     assert main([*words, str(tmp_path / "again"), "--replay", str(folder)]) == 0, capsys.readouterr().err
     assert "settings since then alone" not in caplog.text

@@ -79,9 +79,9 @@ def churn(root, **settings):
     while max(checkpoint.rounds(real / "checkpoints", 0), default=0) < left + 2 and time.monotonic() < deadline:
         time.sleep(0.1)
     newcomer = Command("train", root / "run.toml", "--out", real, "--join", "auto")
-    code, said = newcomer.finish()
+    code, printed = newcomer.finish()
     ended, output = launcher.finish()
-    assert (code, ended) == (0, 0), said + output
+    assert (code, ended) == (0, 0), printed + output
     return root, config
 
 
@@ -267,8 +267,8 @@ def test_a_worker_that_leaves_with_a_state_that_it_has_taken_over_continues_with
         patched.setattr("gossamer.cli.main", train_but_leave_after_round_4)
         newcomer = pool.submit(join)
         code, output = run(*command, "--local", 2)
-    left, said = newcomer.result()
-    assert left == 0 and "worker 2 leaves after round 4" in said, said
+    left, printed = newcomer.result()
+    assert left == 0 and "worker 2 leaves after round 4" in printed, printed
     assert code == 2 and output.count("leaves after round 4") == 2, output
     code, output = run("train", "--resume", real, "--local", 3)
     assert code == 0, output

@@ -319,10 +319,10 @@ WRONG = {
 
 @pytest.mark.parametrize(("overrides", "parts"), WRONG.values(), ids=WRONG.keys())
 def test_impossible_settings_are_refused_in_one_sentence_before_anything_is_written(overrides, parts, tmp_path):
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as refused:
         simulate(timed(**overrides), tmp_path / "run")
-    assert all(part in str(told.value) for part in parts), str(told.value)
-    assert "\n" not in str(told.value)
+    assert all(part in str(refused.value) for part in parts), str(refused.value)
+    assert "\n" not in str(refused.value)
     assert not (tmp_path / "run").exists()
 
 

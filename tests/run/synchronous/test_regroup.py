@@ -257,7 +257,7 @@ UNDER_TORCHRUN = {
 
 
 @pytest.mark.parametrize(
-    ("environment", "words", "said"),
+    ("environment", "words", "sentence"),
     [
         ({}, ["train"], "no torchrun has started this one; start it on each machine with TORCH_DISABLE_SHARE"),
         (
@@ -289,14 +289,14 @@ UNDER_TORCHRUN = {
     ],
 )
 def test_another_launch_or_a_run_that_cannot_have_fewer_stages_is_refused(
-    tmp_path, monkeypatch, environment, words, said
+    tmp_path, monkeypatch, environment, words, sentence
 ):
     (tmp_path / "run.toml").write_text(dump(tiny(**SMALL)))
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     verb, *rest = words
     code, output = run(verb, tmp_path / "run.toml", "--stages", "auto", "--out", tmp_path / "run", *rest)
-    assert code == 2 and said in " ".join(output.split()), output
+    assert code == 2 and sentence in " ".join(output.split()), output
     assert not (tmp_path / "run").exists()
 
 

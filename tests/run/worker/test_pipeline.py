@@ -250,8 +250,10 @@ def test_a_model_with_a_bottleneck_is_exported_with_code_that_opens_it_and_a_lin
 
     one = replica(model__bottleneck=NARROW[name])
     publish(one.run, one.task, one.x, tmp_path, finished=1, loss=math.nan)
-    said = f"{tmp_path / 'model'} is no plain Llama but has residual bottlenecks: open it with trust_remote_code=True\n"
-    assert capsys.readouterr().err == ("" if name == "subspace" else said)
+    sentence = (
+        f"{tmp_path / 'model'} is no plain Llama but has residual bottlenecks: open it with trust_remote_code=True\n"
+    )
+    assert capsys.readouterr().err == ("" if name == "subspace" else sentence)
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "model", trust_remote_code=True)
     assert (type(opened).__name__ == "LlamaForCausalLM") == (name == "subspace")
     tokens = torch.arange(16)[None]
@@ -458,18 +460,18 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_cannot_be_a_pipeline_is_refused_in_a_sentence(name):
-    overrides, said = BAD[name]
+    overrides, sentence = BAD[name]
     with pytest.raises(GossamerError) as caught:
         tiny(**overrides)
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert sentence in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_memory_of_samples_that_a_whole_run_has_only_once_is_refused_however_it_is_stopped_and_resumed():
     once = tiny(**AQSGD, run__steps=4, workers=1).data  # 32 samples
     assert once.accumulate * once.batch_size == 8
-    for windows, said in ((32, "draws 32 samples in run.steps = 4 and data.windows is 32"), (31, "")):
+    for windows, expected in ((32, "draws 32 samples in run.steps = 4 and data.windows is 32"), (31, "")):
         found = run_faults(tiny(**{**AQSGD, "data__windows": windows}, run__steps=4, workers=1))
-        assert [said in sentence for sentence in found] == [True] * bool(said)
+        assert [expected in sentence for sentence in found] == [True] * bool(expected)
     assert (
         run_faults(tiny(**{**AQSGD, "data__windows": 32, "pipeline__forward": "intk"}, run__steps=4, workers=1)) == []
     )

@@ -98,8 +98,8 @@ def test_a_run_that_loses_stages_says_so_and_is_resumed_to_the_bits_of_one_that_
         assert torch.equal(one.replica.x, other.replica.x)
     assert audit(tmp_path / "part", rounds=(2, 2)).difference is None
     lines = [line for line in read_metrics(tmp_path / "part") if "recovered" in line]
-    said = [(line["round"], line["worker"], line["recovered"]) for line in lines]
-    assert said == [(1, 0, {"1": "worker 1"}), (2, 1, {"1": "neighbours"})]
+    recovered = [(line["round"], line["worker"], line["recovered"]) for line in lines]
+    assert recovered == [(1, 0, {"1": "worker 1"}), (2, 1, {"1": "neighbours"})]
     (data,) = read_runs({"part": tmp_path / "part"}, {})
     assert data.branches[1] == "before round 3: stage 1 of worker 1 was lost, and went on from neighbours"
 

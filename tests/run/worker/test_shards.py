@@ -115,9 +115,9 @@ def test_shards_that_gossip_end_with_the_checkpoints_losses_and_bytes_of_the_sim
     must_be_alike(real, simulated, config)
     for ours, theirs in zip(read_trace(real).messages, read_trace(simulated).messages, strict=True):
         assert (ours == theirs).all()
-    said = [run("evaluate", folder, "--json") for folder in (real, simulated)]
-    assert [code for code, _ in said] == [0, 0]
-    losses = [json.loads(output.splitlines()[-1])["loss"] for _, output in said]
+    printed = [run("evaluate", folder, "--json") for folder in (real, simulated)]
+    assert [code for code, _ in printed] == [0, 0]
+    losses = [json.loads(output.splitlines()[-1])["loss"] for _, output in printed]
     assert losses[0] == losses[1]
 
 
@@ -160,7 +160,7 @@ def test_when_one_shard_is_killed_the_run_ends_names_it_and_resumes_later(gossip
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "expected"),
     [
         ({"data__accumulate": 3}, "data.accumulate is 3"),
         ({"run__elastic": True}, "run.elastic is true"),
@@ -180,7 +180,7 @@ def test_when_one_shard_is_killed_the_run_ends_names_it_and_resumes_later(gossip
         ({"model__experts": {"count": 2}}, "the run has model.experts"),
     ],
 )
-def test_what_shards_cannot_do_is_refused_by_name_and_simulated_all_the_same(settings, said):
+def test_what_shards_cannot_do_is_refused_by_name_and_simulated_all_the_same(settings, expected):
     found = document_faults(document(**{**TWO, **settings}), real=True)
-    assert any(said in sentence for sentence in found), found
+    assert any(expected in sentence for sentence in found), found
     assert not any("run.shards" in sentence for sentence in document_faults(document(**{**TWO, **settings})))

@@ -285,8 +285,8 @@ def trained(looked_at, tmp_path_factory, forks):
 
 
 def test_when_a_loss_is_not_finite_all_stages_end_with_the_same_sentence(trained):
-    said = [(trained / "diverging" / f"said-{part}").read_text() for part in range(4)]
-    assert len({*said}) == 1 and re.match("the loss of worker 0 became (nan|inf) at its inner step", said[0])
+    text = [(trained / "diverging" / f"said-{part}").read_text() for part in range(4)]
+    assert len({*text}) == 1 and re.match("the loss of worker 0 became (nan|inf) at its inner step", text[0])
 
 
 def parameters(config, folder):
@@ -517,10 +517,10 @@ def test_when_a_stage_dies_all_processes_end_and_name_it_and_its_worker(tmp_path
             parts=2,
             grace_s=30,
         )
-    said = [line for line in errors.getvalue().splitlines() if "closed its connection" in line]
+    printed = [line for line in errors.getvalue().splitlines() if "closed its connection" in line]
     assert code == 128 + signal.SIGKILL
-    assert sorted(line[:5] for line in said) == ["[0.0]", "[1.0]", "[1.1]"], errors.getvalue()
-    assert all("gossamer: stage 1 of worker 0 closed its connection in round" in line for line in said)
+    assert sorted(line[:5] for line in printed) == ["[0.0]", "[1.0]", "[1.1]"], errors.getvalue()
+    assert all("gossamer: stage 1 of worker 0 closed its connection in round" in line for line in printed)
     code, output = run("train", "--resume", tmp_path / "run", "--local", 2, "--set", "pipeline.cuts=[1]")
     assert code == 0 and output.count(": round 2 of 2  loss") == 1, output
     assert "settings change after round 1: pipeline.cuts from none to [1]" in output, output
