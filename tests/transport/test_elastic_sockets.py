@@ -255,7 +255,7 @@ def test_a_worker_that_needs_a_state_asks_again_until_its_donor_has_started_or_e
         offer, state = asking.result(LIMIT_S)
     assert (offer.donor, offer.after, state["x"].tolist()) == (1, 6, [1.0, 1.0])
     donor.close()
-    with pytest.raises(PeerError, match="nobody to take a state from"):
+    with pytest.raises(PeerError, match="no worker gives it a state"):
         fetch_state(members, endpoint._replace(timeout_s=1e6), first=1, behind=0, accept=lambda _, state: state)
     listeners[0].close()
 
