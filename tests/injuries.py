@@ -142,7 +142,7 @@ class Folders:
         return there
 
     def _branch(self, kind: str, config: RunConfig, there: Path) -> None:
-        """Goes on from an older round of a sound run, with other settings."""
+        """Continues from an older round of a sound run, with other settings."""
         shutil.copytree(self.sound(plain(kind)), there)
         newest = max(there.glob("checkpoints/round-*"))
         shutil.rmtree(newest)
@@ -366,7 +366,7 @@ def verbs_of(injury: Injury, *, all_of_them: bool) -> tuple[str, ...]:
 
 
 class Trial(NamedTuple):
-    """What came of one injury: a line of the outcome that a run which was stopped goes on from."""
+    """The result of one injury: a line of the outcomes, from which a stopped run continues."""
 
     seed: int
     run: str

@@ -260,7 +260,7 @@ WALL_CLOCK = {
     "gossamer.transport.sockets.examination": "how far apart clocks are",
     "gossamer.transport.sockets.tls": "the sentence about a certificate that does not hold now",
 }
-"""Who reads the wall clock, and for what: it may be set forward or back while a run goes on, whose waits must not change."""
+"""The users of the wall clock and their purposes: it may be set forward or back during a run, and no wait may change."""
 
 
 def test_no_wait_nor_deadline_of_a_run_follows_the_wall_clock() -> None:

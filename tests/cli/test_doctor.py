@@ -121,7 +121,7 @@ def test_addresses_that_answer_are_distinguished_from_those_that_do_not(
     with contextlib.closing(socket.socket()) as full, contextlib.ExitStack() as waiting:
         full.bind(("127.0.0.1", 0))
         full.listen(0)
-        for _ in range(3):  # whoever comes to a full queue is dropped without a word, as by a firewall
+        for _ in range(3):  # a connection to a full queue is dropped silently, as by a firewall
             one = waiting.enter_context(contextlib.closing(socket.socket()))
             one.setblocking(False)
             one.connect_ex(full.getsockname())

@@ -282,7 +282,7 @@ def test_a_run_without_workers_stands_still(make):
     run = make(walkers(4), absences=[Absence(4.0, i, "leave") for i in range(4)])
     for _ in run.run(10.0):
         pass
-    assert list(run.run()) == []  # and ends, although it may go on for ever
+    assert list(run.run()) == []  # and ends, although it may continue forever
 
 
 def test_meetings_begin_again_when_somebody_returns():

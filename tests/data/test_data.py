@@ -514,7 +514,7 @@ def test_a_stream_that_breaks_off_ahead_of_the_worker_is_reported_when_the_worke
     (tmp_path / "texts" / "train.jsonl").write_text('{"text": "%s"}\n' % ("a" * 150) + '{"text": 7}\n')
     opened = stream(f"hf:{tmp_path / 'texts'}", 1, prefetch=3)
     first = opened.batch(0, 0)
-    for _ in range(2):  # again, as a second try begins anew
+    for _ in range(2):  # again, as a second try starts from the beginning
         with pytest.raises(DataError, match=r"of type int but must be text|broke off"):
             opened.batch(0, 3)
         assert torch.equal(opened.batch(0, 0), first)

@@ -1,4 +1,4 @@
-"""Numbers of pages that name their source: what stands there is what the source says, and a key without a number is told."""
+"""Numbers of pages that name their source: each number is that of its source, and a key without a number is reported."""
 
 import re
 from pathlib import Path

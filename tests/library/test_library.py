@@ -477,7 +477,7 @@ def test_a_schedule_divides_the_round_and_exchanges_in_flight_at_the_end_are_rec
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter += 1.0
-        assert not loop.step()  # the first fragment is sent, and heard after the next step
+        assert not loop.step()  # the first fragment is sent, and received after the next step
         assert torch.equal(flat(model), before + 1.0)
         assert loop.step()
         assert (flat(model) != before + 1.0).any()  # half of what it had moved when it was sent is taken back
@@ -1359,7 +1359,7 @@ def compare_mean_model(model, loop):
 
 
 def states_of_other_steps():
-    """Who continues from another round, step or run, or forgets the state, is told so before anything is exchanged."""
+    """A worker that continues from another round, step or run, or without its state, is refused before anything is exchanged."""
     rank, states = dist.get_rank(), []
 
     def start(rule="diloco"):
@@ -1416,7 +1416,7 @@ class Heard(logging.Handler):
 
 
 def the_same_data_and_other_rates():
-    """Workers that train on the same batches, and those whose learning rates differ, are told so once."""
+    """Workers that train on the same batches, and those whose learning rates differ, are warned once."""
     rank = dist.get_rank()
     for rule, own_data, own_rate in (("diloco", False, False), ("gasloc", False, False), ("gasloc", True, True)):
         model = net()
@@ -1427,7 +1427,7 @@ def the_same_data_and_other_rates():
                 model(torch.randn(8, 3, generator=draw).to(DEVICE)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                if step == 1:  # else one whom nobody waits for may end before the others have told anything
+                if step == 1:  # else a worker that no other waits for may end before the others have reported anything
                     dist.barrier()
         same = [
             line for line in lines if "all 3 workers came out of their first local phase with the same bits" in line
@@ -1467,7 +1467,7 @@ def one_finishes_and_stays():
     rank = dist.get_rank()
     with gossamer.Outer(net(), "diloco", local_steps=5, timeout_s=5) as loop:
         train(loop.model, loop, 5, seed=rank)
-        loop.finish()  # all do, and go on, so that nobody has left
+        loop.finish()  # all do, and continue, so that none has left
         assert [loop._peers.published("left").get(rank)] == [[1, 0]]
         train(loop.model, loop, 4 if rank else 2, seed=rank)
         if rank == 0:

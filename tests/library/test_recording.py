@@ -32,7 +32,7 @@ def net() -> nn.Sequential:
 
 
 class Loop:
-    """A loop that may stop at any step and go on from what it has saved."""
+    """A loop that may stop at any step and resume from its saved state."""
 
     def __init__(self, folder: Path, saved: dict[str, Any] | None = None, **options: Any) -> None:
         self.model = net()

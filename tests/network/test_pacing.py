@@ -72,7 +72,7 @@ def test_one_slow_link_is_matched_as_the_closed_form_says(full, share, exchange_
 
 
 def test_fewer_steps_behind_a_slow_downlink_would_only_be_lost():
-    """Whoever sends through it is delayed, whatever the worker behind it does: why only the uplink counts."""
+    """Every sender through it is delayed, whatever the worker behind it does: so only the uplink counts."""
     targets = np.tile(np.arange(8), (64, 1))
     for r in range(64):
         pairs = random_matchings(8, 1, 0, r).reshape(-1, 2)

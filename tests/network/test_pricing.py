@@ -803,7 +803,7 @@ def test_latency_keeps_no_link_busy_where_large_rounds_overlap() -> None:
     trace = from_targets(everyone, 1000, steps=10)
     trace = trace._replace(messages=trace.messages._replace(overlap_steps=np.full(len(trace.messages.round), 20)))
     network = Network(uplink_bps=1e9, downlink_bps=1e9, latency_s=latency_s, step_s=0.01)
-    # The first messages leave after 0.1 s, come at 0.4 s and are waited for after 30 steps; so it goes on.
+    # The first messages leave after 0.1 s, come at 0.4 s and are waited for after 30 steps; so it continues.
     assert price(trace, network).total_s == pytest.approx(1.0013, rel=1e-3)
 
 

@@ -251,7 +251,7 @@ def test_what_is_no_folder_in_the_place_of_a_round_is_damage_and_is_put_aside_wh
     place = tmp_path / "round-000006"
     shutil.rmtree(place)
     place.write_text("x") if kind == "a file" else place.symlink_to(tmp_path / "gone" / "away")
-    for worker in range(2):  # the second, who never had one, is told too
+    for worker in range(2):  # the second, which never had one, is named too
         found = checkpoint.generation_faults(tmp_path, worker)[6]
         assert found is not None and found.kind == FaultKind.DAMAGED
         assert "round-000006" in found.why

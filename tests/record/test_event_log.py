@@ -1,4 +1,4 @@
-"""The logs of a run: one way to write them, to read them and to go on after half a line."""
+"""The logs of a run: one way to write them, to read them and to continue after half a line."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What is told of a run: who takes part and how far everybody is, from its files and from its workers; and how it ended."""
+"""The status of a run: its workers and their progress, from its files and from its workers; and how it ended."""
 
 import json
 import socket
@@ -54,7 +54,7 @@ def a_worker(slot, others, slots=5):
 
 
 def refused(address, count, slots=5):
-    """What a worker has refused, once these are so many: it counts a connection just after the other end has heard why."""
+    """The refusals of a worker, once there are so many: it counts one just after the other end has received the reason."""
     deadline = time.monotonic() + 30
     while True:
         found = look(address, SECRET, run=RUN, limits=limits(slots), timeout_s=5).refused

@@ -220,7 +220,7 @@ def odd_requests(page: Page, count: int = 200) -> Iterator[bytes]:
 
 
 def answers_each_in_a_sentence(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each odd request is answered, none with a server error, and the terminal of whoever serves the page shows nothing."""
+    """Each odd request is answered, none with a server error, and the terminal of the serving process shows nothing."""
     own = f"127.0.0.1:{page.port}".encode()
     base, digits = f"/{page.token}/".encode() if page.token else b"/", b"9" * 5000
     for request in (

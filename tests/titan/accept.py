@@ -243,7 +243,7 @@ def elastic(folder: Path, begin: Path) -> bool:
 
 
 def in_tensorboard(folder: Path) -> bool:
-    """Whether torchtitan's own log has what is told of the outer loop."""
+    """Whether torchtitan's own log has the metrics of the outer loop."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     [events] = {path.parent for path in folder.glob("**/events.out.*")}

@@ -1,4 +1,4 @@
-"""Topologies: what their tags say holds, whoever is alive, and every worker plans the same rounds without talking."""
+"""Topologies: their tags hold for every set of living workers, and all workers plan the same rounds without messages."""
 
 import math
 from collections.abc import Iterable

@@ -368,7 +368,7 @@ def test_all_workers_may_fetch_their_states_from_one_address_at_once() -> None:
 
 
 def test_two_that_reach_the_others_and_not_each_other_hold_up_no_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As two behind routers at home, who dial and cannot be dialled: one of them is left out, whoever leads."""
+    """As two behind routers at home, which dial and cannot be dialled: one of them is left out under every leader."""
     dial = elastic_transport.dial
 
     def cut(address: str, secret: bytes, *, me: int, whom: int, **more: Any) -> Channel:

@@ -333,7 +333,7 @@ def test_a_worker_that_sees_no_majority_gives_no_slot_away_whose_worker_may_live
     core.members.merge([known[3]._replace(status=MemberStatus.LEFT)])
     entry = core.give_slot(9, "host:9")
     assert entry is not None and entry.slot == 3
-    core.limit_bytes = None  # gossip goes on in both halves
+    core.limit_bytes = None  # gossip continues in both halves
     entry = core.give_slot(8, "host:8")
     assert entry is not None and entry.slot == 2
 

@@ -454,7 +454,7 @@ def test_a_listed_certificate_outside_its_period_is_refused_with_the_advice_to_s
 
 
 def test_a_reader_waits_for_no_writer(keys: list[Keys], opened: Opened) -> None:
-    """Both ends may be stuck in writing, and each goes on once the other one reads."""
+    """Both ends may be stuck in writing, and each continues once the other one reads."""
     with dial(opened.address, b"", run=RUN, me=1, timeout_s=TIMEOUT_S, keys=keys[1], whom=0) as near:
         far = opened.arrival().channel
         sock = near._sock
@@ -543,7 +543,7 @@ def test_floods_and_slow_connections_cost_no_descriptor_for_good(keys: list[Keys
             sock.recv(1)
     for sock in slow:
         sock.close()
-    until(lambda: descriptors() <= before + 1)  # that of the peer; the listener goes on
+    until(lambda: descriptors() <= before + 1)  # that of the peer; the listener continues
     opened.close()
     until(lambda: descriptors() <= before)
 
@@ -584,7 +584,7 @@ BEGINNINGS = {False: b"GOS", True: b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x0
 def test_honest_dials_get_in_while_idle_and_slow_connections_come_from_their_address(
     keys: list[Keys], encrypted: bool, per_s: float, slow: bool
 ) -> None:
-    """Honest workers behind the same router as whoever floods, 200 ms of round trip away."""
+    """Honest workers behind the same router as the flood, 200 ms of round trip away."""
     ours, theirs = (keys[0], keys[1]) if encrypted else (None, None)
     with (
         contextlib.closing(Opened(ours)) as opened,
@@ -893,7 +893,7 @@ def test_a_newcomer_gets_a_slot_of_its_own_key_and_no_other(files: dict[str, Pat
         at_most = {"limits": limits(3), "timeout_s": TIMEOUT_S, "keys": keys[2], "most_bytes": 4}
         with pytest.raises(PeerError, match="worker 0 offers a state of 5 bytes, and one of this run has at most 4"):
             ask(listener.address, b"", place._replace(slot=2), run=RUN, **at_most)
-        # What a worker says it is must be what its certificate says, and whoever wants another one is not given this one's.
+        # A worker must be the one in its certificate, and a request for another one does not get this one's.
         with pytest.raises(PeerError, match="peer 'berlin' calls itself worker 1"):
             ask(listener.address, b"", place, run=RUN, limits=limits(3), timeout_s=TIMEOUT_S, keys=keys[2], whom=1)
         # The state of a slot is for its own key too.

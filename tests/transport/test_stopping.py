@@ -1,4 +1,4 @@
-"""All processes of a run stop after one and the same round, whoever is asked and wherever the others are."""
+"""All processes of a run stop after one and the same round, whichever process is asked and wherever the others are."""
 
 import random
 import threading

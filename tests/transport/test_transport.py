@@ -357,7 +357,7 @@ LIMIT_S = 60.0
 
 
 def member_main(worker: int, n: int, port: int, pipe: Connection) -> None:
-    """A process that does what it is told until it is told to end."""
+    """A process that obeys commands until it is asked to end."""
     os.environ.update(
         RANK=str(worker),
         WORLD_SIZE=str(n),
@@ -681,7 +681,7 @@ def test_the_worker_that_stopped_is_named_by_those_that_wait_for_others(stopped:
 
 
 def send_and_leave(member: Member) -> float:
-    """Worker 1 stops when it has announced what it expects, and goes on when worker 0 has left."""
+    """Worker 1 stops when it has announced what it expects, and continues when worker 0 has left."""
     transport, ticket, numbers = transport_of(member, "leave"), Ticket(0), torch.arange(20_000.0)
     if member.worker == 1:
         transport.expect(ticket, 0, [numbers])
@@ -706,7 +706,7 @@ def test_what_was_sent_before_its_sender_left_still_arrives():
 
 
 def meet(member: Member) -> None:
-    """Everyone has heard everyone, so every pair has a lifeline."""
+    """Each has received from each, so every pair has a lifeline."""
     transport, ticket = transport_of(member, "meet"), Ticket(0)
     for j in range(member.workers):
         if j != member.worker:

@@ -54,7 +54,7 @@ def train_but_kill_worker_2_and_ask_worker_1_to_leave(argv):
 
 
 def train_but_kill_worker_2_and_wait_for_another(argv):
-    """`gossamer train`, in which one worker is killed, and the others go on once somebody fills its slot."""
+    """`gossamer train`, in which one worker is killed, and the others continue once another process fills its slot."""
     after_round_2({2: signal.SIGKILL}, lambda folder: (folder / "order-002.jsonl").read_text().count('"begin"') == 2)
     return main(argv)
 

@@ -1,4 +1,4 @@
-"""Which round counts: damaged checkpoints are never taken for none, in any kind of run, and going back is told."""
+"""Which round counts: damaged checkpoints are never taken for none, in any kind of run, and going back is reported."""
 
 import hashlib
 import itertools

@@ -274,7 +274,7 @@ def sends_after_a_phase_what_the_page_counts(run, folder):
     counted = traffic(resolve(run), layout_for(run.model, 256))
     lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     sizes = {line["fragment"]: line["bytes"] for line in lines if line.get("source", -1) >= 0}  # -1 is the server
-    if sizes or run.server is not None or run.pair is not None:  # what is published for whoever reads it is no transfer
+    if sizes or run.server is not None or run.pair is not None:  # a message published for any reader is no transfer
         assert len(sizes) == run.events.fragments
         assert counted.sent_bytes == sum(sizes.values()) / len(sizes)
 

@@ -1,4 +1,4 @@
-"""Elastic runs as a user starts them: who dies on the way, what is scored and told then, and how the run goes on."""
+"""Elastic runs as a user starts them: deaths on the way, scores and reports after them, and how the run continues."""
 
 import json
 import os

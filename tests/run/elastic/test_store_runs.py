@@ -1,4 +1,4 @@
-"""Runs whose whole state lies in a folder: workers die, others come, all die, and the run goes on."""
+"""Runs whose whole state lies in a folder: workers die, others come, all die, and the run continues."""
 
 import base64
 import contextlib

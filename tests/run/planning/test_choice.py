@@ -1,4 +1,4 @@
-"""The choice of a plan, on the network of the first screen and others, and what is told of it."""
+"""The choice of a plan, on the network of the first screen and others, and its report."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Runs that went on with other settings: audits and replays compute each round with those that it had, or say why they cannot."""
+"""Runs resumed with other settings: audits and replays use those of each round, or say why they cannot."""
 
 import json
 import shutil
@@ -66,7 +66,7 @@ WAYS = {
         {"model__layers": 2, "data__accumulate": 2, "run__steps": 16, "pipeline__stages": 2},
     ),
 }
-"""Settings, the rounds that are over when the run goes on, and with which settings it does."""
+"""Settings, the rounds completed before the run continues, and the settings with which it continues."""
 
 
 @pytest.mark.sampled(1)

@@ -75,7 +75,7 @@ def churn(root, **settings):
         time.sleep(0.1)
     os.kill(pids["1"], signal.SIGKILL)
     left = max(checkpoint.rounds(real / "checkpoints", 1))
-    # The others go on without it, so that its own state is too old for the newcomer.
+    # The others continue without it, so that its own state is too old for the newcomer.
     while max(checkpoint.rounds(real / "checkpoints", 0), default=0) < left + 2 and time.monotonic() < deadline:
         time.sleep(0.1)
     newcomer = Command("train", root / "run.toml", "--out", real, "--join", "auto")
@@ -117,7 +117,7 @@ def test_so_is_one_of_a_rule_with_several_exchanges_a_round(settings, tmp_path, 
 
 
 def slots_are_shared(folder, config):
-    """Whether slot 1 went on but for the rounds in which its worker, who was there at their start, was lost."""
+    """Whether slot 1 continued except in the rounds in which its worker, present at their start, was lost."""
     lives = read_outcomes(folder)
     there = [outcome.alive is None or 1 in outcome.alive for life in lives[0] for outcome in life.rounds]
     begun = lives[1][1].begun
@@ -145,7 +145,7 @@ def test_until_somebody_dies_an_elastic_run_has_the_bits_of_its_simulation(churn
     root, config = churned
     lives = [
         life for lives in read_outcomes(root / "real").values() for life in lives
-    ]  # whoever met it then has lost it
+    ]  # a worker that met it then has lost it
     death = min(outcome.round for life in lives for outcome in life.rounds if outcome.missed | outcome.unsure)
     simulate(config, tmp_path, until=death)
     calm = trained(tmp_path)

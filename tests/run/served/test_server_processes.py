@@ -98,7 +98,7 @@ def events(folder, who=None):
 
 
 def had(folder, event):
-    """The workers of which the record of a run has such an event, in its order, while the run goes on."""
+    """The workers of which the record of a run has such an event, in its order, while the run continues."""
     record = folder / "arrivals.jsonl"
     lines = record.read_text().split("\n")[:-1] if record.exists() else []
     return [one["worker"] for one in map(json.loads, lines) if one["event"] == event]
@@ -537,7 +537,7 @@ def start(config, folder):
 
 
 def in_place_of_a_killed_worker(launcher, folder, killed, *others):
-    """A process that takes the place of the worker that was killed, started as the launcher told when that one ended.
+    """A process that takes the place of the worker that was killed, started as the launcher printed when that one ended.
 
     The `others` stand still until it has joined, so that it has something to do however long it takes to start.
     """

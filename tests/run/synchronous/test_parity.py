@@ -319,7 +319,7 @@ CHANGING = {  # runs whose settings change on their way
 
 
 def changing():
-    """Those of `CHANGING`, which real processes go on with where the simulator has stopped."""
+    """Those of `CHANGING`, which real processes continue with where the simulator has stopped."""
     found = {}
     for k, (name, (rule, settings)) in enumerate(CHANGING.items()):
         plain = {"wrapper": None, "averaging": None, "codec": "exact", "optimizer": "adamw", "resumed": True}
@@ -342,7 +342,7 @@ def trained(request, tmp_path_factory, forks):
     found |= changing()
     plan, listed = [], key_of(root)
     for place, (name, (made, case)) in enumerate(found.items()):
-        if case["resumed"]:  # what real processes go on from was written by the simulator
+        if case["resumed"]:  # what real processes continue from was written by the simulator
             simulate(parse(made), root / "real" / name, until=STOP)
         peers = {"here": {**listed, "workers": made["workers"]}} if listed and place % 2 else {}
         plan.append([str(root / "real" / name), {**made, "peers": peers}, case["resumed"]])
@@ -407,7 +407,7 @@ def test_the_cover_meets_every_rule_and_topology_and_every_two_properties_of_a_r
 
 
 def test_changing_the_order_of_a_sum_is_noticed():
-    """The suite can fail: the same messages heard in another order give other bits."""
+    """The suite can fail: the same messages combined in another order give other bits."""
     generator = torch.Generator().manual_seed(0)
     messages = {j: torch.randn(4001, generator=generator) for j in range(4)}
     row = make_topology("complete", 4).mixing(0).rows[0]

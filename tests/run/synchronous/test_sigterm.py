@@ -1,4 +1,4 @@
-"""Signals to stop: all workers of a run save after one and the same round, and the run goes on from it to the same bits."""
+"""Signals to stop: all workers of a run save after one and the same round, and the run continues from it to the same bits."""
 
 import contextlib
 import io

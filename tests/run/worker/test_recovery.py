@@ -1,4 +1,4 @@
-"""A stage that is lost: it goes on from its neighbours or from a peer, in a simulation; `test_stages` has real processes."""
+"""A stage that is lost: it continues from its neighbours or from a peer, in a simulation; `test_stages` has real processes."""
 
 from types import SimpleNamespace
 from typing import Any, cast

@@ -148,7 +148,7 @@ def test_when_one_shard_is_killed_the_run_ends_names_it_and_resumes_later(gossip
     (tmp_path / "run.toml").write_text(dump(slow))
     command = Command("train", tmp_path / "run.toml", "--out", tmp_path / "real", "--local", 2)
     os.kill(command.processes(4)["1.1"], 0)
-    one_of_each = [f"round-000001/worker-{i:03}.json" for i in range(2)]  # both have something to go on from
+    one_of_each = [f"round-000001/worker-{i:03}.json" for i in range(2)]  # both have something to continue from
     saved = lambda: all((tmp_path / "real" / "checkpoints" / name).exists() for name in one_of_each)  # noqa: E731
     assert any(eventually(saved) for _ in range(6)), command.finish(0)
     os.kill(command.processes(4)["1.1"], 9)

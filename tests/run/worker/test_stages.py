@@ -327,7 +327,7 @@ def test_a_pipeline_of_processes_has_the_bits_and_the_bytes_of_the_virtual_one(t
 
 @pytest.mark.full
 @pytest.mark.timeout(900)  # a busy machine compiles for minutes
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler looks, and hides what it is told
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler looks, and hides its input
 def test_compiled_stages_of_processes_have_the_bits_of_those_in_one(tmp_path):
     must_have_stages_in_processes()
     options = {
