@@ -435,7 +435,7 @@ def stream(source: str, workers: int, **options) -> StreamCorpus:
     return opened
 
 
-def told(opened: StreamCorpus, worker: int, steps: int) -> set[bytes]:
+def documents_of(opened: StreamCorpus, worker: int, steps: int) -> set[bytes]:
     """The whole documents in the first batches of a worker."""
     tokens = torch.cat([opened.batch(worker, step).flatten() for step in range(steps)])
     return set(bytes(tokens.tolist()).split(b"\0")[1:-1])
@@ -524,7 +524,7 @@ def test_a_stream_that_breaks_off_ahead_of_the_worker_is_reported_when_the_worke
 def test_workers_of_a_stream_share_no_document_and_none_is_for_validation(files: int, tmp_path: Path) -> None:
     texts = documents(40)
     opened = stream(streamed(tmp_path / "texts", texts, "jsonl", files), 2)
-    first, second = told(opened, 0, 150), told(opened, 1, 150)
+    first, second = documents_of(opened, 0, 150), documents_of(opened, 1, 150)
     assert len(first) > 3 and len(second) > 3
     assert not first & second
     held_out = set(bytes(torch.cat([b.flatten() for b in opened.validation(60)]).tolist()).split(b"\0")[:-1])

@@ -123,7 +123,7 @@ def test_growth_is_bounded_only_if_that_is_sure() -> None:
     assert verdicts.stays({"a": [1.0]}, 1.5).verdict == verdicts.stays({"a": [1.0, 2.0]}, 1.5).verdict == "open"
 
 
-def told(
+def verdict_on(
     number: int, lines: Sequence[tuple[str, Mapping[str, Any], Mapping[str, float | None]]]
 ) -> verdicts.Found | None:
     """What a claim's test says of these variants, places and rows, over three seeds that scatter a little."""
@@ -151,9 +151,9 @@ def test_the_best_outer_learning_rate_is_that_of_the_lowest_loss_with_each_numbe
         for rate in rates
         for lr in (2e-3, 4e-3)
     ]
-    found = told(9, lines)
+    found = verdict_on(9, lines)
     assert found is not None and found.verdict == verdict and f"{best[4]:.2f} with 4" in found.effect
-    assert told(9, lines[:-1]) is None  # the best of some is not the best of all
+    assert verdict_on(9, lines[:-1]) is None  # the best of some is not the best of all
 
 
 @pytest.mark.parametrize(("factor", "verdict"), [(1.0, "holds"), (3.0, "fails"), (None, "fails")])
@@ -164,7 +164,7 @@ def test_disagreement_is_bounded_where_a_longer_run_ends_with_as_much(factor: fl
         ("Factored Gossip", {"rule.lr": 0.07, "rule.momentum": 0.95, "run.steps": steps}, row)
         for steps, row in ends.items()
     ]
-    found = told(13, lines)
+    found = verdict_on(13, lines)
     assert found is not None and found.verdict == verdict
 
 
@@ -175,7 +175,7 @@ def test_stale_adam_counts_at_the_best_of_its_outer_learning_rates() -> None:
         for name, some in losses.items()
         for rate, loss in zip((3e-4, 1e-3), some, strict=True)
     ]
-    found = told(15, lines)
+    found = verdict_on(15, lines)
     assert found is not None and found.verdict == "holds" and "CGAD above Adam -0.1" in found.effect
 
 
@@ -188,7 +188,7 @@ def test_restarts_are_judged_by_the_share_of_settings_near_the_best_run() -> Non
         ]
 
     for lost, verdict in (("no restarts", "holds"), ("restarts every three rounds", "fails")):
-        found = told(17, lines(lost))
+        found = verdict_on(17, lines(lost))
         assert found is not None and found.verdict == verdict
 
 

@@ -102,7 +102,7 @@ class Chain:
         self._disk, self._disks, self._every = disk, disk, every
         self._x, self._steps, self._kept = "", 0, (0, "")
         self.leaves = False
-        self.said: list[str] = []
+        self.sentences: list[str] = []
         self.history: list[tuple[int, str]] = []
         self.begun: list[tuple[int, Basis, str]] = []
 
@@ -178,7 +178,7 @@ class Chain:
         return self.leaves
 
     def say(self, sentence: str) -> None:
-        self.said.append(sentence)
+        self.sentences.append(sentence)
 
 
 class Stranger(Chain):
@@ -601,8 +601,8 @@ def test_a_worker_that_closes_rounds_with_another_mean_is_named_by_each_other_wo
     assert len(histories[0]) >= 9 and histories[2], "one was there all the time, and one came later"
     assert all(state == states[finished] for history in histories for finished, state in history)
     for work in honest:
-        assert any("worker 1 has closed it with what does not follow" in one for one in work.said), work.said
-        assert not any("worker 0 has closed" in one or "worker 2 has closed" in one for one in work.said)
+        assert any("worker 1 has closed it with what does not follow" in one for one in work.sentences), work.sentences
+        assert not any("worker 0 has closed" in one or "worker 2 has closed" in one for one in work.sentences)
 
 
 class FalseDonor(Chain):
@@ -631,7 +631,7 @@ def test_a_newcomer_passes_over_a_state_that_most_others_do_not_have_and_names_i
         states, late = states_of(world, seals[0]), world.works[3]
         assert late.begun and all(begun.after and begun.donor != 1 for _, begun, _ in late.begun), late.begun
         assert all(state == states[finished] for work in (world.works[0], late) for finished, state in work.history)
-        warnings = [one for one in late.said if "is passed over for another" in one]
+        warnings = [one for one in late.sentences if "is passed over for another" in one]
         assert all(
             "worker 1 has written it, and 2 of 2 workers had another one after round" in one for one in warnings
         ), warnings
@@ -750,7 +750,7 @@ def test_a_store_that_refuses_is_asked_for_a_timeout_and_one_that_fails_for_ten(
     ):
         work = Chain({}, 1)
         waited_s, sentence = patience(work, lambda _, error=error: error)
-        assert str(error) in sentence and any(str(error) in one for one in work.said)
+        assert str(error) in sentence and any(str(error) in one for one in work.sentences)
         if refuses:
             assert (
                 waited_s < 1.5 * TIMEOUT_S and "the store has refused for" in sentence and "to create 'run'" in sentence
@@ -835,7 +835,7 @@ def test_a_newcomer_passes_over_a_damaged_state_for_an_older_one(kind: type[Chai
     (must_hold_in_gossip if gossip else must_hold)(world)
     late = [work for work in world.works[2:] if work.begun]
     assert len(late) == 2 and all(work.begun[0][1].after > 0 for work in late), [work.begun for work in late]
-    warnings = [one for work in late for one in work.said if "is passed over for another" in one]
+    warnings = [one for work in late for one in work.sentences if "is passed over for another" in one]
     assert warnings and len(warnings) <= len(late) * len(broken), "each names it once"
 
 
@@ -911,7 +911,7 @@ def test_what_strangers_write_and_what_members_write_for_others_is_named_and_pas
     for round in range(6):
         commit = commit_in(round, seals[0].opened(name := f"r{round:08d}-commit", world.store.ever[name]).head, 3)
         assert commit is not None and sorted(commit.parts) == [0, 1, 2]
-    warnings = " ".join(works[1].said)
+    warnings = " ".join(works[1].sentences)
     assert "'t00000-0007' of the store does not count: nobody in the run's [peers] has signed it" in warnings
     assert "'t00002-0004' of the store does not count: peer 'berlin' has signed it, and may not be worker 2" in warnings
     assert "'v00002-0000'" in warnings and "'r00000050-commit'" in warnings and "'v00001-0000'" in warnings

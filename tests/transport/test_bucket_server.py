@@ -82,7 +82,7 @@ class Replica:
         self.one: ServerAttendance
         self.leaves = False
         self.answers: list[Send] = []
-        self.said: list[str] = []
+        self.sentences: list[str] = []
         self.history: list[tuple[int, str]] = []
         self.acknowledged: list[tuple[int, int, int]] = []
 
@@ -92,7 +92,7 @@ class Replica:
         return self.leaves
 
     def say(self, sentence: str) -> None:
-        self.said.append(sentence)
+        self.sentences.append(sentence)
 
     def take(self, number: int, event: ServerEvent, message: memoryview) -> None:
         actions = applied(self.core, event, bytes(message))
@@ -285,7 +285,7 @@ def test_a_newcomer_passes_over_a_damaged_state_of_the_server_for_an_older_one(
     world.run()
     must_hold(world, rule)
     assert len(loaded) == 2, "each of the newcomers begins with a state"
-    warnings = [one for work in world.works[2:] for one in work.said if "is passed over for another" in one]
+    warnings = [one for work in world.works[2:] for one in work.sentences if "is passed over for another" in one]
     assert len(warnings) == 2, warnings
 
 

@@ -23,7 +23,7 @@ OWN_NAME = "127.1"
 
 
 @pytest.fixture(autouse=True)
-def told() -> None:
+def choices_are_reported_again() -> None:
     interfaces._tell.cache_clear()
 
 

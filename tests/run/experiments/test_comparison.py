@@ -321,11 +321,11 @@ def test_runs_that_are_compared_are_trained_one_after_the_other_point_by_point_a
     assert runs[-1].at == {"run.local_steps": 4, "inner.lr": 1e-4} and runs[-1].config.inner.lr == 1e-4
     folders, trained = {run.label: tmp_path / folder_name(run.label) for run in runs}, list[tuple[Any, ...]]()
 
-    def told(run: Point, end: RunEnd) -> None:
+    def ended_of(run: Point, end: RunEnd) -> None:
         trained.append((run.method, run.config.run.local_steps, run.seed))
         assert len(end.text) == 32
 
-    train_all(runs, folders, tmp_path / "outcomes.jsonl", began=lambda run: None, on_end=told)
+    train_all(runs, folders, tmp_path / "outcomes.jsonl", began=lambda run: None, on_end=ended_of)
     assert trained == [
         ("a", 2, 3),
         ("b", 2, 3),

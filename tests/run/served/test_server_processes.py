@@ -409,7 +409,7 @@ ASKED = {
 }
 
 
-def heard(port, request=b""):
+def answer_to(port, request=b""):
     """What a stranger receives that sends this and waits for the end, but for the random bytes, of which only the number."""
     with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
         # It listens first: a server that hangs up on what is too much resets the connection, and what it had sent may be lost.
@@ -425,7 +425,7 @@ def heard(port, request=b""):
 def test_a_stranger_learns_nothing_takes_no_seat_and_keeps_no_worker_out(tmp_path, monkeypatch, caplog):
     config = served(workers=2, server__name="heloco", run__steps=6)
     with a_server(config, tmp_path, monkeypatch) as (server, port):
-        assert {what: heard(port, request) for what, request in ASKED.items()} == dict.fromkeys(ASKED, (32, b""))
+        assert {what: answer_to(port, request) for what, request in ASKED.items()} == dict.fromkeys(ASKED, (32, b""))
         for wrong in ("a secret that is another one, though as long", KNOWN + "!"):
             with pytest.raises(PeerError, match=r"turned away by the server.*give both the same secret"):
                 connect(

@@ -338,7 +338,7 @@ def test_torchrun_starts_a_run_again_without_a_machine_that_is_gone_and_with_it_
         port = free.getsockname()[1]
     agents = {name: agent(tmp_path, name, port) for name in (f"m{k}" for k in range(MACHINES))}
 
-    def said(words):
+    def logged(words):
         return any(words in path.read_text() for path in tmp_path.glob("m*.log"))
 
     def wait_until(happened):
@@ -354,7 +354,7 @@ def test_torchrun_starts_a_run_again_without_a_machine_that_is_gone_and_with_it_
             process.kill()
         agents["m1"].wait()
         shutil.rmtree(tmp_path / "m1")
-        wait_until(lambda: said("5 processes: 2 workers of 2 stages"))
+        wait_until(lambda: logged("5 processes: 2 workers of 2 stages"))
         agents["m1"] = agent(tmp_path, "m1", port)
         assert [one.wait(400) for one in agents.values()] == [0] * MACHINES
     finally:
