@@ -233,9 +233,9 @@ def test_the_tutorial_works_as_written(tmp_path, monkeypatch):
     }
 
     def number(pattern: str, command: str) -> float:
-        found = re.search(pattern, printed[command])
-        assert found, printed[command]
-        return float(found[1])
+        match = re.search(pattern, printed[command])
+        assert match, printed[command]
+        return float(match[1])
 
     gasloc, diloco = (number(r"([\d.]+) s for", f"price runs/{run} network.toml") for run in ("first", "diloco"))
     assert gasloc < diloco
@@ -648,9 +648,9 @@ def test_the_loops_that_a_page_starts_with_torchrun_train_two_workers_as_one(eve
     for file, code in zip(files, blocks, strict=True):
         file.write_text("import gossamer\n" + code if "import gossamer" not in code else code, encoding="utf-8")
     (tmp_path / "train.py").write_text(LOOPS, encoding="utf-8")
-    found = [one.finish(120) for one in torchrun(2, tmp_path / "train.py", *files)]
-    ends = sorted(line for _, output in found for line in re.findall(r"^.+?: 2 workers, .+$", output, re.MULTILINE))
-    assert all(code == 0 for code, _ in found) and len(ends) == 2 * len(files) + 2, found
+    outputs = [one.finish(120) for one in torchrun(2, tmp_path / "train.py", *files)]
+    ends = sorted(line for _, output in outputs for line in re.findall(r"^.+?: 2 workers, .+$", output, re.MULTILINE))
+    assert all(code == 0 for code, _ in outputs) and len(ends) == 2 * len(files) + 2, outputs
     assert ends[::2] == ends[1::2]
 
 
@@ -682,8 +682,8 @@ def test_the_files_that_start_sites_elsewhere_parse_and_their_commands_are_comma
         assert done.returncode == 0, done.stderr
     together = "\n".join([*scripts, page])
     words += [
-        found.replace('"', "").split()
-        for found in re.findall(r"\b(?:gossamer|IMAGE) ((?:train|keys|doctor|status) [^\n>&;`#]+)", together)
+        command.replace('"', "").split()
+        for command in re.findall(r"\b(?:gossamer|IMAGE) ((?:train|keys|doctor|status) [^\n>&;`#]+)", together)
     ]
     assert {one[0] for one in words} == {"train", "keys", "doctor", "status"}
     for one in words:
