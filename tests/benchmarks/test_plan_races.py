@@ -90,6 +90,31 @@ def test_the_registered_pick_gives_the_time_and_alone_runs_and_a_stopped_race_go
     assert counted is not None and counted.group(2) == str(int(gap <= 0.02))
 
 
+def test_the_page_names_the_picks_of_today_that_were_not_raced_beside_those_that_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines, new = plan_races.outcomes(), {"even_1g": "data parallel 1 exact", "even_10m": "DiLoCo 5 fp4"}
+
+    def cell_of(network: str, size: str, horizon_s: float) -> Any:
+        own = plan_races.of_cell(lines, network, size)
+        factor = 0.5 if (network, size) == ("even_10m", "1m") else 1.0  # raced, and twice as fast since
+        pick = new.get(network) if size == "1m" else None
+        pick = pick or next(one["label"] for one in reversed(own) if one["second"])
+        prices = {one["label"]: factor * one["round_s"] for one in own}
+        return plan_races.Cell(None, None, pick, pick, dict.fromkeys(prices, 0.0), prices)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(plan_races, "cell_of", cell_of)
+    said = plan_races.page()
+    assert (
+        "In 2 of 12 cells its pick of today was not raced, or not at its price, and the row has the last pick that was, with the "
+        "commit of its plan: even, 1 Gbit/s, 1m: data parallel 1 exact (raced: data parallel 1 bf16, of 47c976c7); "
+        "even, 10 Mbit/s, 1m: DiLoCo 5 fp4 (raced: DiLoCo 15 fp4, of 475b9133)."
+    ) in said
+    assert "| even, 1 Gbit/s | 1m | data parallel 1 bf16 | data parallel 1 bf16 | 0 |" in said
+    assert "| data parallel 1 exact | not raced |" in said and "| DiLoCo 5 fp4 | not raced |" in said
+    assert "DiLoCo 15 fp4 (pick)" in said and "picks that were not raced: 2." in said
+
+
 def test_what_was_written_of_the_slowest_machine_alone_is_read_as_of_the_quickest(tmp_path: Path) -> None:
     file = tmp_path / "held_out.jsonl"
     lines = [

@@ -362,7 +362,8 @@ def test_price_and_report_read_what_was_recorded(tmp_path, capsys):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["network.toml", "page-table.md", "page.html", "run"]
     write_branches(tmp_path / "run", [{"round": 1, "digest": "", "changes": {"pipeline.stages": [3, 2]}}])
     code, out, err = run(["price", tmp_path / "run", tmp_path / "network.toml"], capsys)
-    assert code == 0 and "changed (after round 1: pipeline.stages from 3 to 2), and all rounds are priced with" in err
+    words = "after round 1: pipeline.stages from 3 to 2"
+    assert code == 0 and f"changed ({words}), and all rounds are priced with the last ones" in err
     refused(["price", tmp_path / "run", tmp_path / "none.toml"], capsys, "none.toml")
     (tmp_path / "eight.toml").write_text(
         "uplink_bps = 1e6\ndownlink_bps = 1e6\nstep_s = 1.0\nsites.a.workers = [0, 1, 2, 3]\n"

@@ -1,5 +1,6 @@
 """One script, unchanged: what GOSSAMER_OUTER asks for."""
 
+import os
 import re
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import gossamer
 from commands import Command, free_port, program
 from gossamer.errors import ConfigError
+from gossamer.integrations import as_worker
 from gossamer.integrations.environment import rule_and_options
 from gossamer.library.parts import must_be_what_is_asked
 
@@ -82,6 +84,27 @@ def test_an_outer_that_agrees_with_what_is_asked_for_is_made(monkeypatch):
 def test_what_is_asked_for_twice_or_in_another_form_is_refused(rule, options, environment, sentence):
     with pytest.raises(ConfigError, match=sentence):
         rule_and_options(rule, options, environment)
+
+
+@pytest.mark.parametrize(
+    ("environment", "place", "warned"),
+    [
+        ({}, (0, 1), True),
+        ({"GOSSAMER_OUTER": "diloco"}, (0, 1), True),
+        ({"GOSSAMER_SITE": "1/2"}, (1, 2), False),
+        (JOINED, (1, 2), False),
+    ],
+    ids=["nothing", "a method", "a site", "where sites meet"],
+)
+def test_a_lone_process_is_the_site_that_the_environment_names_or_warned_that_it_may_be_the_only_worker(
+    environment, place, warned, monkeypatch, caplog
+):
+    for name in [name for name in os.environ if name.startswith("GOSSAMER_")]:
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert as_worker() == as_worker() == place
+    assert ["unless site=... or store=... is given later" in one for one in caplog.messages] == [True, True] * warned
 
 
 SCRIPT = """

@@ -601,6 +601,26 @@ def test_the_trainer_is_refused_checkpoints_that_callbacks_do_not_see(tmp_path):
         TransformersCallback("diloco").on_train_begin(args, SimpleNamespace(), SimpleNamespace())
 
 
+def test_the_processes_of_a_site_that_a_framework_counts_one_by_one_are_refused(monkeypatch):
+    from gossamer.integrations.accelerate import prepare_outer
+    from gossamer.integrations.lightning import LightningCallback
+    from gossamer.integrations.transformers import TransformersCallback
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 8)
+    given = {"site": (0, 2), "join": "127.0.0.1:1"}
+    counted = SimpleNamespace(world_size=1, num_processes=1)
+    for begin in (
+        lambda: TransformersCallback("diloco", **given).on_train_begin(counted, SimpleNamespace(), SimpleNamespace()),
+        lambda: LightningCallback("diloco", **given).setup(counted, None, "fit"),
+        lambda: prepare_outer(counted, net(), "diloco", **given),
+    ):
+        with pytest.raises(
+            ConfigError, match=r"counts 1 and this site has 8 processes, .*; leave as_worker\(\) out, or"
+        ):
+            begin()
+
+
 def test_accelerate_resumes_within_an_epoch_with_the_samples_of_the_uninterrupted_run(tmp_path, monkeypatch):
     """At batch 6 of the 10 of an epoch, and again in the next."""
     from accelerate.state import AcceleratorState

@@ -352,6 +352,23 @@ def test_what_a_store_does_not_carry_is_refused_before_anything_is_written(
     assert not (tmp_path / "store").exists()
 
 
+@pytest.mark.parametrize(("rest", "state_bytes"), [("compare", 96), ("broadcast", 120)])
+def test_a_state_that_s3_does_not_take_in_one_object_is_refused_before_the_store_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rest: Any, state_bytes: int
+) -> None:
+    """8 parameters, the start of the round and the momentum, with 6 frozen numbers where they are part of the state."""
+    model, folder = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2).requires_grad_(False)), str(tmp_path / "run")
+    given: dict[str, Any] = {"workers": 1, "rest": rest}
+    monkeypatch.setattr("gossamer.transport.bucket.bucket.MOST_IN_S3", state_bytes - 1)
+    output = refusal(lambda: gossamer.Outer(model, "diloco", store="s3://bucket/run", **given))
+    assert output.startswith("Outer got store='s3://bucket/run', and the state of this run is an object of ")
+    monkeypatch.setattr("gossamer.library.in_store.is_s3", lambda url: url == folder)
+    refusal(lambda: gossamer.Outer(model, "diloco", store=folder, **given))
+    assert not [*tmp_path.iterdir()]
+    monkeypatch.setattr("gossamer.transport.bucket.bucket.MOST_IN_S3", state_bytes)
+    gossamer.Outer(model, "diloco", store=folder, **given).close()
+
+
 def test_processes_of_one_group_and_trainers_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="the callback of a trainer got store='s3://bucket/run'"):
         begin_outer(model_of(0), "diloco", {"store": "s3://bucket/run", "workers": 1}, step=0, saved=None)

@@ -33,7 +33,7 @@ from gossamer.errors import CheckpointError, ConfigError, PairingError, PeerErro
 from gossamer.library.metrics import Meter
 from gossamer.library.peers import common_of, must_agree
 from gossamer.library.saved import must_continue_alike
-from gossamer.library.watch import warn_of_phases
+from gossamer.library.watch import LoopCheck, warn_of_phases
 from gossamer.optimizers.inner import build_optimizer
 from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.combine import FITTING, Method
@@ -973,7 +973,7 @@ def test_steps_that_are_never_exchanged_are_reported_once(caplog):
     for end in (gossamer.Outer.close, gossamer.Outer.finish):
         text = said(6, end)
         assert text.count("ends with 2 inner steps that were not exchanged, as a round has 4;") == 1
-        assert "no round ended at all, so that it has trained apart" in said(3, end)
+        assert "as a round has 4, and no round ended at all, so that rounds changed nothing; let" in said(3, end)
     caplog.clear()
 
     def fails():
@@ -984,6 +984,23 @@ def test_steps_that_are_never_exchanged_are_reported_once(caplog):
     with pytest.raises(KeyError):
         fails()
     assert not caplog.text
+
+
+def test_a_worker_without_others_or_after_earlier_rounds_is_not_reported_as_trained_apart(caplog):
+    with gossamer.Outer(model := net(), "gasloc", local_steps=4) as loop:
+        train(model, loop, 6)
+        saved = loop.state_dict()
+    caplog.clear()
+    with gossamer.Outer(net(), "gasloc", local_steps=4) as loop:
+        loop.load_state_dict(saved)
+    assert "ends with 2 inner steps that were not exchanged, as a round has 4; let the number" in caplog.text
+    for workers, words in ((1, "so that rounds changed nothing"), (2, "so that it has trained apart from the others")):
+        watch = LoopCheck(net(), 0, workers, iter(range(9)).__next__, 4).watch
+        watch.end()
+        assert f"and outer.step() was never called, {words}; call it" in caplog.messages[-1]
+        watch.steps, watch.quiet = 3, False
+        watch.end()
+        assert f"as a round has 4, and no round ended at all, {words}; let the number" in caplog.messages[-1]
 
 
 def test_steps_of_an_incomplete_round_are_reported_when_the_loop_is_dropped(caplog, monkeypatch):

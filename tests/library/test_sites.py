@@ -362,9 +362,7 @@ def test_a_mean_over_half_of_the_sites_waits_for_the_other_half_to_come_back(sit
 def test_losses_of_the_sites_that_are_alive_are_heard_without_waiting_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sites, "_LOOK_S", 0.05)
     for elastic in (False, True):
-        join = f"127.0.0.1:{free_port()}"
-        outers = in_threads(*(partial(small, site, 2, join, "gossip", elastic=elastic) for site in range(2)))
-        in_threads(*(outer.step for outer in outers))
+        _, outers = begun(2, rule="gossip", elastic=elastic)
         assert outers[0].losses(0.5) == {0: 0.5}, "the other has said nothing"
         deadline = time.monotonic() + 20
         while (heard := outers[1].losses(float("inf"))) != {0: 0.5, 1: float("inf")}:
@@ -572,11 +570,10 @@ def test_peers_that_do_not_fit_the_sites_are_refused_in_a_sentence(
 def test_a_key_is_given_no_slot_of_another_site_and_nobody_is_taken_for_the_site_that_the_board_calls_him(
     peers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    join, file = f"127.0.0.1:{free_port()}", read_peers(peers)
+    file = read_peers(peers)
     keys = [Keys(peers.parent / f"{site}.pem", file, 2) for site in range(2)]
     monkeypatch.setattr("gossamer.library.outer.keys_of_sites", lambda file, site: keys[site[0]])
-    outers = in_threads(*(partial(small, site, 2, join, peers=peers) for site in range(2)))
-    in_threads(*(outer.step for outer in outers))
+    _, outers = begun(2, peers=peers)
     assert outers[0]._site is not None
     first, members = outers[0]._site, outers[0]._site._inner.members
     entries = members.entries
@@ -600,49 +597,39 @@ def _awaited(outer: gossamer.Outer[Any]) -> Set[int]:
     return outer._site._inner.closing._present
 
 
-def test_a_site_does_not_take_a_state_that_does_not_fit_and_asks_another(caplog: pytest.LogCaptureFixture) -> None:
-    join = f"127.0.0.1:{free_port()}"
-    outers = in_threads(*(partial(small, site, 3, join) for site in range(3)))
-    in_threads(*(outer.step for outer in outers))
-    outers[2].close()
-    assert outers[0]._site is not None
-    outers[0]._site.keep(1, {**outers[0]._for_others(), "x": torch.zeros(3)})
-    again = small(2, 3, join)
-    assert not again.step(), "its first step takes a state over"
-    assert "site 2 does not take the state that site 0 gave: a tensor of (3,)" in caplog.text
-    assert "site 2 goes on with the state of site 1" in caplog.text
-    assert torch.equal(again.model.weight, outers[1].model.weight)
-    deadline = time.monotonic() + 10
-    while not all(2 in _awaited(outer) for outer in outers[:2]) and time.monotonic() < deadline:
-        time.sleep(0.02)  # two of three may close a round as long as they take the third for away
-    assert in_threads(*(outer.step for outer in (*outers[:2], again))) == [True] * 3
-    for outer in (*outers[:2], again):
-        outer.close()
-
-
-def test_a_site_does_not_take_a_state_that_no_other_site_has(caplog: pytest.LogCaptureFixture) -> None:
-    join = f"127.0.0.1:{free_port()}"
-    outers = in_threads(*(partial(small, site, 4, join) for site in range(4)))
-    in_threads(*(outer.step for outer in outers))
-    outers[3].close()
+@pytest.mark.parametrize(
+    ("sites", "spoilt", "why"),
+    [
+        (3, lambda x: torch.zeros(3), "a tensor of (3,)"),
+        (4, lambda x: x + 1, "1 of 3 workers have this state after round 1"),
+    ],
+    ids=["that does not fit", "that no other site has"],
+)
+def test_a_site_that_comes_back_does_not_take_a_state_and_asks_another(
+    sites: int, spoilt: Callable[[torch.Tensor], torch.Tensor], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    join, outers = begun(sites)
+    back = sites - 1
+    outers.pop().close()
     assert outers[0]._site is not None
     state = outers[0]._for_others()
-    outers[0]._site.keep(1, {**state, "x": state["x"] + 1})
-    again = small(3, 4, join)
+    outers[0]._site.keep(1, {**state, "x": spoilt(state["x"])})
+    again = small(back, sites, join)
     assert not again.step(), "its first step takes a state over"
-    assert (
-        "site 3 does not take the state that site 0 gave: 1 of 3 workers have this state after round 1" in caplog.text
-    )
-    assert "word alone" not in caplog.text
+    assert f"site {back} does not take the state that site 0 gave: {why}" in caplog.text
+    assert ("on its word alone" in caplog.text) == (sites == 3), "of two others neither confirms the other"
+    assert f"site {back} goes on with the state of site 1" in caplog.text
     assert torch.equal(again.model.weight, outers[1].model.weight)
-    for outer in (*outers[:3], again):
+    deadline = time.monotonic() + 10
+    while not all(back in _awaited(outer) for outer in outers) and time.monotonic() < deadline:
+        time.sleep(0.02)  # the others may close a round as long as they take it for away
+    assert in_threads(*(outer.step for outer in (*outers, again))) == [True] * sites
+    for outer in (*outers, again):
         outer.close()
 
 
 def test_sites_that_end_stay_until_one_that_their_last_round_was_closed_without_has_their_state() -> None:
-    join = f"127.0.0.1:{free_port()}"
-    outers = in_threads(*(partial(small, site, 3, join, timeout_s=6.0) for site in range(3)))
-    in_threads(*(outer.step for outer in outers))
+    _, outers = begun(3, timeout_s=6.0)
     late = outers.pop()
     in_threads(*(outer.step for outer in outers))
     with ThreadPoolExecutor(2) as pool:
@@ -658,12 +645,20 @@ def test_sites_that_end_stay_until_one_that_their_last_round_was_closed_without_
 # --- what is refused, and in which words ------------------------------------------------------------------------------
 
 
-Two = tuple[str, list[gossamer.Outer[Any]]]
+Begun = tuple[str, list[gossamer.Outer[Any]]]
 
 
 def small(site: int, sites: int, join: str, rule: str = "diloco", **options: Any) -> gossamer.Outer[Any]:
     options = {"local_steps": 1, "timeout_s": 4.0, "elastic": True, **options}
     return gossamer.Outer(torch.nn.Linear(3, 2), rule, site=(site, sites), join=join, **options)
+
+
+def begun(sites: int, **options: Any) -> Begun:
+    """Sites of one process that have closed their first round, and where they meet."""
+    join = f"127.0.0.1:{free_port()}"
+    outers = in_threads(*(partial(small, site, sites, join, **options) for site in range(sites)))
+    in_threads(*(outer.step for outer in outers))
+    return join, outers
 
 
 def refusal(act: Callable[[], Any]) -> str:
@@ -673,17 +668,15 @@ def refusal(act: Callable[[], Any]) -> str:
 
 
 @pytest.fixture
-def two() -> Iterator[Two]:
+def two() -> Iterator[Begun]:
     """Two sites of one process that have begun."""
-    join = f"127.0.0.1:{free_port()}"
-    outers = in_threads(*(partial(small, site, 2, join, codec="bf16") for site in range(2)))
-    in_threads(*(outer.step for outer in outers))
+    join, outers = begun(2, codec="bf16")
     yield join, outers
     for outer in outers:
         outer.close()
 
 
-def test_a_site_that_is_there_is_refused_in_a_sentence_and_disturbs_nobody(two: Two) -> None:
+def test_a_site_that_is_there_is_refused_in_a_sentence_and_disturbs_nobody(two: Begun) -> None:
     join, outers = two
     assert f"site 1 of 2 is at '{join}' already" in refusal(lambda: small(1, 2, join, codec="bf16", timeout_s=1.5))
     assert "where another process does" in refusal(lambda: small(0, 2, join, codec="bf16"))
@@ -699,7 +692,7 @@ def test_a_program_at_the_address_that_never_answers_is_named_within_the_timeout
 
 
 def test_what_another_run_has_in_common_is_compared_when_a_site_comes_back(
-    two: Two, monkeypatch: pytest.MonkeyPatch
+    two: Begun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     join, outers = two
     outers[1].close()
@@ -725,7 +718,7 @@ def test_what_another_run_has_in_common_is_compared_when_a_site_comes_back(
     assert "does not carry the code of this run's secret" in refusal(lambda: small(1, 2, join, codec="bf16"))
 
 
-def test_a_site_with_another_number_of_processes_is_refused_when_it_comes_back(two: Two) -> None:
+def test_a_site_with_another_number_of_processes_is_refused_when_it_comes_back(two: Begun) -> None:
     join, outers = two
     outers[1].close()
     with pytest.MonkeyPatch.context() as patch:
@@ -738,7 +731,7 @@ def alone(siblings: Siblings, lane: Lane) -> None:
     siblings._lane, siblings._group, siblings._width = lane, None, 99
 
 
-def test_a_site_that_left_comes_back_with_the_state_of_the_others(two: Two) -> None:
+def test_a_site_that_left_comes_back_with_the_state_of_the_others(two: Begun) -> None:
     join, outers = two
     outers[1].close()
     again = small(1, 2, join, codec="bf16")
@@ -752,7 +745,7 @@ def test_a_site_that_left_comes_back_with_the_state_of_the_others(two: Two) -> N
     again.close()
 
 
-def test_what_needs_all_sites_at_once_is_refused(two: Two) -> None:
+def test_what_needs_all_sites_at_once_is_refused(two: Begun) -> None:
     _, outers = two
     assert "mean_model() was called with elastic=True" in refusal(lambda: outers[0].mean_model().__enter__())
     assert "a state was given after 1 rounds with elastic=True" in refusal(

@@ -18,6 +18,7 @@ from gossamer.network.links import Network, from_toml, to_toml
 from gossamer.network.pipeline_time import Pass, StageLinks, microbatch_order, pipeline_step
 from gossamer.network.pricing import price
 from gossamer.record.folder import read_metrics
+from gossamer.record.lineage import write_branches
 from gossamer.record.logs.pipeline_work import PipelineWork, read_pipeline, write_pipeline
 from gossamer.record.logs.seconds import read_seconds
 from gossamer.record.logs.stage_seconds import read_stages
@@ -299,6 +300,28 @@ def test_a_run_that_continues_in_one_piece_is_priced_as_one(tmp_path):
     assert read_pipeline(tmp_path) is not None
     simulate(tiny(**{**FAR, "run__steps": 6, "pipeline__stages": 1}, run__checkpoint_every=1), tmp_path, resume=True)
     assert read_pipeline(tmp_path) is None
+
+
+def test_a_report_and_a_price_say_that_all_rounds_have_the_last_stages_where_these_changed(tmp_path, capsys):
+    folder, network = tmp_path / "run", tmp_path / "far.toml"
+    simulate(tiny(**FAR, run__checkpoint_every=1), folder, until=1)
+    simulate(tiny(**FAR, run__checkpoint_every=1, pipeline__cuts=[1]), folder, resume=True)
+    words, network_of = "after round 1: pipeline.cuts from none to", tiny(**FAR).network["far"]
+    network.write_text(to_toml(network_of))
+    assert main(["price", str(folder), str(network), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["changed_stages"].startswith(words)
+    assert main(["report", str(folder), "--out", str(tmp_path / "page.html")]) == 0
+    sentence = f"the stages of tiny changed ({words}"
+    assert sentence in capsys.readouterr().out and sentence in (tmp_path / "page.html").read_text()
+    assert ", all in the last stages |" in (tmp_path / "page-table.md").read_text()
+    assert main(["report", str(folder), "--out", str(tmp_path / "page.html"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["runs"][0]["changed_stages"].startswith(words)
+    (folder / "seconds.jsonl").unlink()  # which a run under way does not have
+    assert any(
+        f"the stages of run changed ({words}" in note for note in json.loads(LiveRuns([tmp_path]).data(""))["notes"]
+    )
+    write_branches(folder, [{"round": 1, "digest": "", "changes": {"pipeline.lost": [[], [{}]]}}])
+    assert summary_rows({"tiny": folder}, {"far": network_of})[0]["changed_stages"] is None, "as they were"
 
 
 @pytest.mark.parametrize("change", [{"shares": [1.0]}, {"again_bytes": []}, {"micro_batches": 10**6}])

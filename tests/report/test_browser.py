@@ -277,6 +277,7 @@ def test_the_calculators_follow_what_is_moved_by_keyboard_with_and_without_a_ser
             page.goto(address)
             part = page.locator("section[data-part=plan]")
             part.locator("path[data-curve=DiLoCo]").wait_for()
+            assert part.locator("path[data-curve=DiLoCo]").get_attribute("stroke") == "var(--c0)"
             rows, curve = part.locator("tbody").inner_text(), part.locator("path[data-curve=DiLoCo]").get_attribute("d")
             part.locator("[data-key=bandwidth]").press("ArrowRight")
             assert part.locator("tbody").inner_text() != rows

@@ -1,10 +1,11 @@
 """Unmodified torchtitan jobs joined by a few words: `make titan`, in an environment of its own, as torchtitan needs triton.
 
 - Two sites of two FSDP2 processes end with the bits of two sites of one process: weights, AdamW and outer state.
+- So do two sites whose method, local steps and address are named by GOSSAMER_OUTER.
 - Of three elastic sites one is killed and started again with the same words while the others train, and all end alike.
 - A job of two processes is continued by four, and by one, from torchtitan's own checkpoints.
 
-    python tests/titan/accept.py [diloco] [gasloc] [elastic] [resharded]      # all of them where none is named
+    python tests/titan/accept.py [diloco] [environment] [gasloc] [elastic] [resharded]      # all of them where none is named
 """
 
 import atexit
@@ -64,10 +65,19 @@ def outer_of(rule: str, **more: object) -> list[str]:
 
 
 def start(
-    folder: Path, out: Path, processes: int, site: str, overrides: list[str], *more: str, steps: int = STEPS
+    folder: Path,
+    out: Path,
+    processes: int,
+    site: str,
+    overrides: list[str],
+    *more: str,
+    steps: int = STEPS,
+    asked: str | None = None,
 ) -> subprocess.Popen[str]:
+    """Args: `asked` is GOSSAMER_OUTER in its environment."""
     environment = {
         **os.environ,
+        **({} if asked is None else {"GOSSAMER_OUTER": asked}),
         "GOSSAMER_SITE": site,
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
@@ -146,12 +156,22 @@ def must_end_well(folder: Path, jobs: dict[str, subprocess.Popen[str]]) -> None:
         raise SystemExit(f"they ended with {codes}")
 
 
-def both(folder: Path, name: str, processes: int, rule: str, seed: Path | None, *more: str) -> None:
+def both(
+    folder: Path, name: str, processes: int, rule: str, seed: Path | None, *more: str, by_environment: bool = False
+) -> None:
     """Two sites of so many processes, to their end."""
-    overrides = [*outer_of(rule), 'gossamer.integrations.torchtitan.data={"same": true}']
+    overrides, asked = outer_of(rule), None
+    if by_environment:
+        overrides[0], asked = (
+            "gossamer.integrations.torchtitan.outer",
+            f"{rule}:{LOCAL_STEPS}@127.0.0.1:{free_port()}",
+        )
+    overrides.append('gossamer.integrations.torchtitan.data={"same": true}')
     load = () if seed is None else ("--checkpoint.initial_load_path", str(seed), "--checkpoint.initial_load_model_only")
     jobs = {
-        f"{name}-{site}": start(folder, folder / f"{name}-{site}", processes, f"{site}/2", overrides, *load, *more)
+        f"{name}-{site}": start(
+            folder, folder / f"{name}-{site}", processes, f"{site}/2", overrides, *load, *more, asked=asked
+        )
         for site in range(2)
     }
     must_end_well(folder, jobs)
@@ -288,8 +308,13 @@ def main() -> int:
         seed = start(folder, folder / "seed", 1, "0/1", [], "--checkpoint.create_seed_checkpoint")
         must_end_well(folder, {"seed": seed})
         begin = folder / "seed" / "checkpoint" / "step-0"
-        for what in sys.argv[1:] or ("diloco", "gasloc", "elastic", "resharded"):
-            if what == "elastic":
+        for what in sys.argv[1:] or ("diloco", "environment", "gasloc", "elastic", "resharded"):
+            if what == "environment":
+                both(folder, "diloco by environment", 1, "diloco", begin, by_environment=True)
+                if not (folder / "diloco on one-0").exists():
+                    both(folder, "diloco on one", 1, "diloco", begin)
+                well &= compare(folder, "diloco by environment", "diloco on one")
+            elif what == "elastic":
                 well &= elastic(folder, begin)
             elif what == "resharded":
                 well &= resharded(folder)

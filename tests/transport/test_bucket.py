@@ -189,6 +189,14 @@ def test_a_folder_where_an_object_should_be_lasts_and_a_store_that_may_not_be_li
             opened_bucket("s3://bucket/run")
 
 
+def test_a_folder_that_is_made_for_a_new_run_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        opened_bucket(f"{tmp_path}/new")
+    assert [one.partition(" for ")[0] for one in caplog.messages] == [
+        f"the store '{tmp_path}/new' was not there and is made"
+    ]
+
+
 def test_an_address_of_a_folder_is_decoded_as_any_other_url(tmp_path: Path) -> None:
     opened_bucket(f"file://{tmp_path}/two%20words").create("x", b"1")
     assert (tmp_path / "two words" / "x").read_bytes() == b"1"

@@ -1,5 +1,6 @@
 """Closing a round over those that are ready: whatever is cut off and whenever, all workers end with one history."""
 
+import itertools
 import json
 import random
 from collections import defaultdict
@@ -31,6 +32,8 @@ class World:
         self.workers = [self.closing(Members(limits(n), i, entries)) for i in range(n)]
         self.dead = [False] * n
         self.deaths: list[float] = []
+        self.ended = set[int]()
+        """Who has ended, as its round needs a message that it has declined; nobody takes its slot."""
         self.kept = [(0, 0)] * n
         """The state at the end of the last round of each: in which closing it goes on, and its line."""
         self.side = [0] * n
@@ -64,7 +67,7 @@ class World:
         return self.meet(a, b) and (a, b) not in self.unheard
 
     def run(self, limit_s: float) -> bool:
-        """Whether all workers got through all rounds."""
+        """Whether all workers that have not ended got through all rounds."""
         while self.now < limit_s:
             self.now += STEP_S
             self._fall_apart()
@@ -73,7 +76,10 @@ class World:
                 self._look_around(i)
                 self._act(i, self.workers[i])
             self._deliver()
-            if not any(self.dead) and all(worker.round >= ROUNDS * self.per_round for worker in self.workers):
+            some = [worker for i, worker in enumerate(self.workers) if i not in self.ended]
+            if not some or {i for i in range(self.n) if self.dead[i]} > self.ended:
+                continue
+            if all(worker.round >= ROUNDS * self.per_round for worker in some):
                 return True
         return False
 
@@ -83,8 +89,9 @@ class World:
             self.deaths.pop(0)
             able = [i for i in range(self.n) if not self.dead[i]]
             if 2 * (len(able) - 1) > self.n:
-                self.dead[self.draw.choice(able)] = True
-        for slot in [i for i in range(self.n) if self.dead[i] and self.draw.random() < 0.05]:
+                self._die(self.draw.choice(able))
+        away = [i for i in range(self.n) if self.dead[i] and i not in self.ended]
+        for slot in [i for i in away if not all(self.dead) and self.draw.random() < 0.05]:
             donor = self.draw.choice([i for i in range(self.n) if not self.dead[i]])
             entries = dict(self.workers[donor].members.entries)
             old = entries[slot]
@@ -96,6 +103,11 @@ class World:
             self.letters = [letter for letter in self.letters if slot not in letter[1:3]]
             self.dead[slot], self.left_s[slot] = False, self.draw.uniform(0.1, 2.0)
             self._begin(slot, donor)
+
+    def _die(self, i: int) -> None:
+        """Ends a process, and with it what it alone has closed."""
+        self.dead[i] = True
+        self.closers = [closer for closer in self.closers if closer[0] != i]
 
     def _begin(self, i: int, source: int) -> None:
         """Goes on with another worker's state."""
@@ -156,6 +168,9 @@ class World:
                 self.left_s[i] = self.draw.uniform(0.1, 2.0)
             elif worker.proposed is not None and self.held.get(i) != (worker.round, worker.proposed.attempt):
                 self._try(i, worker, worker.proposed)
+            elif worker.needed:
+                self.ended.add(i)
+                return self._die(i)
         worker.tick(self.now)
         for peer, letter in worker.outbox:
             self.letters.append((self.now + self.draw.uniform(0.01, 0.3), i, peer, letter))
@@ -228,7 +243,7 @@ def test_all_end_with_one_history_where_some_accuse_others_and_the_network_falls
         world = World(seed, 5)
         world.unsound = {(a, b) for a, b in [world.draw.sample(range(5), 2) for _ in range(2)]}
         assert world.run(limit_s=240.0), (seed, [worker.round for worker in world.workers])
-        assert len({worker.history_hash for worker in world.workers}) == 1, seed
+        assert len({one.history_hash for i, one in enumerate(world.workers) if i not in world.ended}) == 1, seed
 
 
 @pytest.mark.parametrize(("n", "seed"), [(3, 151), (3, 274)])
@@ -247,6 +262,23 @@ def test_who_is_never_cut_off_from_a_majority_for_a_deadline_has_one_history_thr
             for world in (World(seed, n), late_leader(seed, n)):
                 world.run(limit_s=90.0)
                 assert not world.contradictions, (seed, n)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("part", range(10))
+def test_who_needs_a_declined_message_ends_and_the_others_have_one_history_where_some_die(part: int) -> None:
+    ended = 0
+    for seed, n, falls_apart in itertools.product((2 * part, 2 * part + 1), (3, 4, 5), (False, True)):
+        world = late_leader(seed, n)
+        world.deaths = sorted(world.draw.uniform(0.0, 15.0) for _ in range(4))
+        world.faults = world.faults if falls_apart else []
+        got_through = world.run(limit_s=120.0)
+        live = [worker for i, worker in enumerate(world.workers) if not world.dead[i]]
+        assert got_through or 2 * len(live) <= n, (seed, n, "only too few wait")
+        assert len({(worker.round, worker.history_hash) for worker in live}) == len({one.round for one in live})
+        assert not world.contradictions and not any(worker.needed for worker in live), (seed, n)
+        ended += len(world.ended)
+    assert ended
 
 
 def late_leader(seed: int, n: int) -> World:

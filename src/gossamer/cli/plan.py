@@ -349,6 +349,7 @@ def _facts(
             "tokens": choice.tokens_of(candidate),
             "whole_round": choice.whole_round(candidate),
             "loss": None if choice.too_far(candidate) else choice.loss(candidate),
+            "carried_from": choice.carried_from(candidate),
             "above_choice": None if choice.too_far(candidate) else choice.above_best(candidate),
         }
 
@@ -493,8 +494,7 @@ def _print(made: "RunPlan", cut: "StagePlan | None", priced: "Priced", choice: "
     """Prints how a replica is cut, the candidates, and which is taken."""
     from gossamer.report.table import digits_text
     from gossamer.run.planning.candidates import USUAL
-    from gossamer.run.planning.choice import NOT_FORETOLD, PLAN_HEADINGS, leading, plan_rows
-    from gossamer.run.planning.expected_loss import FAR
+    from gossamer.run.planning.choice import PLAN_HEADINGS, leading, notes_on, plan_rows
     from gossamer.run.planning.plan import choosable
     from gossamer.run.planning.teams import places_of
 
@@ -523,10 +523,8 @@ def _print(made: "RunPlan", cut: "StagePlan | None", priced: "Priced", choice: "
         shown = leading(choice, shown)
     print_table(PLAN_HEADINGS, plan_rows(choice, shown), text=2, bold=shown.index(choice.best), spare=_SPARE)
     print_sentence(_basis(choice))
-    if any(choice.too_far(one) and choice.loss(one) is not None for one in shown):
-        print_sentence(
-            f"{NOT_FORETOLD}: after more than {FAR} times the tokens of the plan, which no measurement reaches"
-        )
+    for sentence in notes_on(choice, shown):
+        print_sentence(sentence)
     parallel = next((one for one in shown if one.collective and not one.left_out), None)
     if parallel is not None:
         print_sentence(_as_ddp(choice, parallel))

@@ -25,7 +25,7 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *,
     links = read_network(network)
     from gossamer.network.pricing import price
     from gossamer.network.timeline import format_utilisation
-    from gossamer.record.lineage import described, read_branches
+    from gossamer.record.lineage import changed_stages, read_branches, stages_sentence
     from gossamer.record.logs.events import has_events
     from gossamer.record.logs.trace import read_trace
     from gossamer.run.config.layouts import layout_for
@@ -63,12 +63,9 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *,
     if run.pipeline.stages > 1:
         steps = in_stages(links, run, layout_for(run.model, vocabulary(run.data.tokenizer) or 256))
         links, computing = steps.network, steps.computing
-    if changes := [one for one in read_branches(folder) if any(key.startswith("pipeline.") for key in one["changes"])]:
-        echo(
-            f"gossamer: the stages of '{folder}' changed ({'; '.join(map(described, changes))}), and all rounds are priced with "
-            "the last ones",
-            file=sys.stderr,
-        )
+    if changed := changed_stages(read_branches(folder)):
+        whose = f"'{folder}'"
+        echo(f"gossamer: {stages_sentence(whose, changed)}", file=sys.stderr)
     for sentence in doubts_of(links, f"'{network}'"):
         echo(f"gossamer: {sentence}", file=sys.stderr)
     with working(f"pricing {trace.rounds} rounds of {trace.workers} workers"):
@@ -76,7 +73,7 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *,
     if json:
         counted = {"rounds": trace.rounds, "workers": trace.workers, "total_s": timeline.total_s}
         shares = {"utilisation": timeline.mean_utilisation, "between_stages": timeline.mean_between_stages}
-        print_json({"folder": folder, "network": network, **counted, **shares})
+        print_json({"folder": folder, "network": network, **counted, **shares, "changed_stages": changed or None})
         return
     echo(
         f"{timeline.total_s:.1f} s for {trace.rounds} rounds of {trace.workers} workers, "

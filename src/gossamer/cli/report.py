@@ -81,7 +81,7 @@ def print_runs(
         return
     from rich.console import Console
 
-    from gossamer.report.table import number_text, over_seeds, render_table
+    from gossamer.report.table import number_text, over_seeds, render_table, stages_notes
 
     console = Console()
     shown = render_table(rows, console.width if console.is_terminal else 120)
@@ -95,6 +95,8 @@ def print_runs(
                 else "not finite"
             )
             echo(f"{method}: {sound} over {len(losses)} seeds ({each})")
+    for sentence in stages_notes(rows):
+        echo(sentence)
     for name, file in files.items():
         if file is not None:
             echo(f"{name}: {file}")

@@ -25,6 +25,7 @@ from gossamer.integrations.begin import (
     let_every_worker_save,
     load_outer,
     must_be_alone,
+    must_count_the_site,
     must_resume_alike,
     save_outer,
     warn_of_copies,
@@ -59,6 +60,7 @@ def prepare_outer(
     rule, options = rule_and_options(rule, options)
     processes = accelerator.num_processes
     must_be_alone(processes, "Accelerate", options)
+    must_count_the_site(processes, "Accelerate", options)
     inner_model = accelerator.unwrap_model(model)
     asked = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"  # as Accelerator(fsdp_plugin=...) sets it too
     warn_of_copies(inner_model, processes, "Accelerate", asked=asked)

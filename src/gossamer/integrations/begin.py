@@ -159,6 +159,19 @@ def must_be_alone(processes: int, framework: str, options: OuterOptions | None) 
         )
 
 
+def must_count_the_site(processes: int, framework: str, options: OuterOptions) -> None:
+    """Raises ConfigError where the processes of a site are one worker, and a framework counts fewer of them.
+
+    Each would train a separate model, and exchange it with one process of each other site.
+    """
+    here = dist.get_world_size() if dist.is_initialized() else 1
+    if options.get("site") is not None and processes < here:
+        raise ConfigError(
+            f"{framework} counts {processes} and this site has {here} processes, as after as_worker(), so that they would train "
+            "apart; leave as_worker() out, or start one process for each site"
+        )
+
+
 def warn_of_copies(model: nn.Module, processes: int, framework: str, *, asked: bool) -> None:
     """Warns where each of several processes of a worker has the whole model, and so exchanges it.
 

@@ -12,11 +12,12 @@ import re
 from collections.abc import Mapping
 
 from gossamer.errors import ConfigError
+from gossamer.integrations.place import SITE, site_of
 from gossamer.library import OuterMethod, OuterOptions
 from gossamer.rules import RULES, Rule
 from gossamer.run.config.own_loop import method
 
-OUTER, SITE, PEERS = "GOSSAMER_OUTER", "GOSSAMER_SITE", "GOSSAMER_PEERS"
+OUTER, PEERS = "GOSSAMER_OUTER", "GOSSAMER_PEERS"
 _FORM = re.compile(r"(?P<method>\w+)(?::(?P<steps>[1-9]\d*))?(?:@(?P<join>[^/\s]+:\d+))?")
 
 
@@ -58,16 +59,3 @@ def rule_and_options(
         )
     name = form["method"]
     return name if name in RULES else method(name), {**options, **parsed}
-
-
-def site_of(words: str | None) -> tuple[int, int]:
-    """The number of a site and how many there are. Raises ConfigError for anything else.
-
-    >>> site_of("0/3")
-    (0, 3)
-    """
-    number, slash, sites = (words or "").partition("/")
-    if not (slash and number.isdecimal() and sites.isdecimal() and int(number) < int(sites)):
-        given = "not set" if words is None else repr(words)
-        raise ConfigError(f"{SITE} is {given}; set it to the number of this site and how many there are, such as 0/3")
-    return int(number), int(sites)

@@ -21,7 +21,13 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import Unpack
 
 from gossamer.errors import require
-from gossamer.integrations.begin import begin_outer, must_be_alone, must_have_rounds, warn_of_few_checkpoints
+from gossamer.integrations.begin import (
+    begin_outer,
+    must_be_alone,
+    must_count_the_site,
+    must_have_rounds,
+    warn_of_few_checkpoints,
+)
 from gossamer.integrations.environment import rule_and_options
 from gossamer.integrations.place import newest_common_step
 from gossamer.library import Outer, OuterMethod, OuterOptions
@@ -84,6 +90,7 @@ class LightningCallback(Callback):
         """Refuses to fit with several processes."""
         if stage == "fit":
             must_be_alone(trainer.world_size, "Lightning", None)
+            must_count_the_site(trainer.world_size, "Lightning", self._options)
 
     def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Makes the outer loop, or continues that of a checkpoint."""

@@ -42,7 +42,7 @@ FAMILIES = (
 """Variables, or prefixes of them, from which frameworks infer the number of processes, or that Slurm has started them."""
 NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """The variables that a launcher sets for each process."""
-GPUS = "CUDA_VISIBLE_DEVICES"
+GPUS, SITE = "CUDA_VISIBLE_DEVICES", "GOSSAMER_SITE"
 
 Data = TypeVar("Data", bound=Sized)
 
@@ -123,7 +123,8 @@ def as_worker(timeout_s: float = 300.0) -> Place:
     WORLD_SIZE and SLURM_NTASKS, from the environment, so that the framework counts one process. Processes that mpirun or srun
     has started are numbered by its variables, and need MASTER_ADDR and MASTER_PORT in their environment too. Where a machine has
     several GPUs, the worker sees one of them (this was never run on a GPU). A process group that you have made stays as it is,
-    and so do the GPUs then. Without a launcher there is one worker, and a warning says so. A second call returns the same.
+    and so do the GPUs then. Without a launcher there is one worker, and a warning says so; a lone process with GOSSAMER_SITE is
+    that site. A second call returns the same.
 
     Args: `timeout_s` is how long to wait for the other processes.
     Raises: ConfigError when the environment does not fit or CUDA was in use before; PeerError when processes do not come.
@@ -146,12 +147,29 @@ def as_worker(timeout_s: float = 300.0) -> Place:
         join(int(world) if world.isdigit() else 1, backend="gloo", timeout_s=timeout_s)  # it refuses what is no number
     for name in [name for name in os.environ if name in COUNTED or name.startswith(FAMILIES)]:
         del os.environ[name]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        return Place(dist.get_rank(), dist.get_world_size())
+    if SITE in os.environ:
+        return Place(*site_of(os.environ[SITE]))
     if not dist.is_initialized():
         log.warning(
-            "no launcher has started this process, so it trains alone; start several with torchrun --nproc-per-node N"
+            "no launcher has started this process, so it counts one worker, which trains alone unless site=... or store=... is "
+            "given later; start several with torchrun --nproc-per-node N"
         )
-        return Place(0, 1)
-    return Place(dist.get_rank(), dist.get_world_size())
+    return Place(0, 1)
+
+
+def site_of(words: str | None) -> tuple[int, int]:
+    """The number of a site and how many there are. Raises ConfigError for anything else.
+
+    >>> site_of("0/3")
+    (0, 3)
+    """
+    number, slash, sites = (words or "").partition("/")
+    if not (slash and number.isdecimal() and sites.isdecimal() and int(number) < int(sites)):
+        given = "not set" if words is None else repr(words)
+        raise ConfigError(f"{SITE} is {given}; set it to the number of this site and how many there are, such as 0/3")
+    return int(number), int(sites)
 
 
 def _take_numbers() -> None:

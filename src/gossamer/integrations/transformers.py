@@ -25,6 +25,7 @@ from gossamer.integrations.begin import (
     begin_outer,
     load_outer,
     must_be_alone,
+    must_count_the_site,
     must_have_rounds,
     save_outer,
     warn_of_copies,
@@ -101,6 +102,7 @@ class TransformersCallback(TrainerCallback):
     ) -> None:
         """Makes the outer loop, or continues that of a checkpoint."""
         must_be_alone(args.world_size, "the Trainer", self._options)
+        must_count_the_site(args.world_size, "the Trainer", self._options)
         must_be_alone(max(1, args.n_gpu), "the Trainer", {})
         if args.auto_find_batch_size:
             raise ConfigError(

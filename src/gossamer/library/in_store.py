@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.errors import CheckpointError, PeerError
+from gossamer.errors import CheckpointError, ConfigError, PeerError
 from gossamer.library.flat import Flat
 from gossamer.library.guard import fingerprints
 from gossamer.library.peers import Common
@@ -26,13 +26,15 @@ from gossamer.record.logs.trace import Operation
 from gossamer.record.packed import packable_snapshot, packed, unpacked
 from gossamer.rounds.compatibility.combine import Method
 from gossamer.rounds.in_store import RoundsInStore
-from gossamer.rounds.loop import OuterLoop
+from gossamer.rounds.loop import EVERYONE, Membership, OuterLoop
+from gossamer.rounds.together import Together
 from gossamer.settings.over_time import Timetable
-from gossamer.transport.bucket.bucket import Bucket
+from gossamer.transport.bucket.bucket import Bucket, is_s3, too_large_for_s3
 from gossamer.transport.bucket.perform import free_slot, open_sealed, paced, perform, renewing
 from gossamer.transport.bucket.protocol import Attendance, Basis, Commit, Steps, StoreTerms, TrainPhase
 from gossamer.transport.contract import Transport
 from gossamer.transport.keys import Keys
+from gossamer.transport.memory import MemoryNetwork
 from gossamer.tree import leaves, must_fit, nbytes
 
 log = logging.getLogger("gossamer")
@@ -169,16 +171,8 @@ class LoopInStore(RoundsInStore):
     def begin(self, slot: int, life: int) -> int:
         """See `StoreWorker`."""
         self.worker, self.connection = slot, self.transport(slot)
-        self._loop = OuterLoop(
-            self._method,
-            self.connection,
-            [(self._flat.x[a:b], self._flat.layout.slice(a, b)) for a, b in self._flat.spans],
-            local_steps=self._timetable.at(0).full_steps,
-            timetable=self._timetable,
-            seed=self._seed,
-            together=self.together,
-            membership=self.membership,
-        )
+        parts = self._method, self._flat, self._timetable, self._seed
+        self._loop = _loop_of(*parts, self.connection, self.together, self.membership)
         return 0
 
     def restore(self, after: int) -> str | None:
@@ -194,7 +188,7 @@ class LoopInStore(RoundsInStore):
     def _load(self, raw: bytes) -> str:
         state, tensors = unpacked(raw), self._tensors()
         try:
-            must_fit(saved := [state["x"], *state["outer"], *state["rest"]], tensors)
+            must_fit(saved := _tensors_of(state), tensors)
         except (LookupError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"a state in the store does not fit this model and rule ({error!r:.200}); start all with the same ones, or give "
@@ -237,13 +231,39 @@ class LoopInStore(RoundsInStore):
         return packed(self._state()) if finished % STATE_EVERY == 0 else None
 
     def _state(self) -> dict[str, Any]:
-        return {"x": self._flat.x, "outer": self._outer(), "rest": [*self._rest().values()]}
+        return _state_of(self.loop, self._flat, self._rest())
 
     def _tensors(self) -> Sequence[Tensor]:
-        return [self._flat.x, *self._outer(), *self._rest().values()]
+        return _tensors_of(self._state())
 
-    def _outer(self) -> list[Tensor]:
-        return [*leaves(self.loop.state), *self._flat.kept]
+
+def _loop_of(
+    method: Method,
+    flat: Flat,
+    timetable: Timetable,
+    seed: int,
+    connection: Transport,
+    together: Together | None = None,
+    membership: Membership = EVERYONE,
+) -> OuterLoop:
+    return OuterLoop(
+        method,
+        connection,
+        [(flat.x[a:b], flat.layout.slice(a, b)) for a, b in flat.spans],
+        local_steps=timetable.at(0).full_steps,
+        timetable=timetable,
+        seed=seed,
+        together=together,
+        membership=membership,
+    )
+
+
+def _state_of(loop: OuterLoop, flat: Flat, rest: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {"x": flat.x, "outer": [*leaves(loop.state), *flat.kept], "rest": [*rest.values()]}
+
+
+def _tensors_of(state: Mapping[str, Any]) -> list[Tensor]:
+    return [state["x"], *state["outer"], *state["rest"]]
 
 
 def join_store(
@@ -264,8 +284,14 @@ def join_store(
     Args:
         common: the settings of all workers; by its `rest` frozen parameters and buffers are compared, or part of the state.
         rest: frozen parameters and buffers as they are now.
-    Raises: ConfigError for a store that cannot be used; as `LoopInStore.advance` does.
+    Raises: ConfigError for a store that cannot be used, or takes no state as large as this; as `LoopInStore.advance` does.
     """
+    part = rest if common.rest == "broadcast" else dict[str, Tensor]
+    if is_s3(url):  # before anything is asked of the store, as in gossamer train
+        state = _state_of(_loop_of(method, flat, timetable, seed, MemoryNetwork(workers).transport(0)), flat, part())
+        if sentence := too_large_for_s3(nbytes((*_tensors_of(state),))):
+            raise ConfigError(f"Outer got store='{url}', and {sentence}")
+        del state  # an outer state that is not needed again
     bucket, seal = open_sealed(url, keys)
     compared = fingerprints(rest(), numbers=common.rest == "compare") if common.rest != "own" else []
     digest = hashlib.sha256(repr(compared).encode()).hexdigest()[:16]
@@ -278,5 +304,4 @@ def join_store(
     }
     terms = StoreTerms(run, workers, _ENDLESS, timeout_s, timeout_s, seal)
     terms = terms._replace(gossip=method.rule.needs != "everyone", rejoin_rounds=REJOIN_ROUNDS, start_in_store=True)
-    part = rest if common.rest == "broadcast" else dict[str, Tensor]
     return LoopInStore(bucket, paced(terms, bucket), method, flat, part, timetable, seed)

@@ -233,6 +233,7 @@ class Outer(Generic[M]):
         """The exchanges that were in flight at `close`, for a state that is saved later, as where an error is handled."""
         self._check = LoopCheck(model, self.worker, self.n, self._flat.checksum, self.local_steps)
         self._watch = self._check.watch
+        self._watch.exchanged = self.rounds > 0  # of a store
         self._forgotten = weakref.finalize(self, self._watch.forgotten)  # of an Outer that is dropped without close()
         take_hold(model, self._forgotten)
         self._means = 0
@@ -514,7 +515,7 @@ class Outer(Generic[M]):
         if self._store is None:
             round = max(round, self._load_from_site(source))
         self.rounds, self.steps, self._stops = self._store.round if self._store is not None else round, 0, []
-        self._watch.steps = 0
+        self._watch.steps, self._watch.exchanged = 0, self.rounds > 0
         self._check.forget_start()
         self._record.drop_round()
 
@@ -844,7 +845,7 @@ class Outer(Generic[M]):
         self.rounds, self.steps, self._stops = rounds, steps, []
         self._loaded, self._agreed = start, False
         self._check.begin(steps)
-        self._watch.steps, self._watch.resumes = steps, True
+        self._watch.steps, self._watch.resumes, self._watch.exchanged = steps, True, rounds > 0
 
     def _in_flight(self) -> list[InFlight]:
         return self._closed_with if self._closed else self._loop.state_in_flight()

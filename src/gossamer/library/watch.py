@@ -31,11 +31,13 @@ class Watch:
         checksum: returns that of the parameters as they are.
         optimizers: counts the steps of the model's optimizers.
         local_steps: of the current round.
+        workers: the number of workers, or of slots in a store.
     """
 
     def __init__(
-        self, worker: int, checksum: Callable[[], int], optimizers: "OptimizerSteps", local_steps: int
+        self, worker: int, checksum: Callable[[], int], optimizers: "OptimizerSteps", local_steps: int, workers: int
     ) -> None:
+        self._so = "so that it has trained apart from the others" if workers > 1 else "so that rounds changed nothing"
         self._worker, self._checksum, self._optimizers, self.local_steps = worker, checksum, optimizers, local_steps
         self._start = 0
         self.steps = 0
@@ -43,6 +45,7 @@ class Watch:
         self.quiet = False
         """Whether no more warnings are due: one was given, or an error ends the loop."""
         self.exchanged = self.called = False
+        """Whether a round has ended, also before the state that was loaded or taken, and whether a step was counted."""
         self.came_early = False
         """Whether steps were counted that are no optimizer steps, or not all of these were, which was reported."""
         self.resumes = False
@@ -119,15 +122,16 @@ class Watch:
                 self._worker,
                 self.steps,
                 self.local_steps,
-                "" if self.exchanged else ", and no round ended at all, so that it has trained apart from the others",
+                "" if self.exchanged else f", and no round ended at all, {self._so}",
                 "a loop that resumes from the state just saved goes on with them; else " if self.saved else "",
             )
         elif not self.called and self._checksum() != self._start:
             self.quiet = True
             log.warning(
-                "the parameters of worker %d have changed and outer.step() was never called, so that it has trained apart from "
-                "the others; call it after each optimizer.step(), or use gossamer.outer_loop",
+                "the parameters of worker %d have changed and outer.step() was never called, %s; call it after each "
+                "optimizer.step(), or use gossamer.outer_loop",
                 self._worker,
+                self._so,
             )
         elif self.called and not self.came_early and (after := self._optimizers.uncounted()):
             self.quiet = True
@@ -152,7 +156,7 @@ class LoopCheck:
     ) -> None:
         self._model, self._worker, self._workers, self._checksum = model, worker, workers, checksum
         self._optimizers, self._scalers = OptimizerSteps(model), Scalers()
-        self.watch = Watch(worker, checksum, self._optimizers, local_steps)
+        self.watch = Watch(worker, checksum, self._optimizers, local_steps, workers)
         self._counted: tuple[int, int] | None = (0, 0)
         """Steps and optimizer steps since training began; None once they were compared."""
         self._uncounted = 0

@@ -133,5 +133,26 @@ def described(branch: Branch) -> str:
     return f"after round {branch['round']}: {', '.join(words)}"
 
 
+def changed_stages(branches: Sequence[Branch]) -> str:
+    """The changes of the stages of a run in words, as its rounds are priced with the last ones; empty if there are none.
+
+    A stage that was lost is cut as before.
+
+    >>> changed_stages([{"round": 4, "digest": "", "changes": {"inner.lr": [0.1, 0.01], "pipeline.stages": [3, 2]}}])
+    'after round 4: pipeline.stages from 3 to 2'
+    """
+    words = list[str]()
+    for branch in branches:
+        changes = branch["changes"].items()
+        own = {key: one for key, one in changes if key.startswith("pipeline.") and key != "pipeline.lost"}
+        words += [described({**branch, "changes": own})] if own else []
+    return "; ".join(words)
+
+
+def stages_sentence(whose: str, changed: str) -> str:
+    """What a price says of a run whose stages changed, in these words."""
+    return f"the stages of {whose} changed ({changed}), and all rounds are priced with the last ones"
+
+
 def _word(value: object) -> str:
     return "none" if value is None else f"{value}"

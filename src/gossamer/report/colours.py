@@ -15,11 +15,11 @@ _OWN = {
     "gossip": 2,
     "gossip 1-peer": 2,
     "gasloc 2-peer": 3,
-    "gasloc 2peer": 3,
     "local sgd": 4,
     "noloco": 5,
     "data parallel": 6,
     "streaming diloco": 7,
+    "streaming": 7,
     "muloco": 8,
     "gasloc drift": 9,
     "gossip 2-peer": 10,
@@ -42,6 +42,8 @@ def places_of(methods: Sequence[str]) -> dict[str, int]:
 
     >>> places_of(["GASLoC 1-Peer", "DiLoCo, H = 30", "DiLoCo", "GASLoC 2-Peer", "FoMoE"])
     {'GASLoC 1-Peer': 1, 'DiLoCo, H = 30': 8, 'DiLoCo': 0, 'GASLoC 2-Peer': 3, 'FoMoE': 2}
+    >>> places_of(["gasloc_2_peer", "streaming_overlap", "streaming"])
+    {'gasloc_2_peer': 3, 'streaming_overlap': 15, 'streaming': 7}
     >>> places_of(["lr=0.001", "lr=0.002"])
     {'lr=0.001': 0, 'lr=0.002': 1}
     """
@@ -60,7 +62,7 @@ def places_of(methods: Sequence[str]) -> dict[str, int]:
 
 def _own(method: str) -> tuple[int | None, bool]:
     """The place of a label's method, and whether the label is its name alone; None for a method without a place."""
-    words = re.sub(r"_", " ", method.lower())
+    words = re.sub(r"(\d) ?peer\b", r"\1-peer", method.lower().replace("_", " "))
     names = [name for name in _OWN if re.match(rf"{re.escape(name)}(?![\w-])", words)]
     name = max(names, key=len, default=None)
     return (None, False) if name is None else (_OWN[name], name == words)

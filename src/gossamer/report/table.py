@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gossamer.network.links import Network
+from gossamer.record.lineage import stages_sentence
 from gossamer.record.progress import printable
 from gossamer.report.metrics import METRICS, Metric
 from gossamer.report.reading.runs import read_runs, summary_row
@@ -35,13 +36,20 @@ def summary_rows(runs: Mapping[str, Path], networks: Mapping[str, Network] | Non
     `loss_of_workers`, the mean of the losses of the workers' own models in that round, or where the mean model was not
     validated, in the newest that they have; `round`, the rounds that were over then, and `rounds`, those of the record;
     `passes`, how often the text was trained on; `sent_bytes`, the mean over the workers; `wall_s` and `utilisation`, each by
-    name of network; `loss_at_s`, by name of network pairs of the seconds when the last worker ended an evaluated round, and
-    the loss then; `loss_at_bytes` and `loss_at_round`, such pairs with the bytes that a worker had sent and the rounds that
-    were over. Initial values are in none of them. A value is None where it is missing, and NaN where it was not finite.
+    name of network; `changed_stages`, the changes of stages in words, where all rounds are priced with the last ones;
+    `loss_at_s`, by name of network pairs of the seconds when the last worker ended an evaluated round, and the loss then;
+    `loss_at_bytes` and `loss_at_round`, such pairs with the bytes that a worker had sent and the rounds that were over.
+    Initial values are in none of them. A value is None where it is missing, and NaN where it was not finite.
 
     Raises: DataError for a folder that is missing or unreadable, ConfigError for a network of other workers.
     """
     return [summary_row(run) for run in read_runs(runs, networks)]
+
+
+def stages_notes(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A sentence for each run whose stages changed."""
+    changed = ((row["method"], row.get("changed_stages")) for row in rows)
+    return [stages_sentence(method, words) for method, words in changed if words]
 
 
 def ranked(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -199,7 +207,8 @@ def _time_text(row: Mapping[str, Any], network: str) -> str:
         return DASH
     utilisation = row["utilisation"][network]
     share = "" if math.isnan(utilisation) else f" ({100 * utilisation:.0f} %)"
-    return f"{seconds_text(row['wall_s'][network])}{share}"
+    last = ", all in the last stages" if row.get("changed_stages") else ""
+    return f"{seconds_text(row['wall_s'][network])}{share}{last}"
 
 
 def number_text(value: float | None, form: str) -> str:

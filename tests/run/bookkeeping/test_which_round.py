@@ -182,6 +182,24 @@ def test_a_lacking_checkpoint_is_no_lack_where_all_workers_are_equal_after_a_rou
     assert equal == (rule == "diloco") != ("has no checkpoint of worker 1" in caplog.text)
 
 
+@pytest.mark.parametrize(
+    ("settings", "equal"),
+    [
+        ({"codec__name": "fp4", "codec__back": "bf16"}, True),
+        ({"model__experts": {"count": 3, "active": 2}}, True),
+        ({"model__experts": {"count": 3, "active": 2, "holders": 2}}, False),
+        ({"rule__name": "gasloc"}, False),
+    ],
+)
+def test_a_method_says_whether_its_workers_are_equal_after_a_round(
+    settings: dict[str, Any], equal: bool, tmp_path: Path
+) -> None:
+    config = single(**{"run__steps": 4, "rule__name": "diloco", "topology__name": "complete", **settings})
+    simulate(config, tmp_path)
+    one, *others = parameters(tmp_path, config)
+    assert all(same([one], [other]) for other in others) == equal == resolve(config).in_rounds.equal_after_rounds
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["rounds", "server", "no waiting"])
 def test_an_evaluation_goes_back_and_says_so_and_refuses_a_damaged_round_by_its_number(

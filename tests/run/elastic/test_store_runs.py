@@ -372,9 +372,11 @@ def test_a_folder_of_another_run_is_refused_before_one_is_created_in_the_store(
 ) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / file).write_text("")
-    with pytest.raises(ConfigError, match="holds a run that is not the one in this store"):
+    with pytest.raises(
+        ConfigError, match=r"out' holds a run, and none lies in the store '.*store'; give another --out"
+    ):
         train(resolve(single(workers=2, **settings), real=True), tmp_path / "out", f"{tmp_path / 'store'}")
-    assert not [*(tmp_path / "store").iterdir()]
+    assert not (tmp_path / "store").exists()
 
 
 def test_a_worker_that_ends_with_an_error_frees_its_slot(tmp_path: Path) -> None:

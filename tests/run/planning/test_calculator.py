@@ -48,6 +48,11 @@ def test_a_page_of_calculators_answers_as_plan_and_utilisation_do() -> None:
     needed = [
         f"{row.bandwidth_bps / 1e9:.1f}" for row in bandwidth_table(setting_of("10b", "streaming")) if row.bandwidth_bps
     ]
+    for answer, kinds in (
+        (found, {"DiLoCo": 0, "GASLoC 1-Peer": 1, "data parallel": 6}),
+        (published, {"streaming": 7}),
+    ):
+        assert answer["places"].keys() == answer["curves"].keys() and kinds.items() <= answer["places"].items()
     assert ["streaming", *needed] in published["rows"] and published["marks"]["diloco"][1][0] == 0.5
 
 
@@ -89,6 +94,15 @@ def test_other_methods_have_the_price_that_plan_gives_them_or_a_reason() -> None
             found["rows"] == [list(row) for row in plan_rows(made.choice, candidates)] and found["unpriced"] == unpriced
         )
         assert bool(candidates) == priced != bool(unpriced)
+
+
+def test_a_mark_in_a_table_has_its_sentence_there() -> None:
+    network = Network(uplink_bps=1e8, downlink_bps=1e8, step_s=0.1)
+    calculator = Calculator(network, partial(price_recipes, only="local_sgd"))
+    found = json.loads(calculator.answers["others.json"]({"model": "0.2m", "steps": "240", "workers": "4"}))
+    assert all(row[-2].endswith("*") for row in found["rows"]) and found["notes"][-1].endswith(": local_sgd with 30.")
+    found = json.loads(calculator.answers["plan.json"]({"model": "0.2m", "steps": "500", "workers": "4"}))
+    assert "GASLoC 1-Peer with 120, GASLoC 2-Peer with 120." in found["told"][0]
 
 
 def test_what_watch_cannot_show_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

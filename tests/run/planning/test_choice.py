@@ -15,7 +15,7 @@ from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import Network, read_network
 from gossamer.run.config.resolve import run_faults
 from gossamer.run.config.run_file import parse
-from gossamer.run.planning.choice import PLAN_HEADINGS, Candidate, hours_text, leading, pick, plan_rows
+from gossamer.run.planning.choice import PLAN_HEADINGS, Candidate, hours_text, leading, notes_on, pick, plan_rows
 from gossamer.run.planning.expected_loss import LossScale
 from gossamer.run.planning.measured_losses import DRIFT, MEASURED_PARAMETERS, measured_schedule
 from gossamer.run.planning.plan import PlanSettings, RunPlan, bits_per_parameter, plan, run_toml, slow_teams
@@ -56,6 +56,30 @@ def test_a_loss_after_more_than_ten_times_the_tokens_of_the_plan_has_words_and_n
     assert stands[0] == "chosen" and losses[1].startswith("-") and " ± " in stands[1]
     assert (losses[2:], stands[2:]) == (("not foretold",) * 2, ("lower",) * 2)
     assert choice.too_far(one("DiLoCo", 30, 1.0)) and not choice.too_far(slow)
+
+
+def test_a_loss_far_from_all_measured_local_steps_has_a_mark_and_is_not_taken_for_it() -> None:
+    far, near = one("streaming_diloco", 240, 1.0, "fp4"), one("streaming_diloco", 120, 1.0, "fp4")
+    choice = pick([one("DiLoCo", 30, 1.0), far, near, one("DiLoCo", 480, 1.0)], SCALE)
+    rows = [row[-2] for row in plan_rows(choice, [far, near, one("DiLoCo", 480, 1.0), one("DiLoCo", 960, 1.0)])]
+    assert [row.endswith("*") for row in rows] == [True, False, False, True] and choice.carried_from(far) == 30
+    (note,) = notes_on(choice, [far, near])
+    assert note.startswith("*: carried from the nearest") and note.endswith(": streaming_diloco with 30")
+    assert not notes_on(choice, [near]), "nothing to explain"
+    assert choice.best == one("DiLoCo", 30, 1.0) and pick([far, near], SCALE).best == near
+
+
+def test_the_json_of_a_plan_says_from_which_local_steps_a_loss_is_carried(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "net.toml").write_text("uplink_bps = 1e7\ndownlink_bps = 1e7\nstep_s = 0.1\n")
+    words = ["plan", f"{file}", "--method", "gossip", "--workers", "4", "--model", "0.2m", "--local-steps"]
+    assert main([*words, "60,240", "--json"]) == 0
+    candidates = json.loads(capsys.readouterr().out)["candidates"]
+    carried = {tuple(one["local_steps"]): one["carried_from"] for one in candidates if one["method"] == "gossip"}
+    assert carried == {(60,) * 4: None, (240,) * 4: 30}
+    assert main([*words, "240"]) == 0
+    assert "*: carried from the nearest local steps that were measured" in capsys.readouterr().out
 
 
 def test_a_plan_on_a_link_of_25_bits_a_second_foretells_no_loss_of_one_machine_alone(

@@ -16,7 +16,7 @@ from gossamer.report.page.view import run_view
 from gossamer.report.reading.follow import FollowedRun
 from gossamer.report.reading.moment import moment_of
 from gossamer.report.reading.runs import RunData, diverged_row, read_runs, summary_row
-from gossamer.report.table import MANY, html_table, loss_rank, markdown_table
+from gossamer.report.table import MANY, html_table, loss_rank, markdown_table, stages_notes
 
 _FIRST, _LAST = 24, 4
 """Rounds of each run whose pairs and seconds are on the page."""
@@ -72,7 +72,7 @@ def write_report(
         live=False,
         command=command,
         date=f"{datetime.fromtimestamp(newest_s, UTC):%Y-%m-%d %H:%M} UTC" if newest_s else "an unknown time",
-        notes=notes,
+        notes=[*notes, *stages_notes(rows)],
     )
     contents["moments"] = _moments(followed)
     page = whole_page(title, finite(contents), html_table(rows), "\n".join(_details(loaded)))

@@ -20,7 +20,7 @@ import numpy as np
 
 from gossamer.errors import DataError
 from gossamer.record.folder import is_of_its_branch, recoveries
-from gossamer.record.lineage import Branch, read_branches
+from gossamer.record.lineage import Branch, changed_stages, read_branches, stages_sentence
 from gossamer.record.logs.trace import sent_bytes_of
 from gossamer.report.metrics import MEANS
 from gossamer.report.reading.lines import KINDS_OF_FILES, RunFile, kind_of, line_of_kind, run_file_of
@@ -180,7 +180,9 @@ class FollowedRun:
 
     def notes(self) -> list[str]:
         """Sentences that hold now, and may not later."""
-        return []
+        priced = self.file is not None and self.file.networks and not self.clock
+        changed = changed_stages(self.branches) if priced else ""
+        return [stages_sentence(self.label, changed)] if changed else []
 
     def complain(self, sentence: str) -> None:
         """Records a sentence about data that cannot be shown."""

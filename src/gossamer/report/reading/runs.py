@@ -17,7 +17,7 @@ from gossamer.network.pricing import price
 from gossamer.network.timeline import Timeline
 from gossamer.record.folder import ended_diverged, newest_evaluation, read_metrics, recoveries
 from gossamer.record.inputs import TEXT_FILE, read_text_record
-from gossamer.record.lineage import described, read_branches
+from gossamer.record.lineage import changed_stages, described, read_branches
 from gossamer.record.logs.events import EventTotals, read_events
 from gossamer.record.logs.pipeline_work import has_stages, read_pipeline
 from gossamer.record.logs.trace import Trace, has_trace, read_trace
@@ -85,6 +85,8 @@ class RunData(NamedTuple):
     """By round the validation losses of a real run's workers, each of its own model, since the last change of settings."""
     diverged: bool = False
     """Whether it ended as a number was not finite."""
+    changed_stages: str = ""
+    """The changes of its stages, where all of its rounds are priced with the last ones."""
 
 
 def read_runs(runs: Mapping[str, Path], networks: Mapping[str, Network] | None) -> list[RunData]:
@@ -139,11 +141,13 @@ def _with_costs(run: RunData, folder: Path) -> RunData:
     sent_until = (trace.round_bytes.cumsum() / trace.workers).tolist()[per_round - 1 :: per_round]
     # A single worker does not send.
     timelines = prices_of(folder, run.config or "", trace, run.networks) if trace.workers > 1 else {}
+    changed = changed_stages(run.followed.branches) if timelines else ""
     return run._replace(
         sent_bytes=float(trace.sent_bytes.mean()),
         timelines=timelines,
         sent_until=tuple(sent_until),
         ends_s=ends_of(timelines, per_round),
+        changed_stages=changed,
     )
 
 
@@ -235,6 +239,7 @@ def summary_row(run: RunData) -> dict[str, Any]:
         "sent_bytes": run.sent_bytes,
         "wall_s": {name: timeline.total_s for name, timeline in run.timelines.items()},
         "utilisation": {name: timeline.mean_utilisation for name, timeline in run.timelines.items()},
+        "changed_stages": run.changed_stages or None,
         "loss_at_s": {name: _losses_after(run, end_s.tolist()) for name, end_s in run.ends_s.items()},
         "loss_at_round": _without_gaps((e["round"] + 1, _number(e, "loss")) for e in run.evals),
         "loss_at_bytes": _losses_after(run, run.sent_until),

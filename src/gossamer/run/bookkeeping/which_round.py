@@ -28,7 +28,6 @@ from gossamer.record.lineage import Lineage
 from gossamer.record.logs.outcomes import read_outcomes
 from gossamer.record.progress import say
 from gossamer.record.whole_files import worker_suffix
-from gossamer.rounds.compatibility.modes import exchanges_once, is_equal_after_rounds
 from gossamer.run.bookkeeping.inputs import must_have_inputs, why_settings_differ
 from gossamer.run.bookkeeping.resume import History, history, lineage_of
 from gossamer.run.config.document import with_settings
@@ -641,14 +640,12 @@ def _how_to_collect(run: RunSettings, folder: Path, absent: Sequence[int]) -> st
 
 def _ends_equal(run: RunSettings) -> bool:
     """Whether all who took part in a round have the same model at its end, as after a mean over everyone."""
-    own = run.model.own or run.model.experts is not None  # whose buffers, or experts, differ
-    if run.kind != "rounds" or own or is_code(f"{run.decisive['rule.name']}"):
+    if run.kind != "rounds" or run.model.own or is_code(f"{run.decisive['rule.name']}"):  # buffers of a model differ
         return False
     try:
-        method = resolve_document(parse_toml(run.document, "a run"), run.parts, real=True).in_rounds
+        return resolve_document(parse_toml(run.document, "a run"), run.parts, real=True).in_rounds.equal_after_rounds
     except GossamerError:
         return False
-    return is_equal_after_rounds(method.rule) and exchanges_once(method.rule, run.schedule)
 
 
 def _may_be_elastic(run: RunSettings) -> bool:

@@ -421,7 +421,7 @@ class ElasticRounds(Participant[ElasticTransport]):
 
     def part(self, *, failed: bool) -> None:
         """See `Participant`: stays first, for those that the last round was closed without."""
-        if not failed and (late := self.transport.await_late(0.0)):
+        if not (failed or self.asked.is_set()) and (late := self.transport.await_late(0.0)):
             within_s = self.transport.core.limit_s
             log.warning(
                 "worker %d stays for %.0f s at most, so that worker %s can take its state: the last round was closed without it",

@@ -10,7 +10,7 @@ from gossamer.record.whole_files import atomic_write, make_folder
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.agreement import prepare, run_settings
 from gossamer.run.worker.task import Task
-from gossamer.transport.bucket.bucket import MOST_HEAD_BYTES, Bucket
+from gossamer.transport.bucket.bucket import MOST_HEAD_BYTES, Bucket, bucket_at
 from gossamer.transport.bucket.perform import open_sealed, paced
 from gossamer.transport.bucket.protocol import StoreTerms
 from gossamer.transport.keys import keys_for
@@ -30,10 +30,12 @@ def open_store(run: ResolvedRun, folder: Path, url: str, more: Mapping[str, Any]
     Args: `more` has further settings that all processes must share.
     Raises: ConfigError, also for a run folder with a run where the store has none; DataError, PeerError.
     """
-    is_bound = _is_bound(folder)  # read first: a process of this folder creates the run in the store before
+    # The folder is read first: a process of this folder creates the run in the store before.
+    if _is_bound(folder) and not _has_run(bucket_at(url)):  # before a folder or a run is created at a wrong address
+        raise ConfigError(
+            f"'{folder}' holds a run, and none lies in the store '{url}'; give another --out, or the store of that run"
+        )
     bucket, seal = open_sealed(url, keys_for(run.peers, run.workers))
-    if is_bound and not _has_run(bucket):
-        raise _other_run(folder)  # before one is created in a store that is not that of the folder
     task, key = prepare(run)
     described = {
         "gossamer": 1,

@@ -26,8 +26,9 @@ from gossamer.network.estimates.utilisation import (
 )
 from gossamer.network.links import Network, StepOf, times_as_fast
 from gossamer.record.folder import finite
+from gossamer.report.colours import places_of
 from gossamer.report.table import digits_text
-from gossamer.run.planning.choice import PLAN_HEADINGS, Candidate, plan_rows
+from gossamer.run.planning.choice import PLAN_HEADINGS, Candidate, Pick, notes_on, plan_rows
 from gossamer.run.planning.plan import PlanSettings, RunPlan, bits_per_parameter, plan
 
 Others = Callable[[RunPlan], "tuple[Sequence[Candidate], Mapping[str, str]]"]
@@ -120,10 +121,11 @@ class Calculator:
             "parameters": plans[0].parameters,
             "rows": [plan_rows(one.choice, one.candidates) for one in plans],
             "best": [one.candidates.index(one.best) for one in plans],
-            "told": [_description(one) for one in plans],
+            "told": [" ".join([_description(one), *_notes(one.choice, one.candidates)]) for one in plans],
             "curves": {
                 method: [float(f"{_of_method(one, method).utilisation:.5g}") for one in plans] for method in methods
             },
+            "places": places_of([*methods]),
         }
 
     def priced(self, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,7 +134,8 @@ class Calculator:
             raise ConfigError("this page prices no other methods; run gossamer watch --plan")
         made = self.planned(asked)
         candidates, unpriced = self._others(made)
-        return {"headings": PLAN_HEADINGS, "rows": plan_rows(made.choice, candidates), "unpriced": dict(unpriced)}
+        rows, notes = plan_rows(made.choice, candidates), _notes(made.choice, candidates)
+        return {"headings": PLAN_HEADINGS, "rows": rows, "notes": notes, "unpriced": dict(unpriced)}
 
     def planned(self, asked: Mapping[str, Any]) -> RunPlan:
         """The plan that `gossamer plan` makes for these values."""
@@ -183,6 +186,11 @@ def _description(made: RunPlan) -> str:
     return f"{choice.tokens:.4g} tokens, and the {hours} hours that the choice needs for them.{lost}{fewer}{far}"
 
 
+def _notes(choice: Pick, candidates: Sequence[Candidate]) -> list[str]:
+    """Sentences about words and marks in a table, with a full stop each."""
+    return [f"{one}." for one in notes_on(choice, candidates)]
+
+
 def _published(asked: Mapping[str, Any]) -> dict[str, Any]:
     """The curves of published settings, with the published figures as points, and all that was assumed."""
     steps = asked["steps"]
@@ -208,6 +216,7 @@ def _published(asked: Mapping[str, Any]) -> dict[str, Any]:
         "rows": rows,
         "assumptions": assumptions,
         "curves": {name: _axes(points) for name, points in curves.items()},
+        "places": places_of([*curves]),
         "marks": {name: _axes(points) for name, points in marks.items()},
     }
 

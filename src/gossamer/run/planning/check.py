@@ -37,6 +37,7 @@ from gossamer.run.config.user_parts import named
 from gossamer.run.planning.traffic import extent, period_of, play_rounds, traffic
 from gossamer.run.worker.stages.timing import in_stages
 from gossamer.settings.user_code import is_code
+from gossamer.transport.bucket.bucket import is_s3, too_large_for_s3
 from gossamer.transport.keys import dealt, keys_for
 from gossamer.transport.processes.launch import device_of
 
@@ -221,24 +222,14 @@ def must_fit_its_store(run: ResolvedRun, url: str) -> None:
     Nothing is known of a folder, of other stores than S3, and of a model that the user's code makes.
     """
     layout = _layout(run, vocabulary(run.data.tokenizer))
-    if url.startswith(("s3:", "s3a:")) and layout and (sentence := _too_large(run, counted(run, layout, 1).kept)):
+    if is_s3(url) and layout and (sentence := _too_large(run, counted(run, layout, 1).kept)):
         raise ConfigError(f"--store got '{url}', and {sentence}")
 
 
 def _too_large(run: RunSettings, kept: Sequence[Copies]) -> str:
     """Why S3 would refuse the state of a run; empty where it takes it."""
     state = ("weights", "server: state") if run.kind == "server" else ("weights", "inner optimizer", "outer state")
-    size = sum(one.bytes for one in kept if one.what in state)
-    return (
-        ""
-        if size <= _MOST_IN_S3
-        else f"the state of this run is an object of {size / 1e9:.3g} GB, where S3 takes at most {_MOST_IN_S3 / 1e9:.3g} GB "
-        "in one; take a folder or another store, or a smaller model"
-    )
-
-
-_MOST_IN_S3 = 5 << 30
-"""Most bytes of an object that is created by one request."""
+    return too_large_for_s3(sum(one.bytes for one in kept if one.what in state))
 
 
 def _disagreement(method: Method | WithServer | InPairs, steps: int) -> float | None:

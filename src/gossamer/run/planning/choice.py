@@ -15,6 +15,7 @@ from gossamer.run.planning.expected_loss import (
     expected_difference,
     penalty,
 )
+from gossamer.run.planning.measured_losses import FAR_STEPS
 
 _AS_FAST = 1.05
 """Relative error of a price, within which the simpler candidate is taken."""
@@ -193,10 +194,10 @@ class Pick(NamedTuple):
         """Whether it reads so many tokens in the time that no loss is extrapolated to them."""
         return self.tokens_of(candidate) > FAR * self.tokens
 
-    def outside(self, candidate: Candidate) -> bool:
-        """Whether its loss is extrapolated."""
+    def carried_from(self, candidate: Candidate) -> int | None:
+        """The local steps from which its loss is carried to its own, where these are far; None where some near were measured."""
         penalty = candidate.penalty(self.scale)
-        return bool(self.scale.outside or (penalty is not None and penalty.beyond))
+        return None if penalty is None else penalty.carried_from
 
     def whole_round(self, candidate: Candidate) -> bool:
         """Whether a round of a candidate ends in the time, and needs no more tokens than there are."""
@@ -339,7 +340,7 @@ PLAN_HEADINGS = (
     "above the choice (nats)",
 )
 """Headings of the columns of `plan_rows`."""
-NOT_MEASURED, NOT_FORETOLD = "not measured", "not foretold"
+NOT_MEASURED, NOT_FORETOLD, CARRIED = "not measured", "not foretold", "*"
 
 
 def format_codecs(candidate: Candidate) -> str:
@@ -367,7 +368,8 @@ def plan_rows(choice: Pick, candidates: Iterable[Candidate]) -> list[tuple[str, 
         most, fewest = one.full_steps, min(one.local_steps)
         loss, above = choice.loss(one), choice.above_best(one)
         stands = "" if above is None else "cannot tell apart" if above.open else str(above)
-        nats = NOT_MEASURED if loss is None else f"{loss.nats:+z.3f}"
+        mark = "" if choice.carried_from(one) is None else CARRIED
+        nats = NOT_MEASURED if loss is None else f"{loss.nats:+z.3f}{mark}"
         if loss is not None and above is not None and choice.too_far(one):
             nats, stands = NOT_FORETOLD, stands if above.open else "lower" if above.nats < 0 else "higher"
         if one == choice.best:
@@ -387,6 +389,22 @@ def plan_rows(choice: Pick, candidates: Iterable[Candidate]) -> list[tuple[str, 
             )
         )
     return rows
+
+
+def notes_on(choice: Pick, candidates: Iterable[Candidate]) -> list[str]:
+    """What words and marks mean in those rows of a plan that have them, a sentence each."""
+    known, notes = [one for one in candidates if choice.loss(one) is not None], list[str]()
+    if any(map(choice.too_far, known)):
+        notes.append(
+            f"{NOT_FORETOLD}: after more than {FAR} times the tokens of the plan, which no measurement reaches"
+        )
+    if carried := sorted({(one.method, steps) for one in known if (steps := choice.carried_from(one)) is not None}):
+        nearest = ", ".join(f"{method} with {steps}" for method, steps in carried)
+        notes.append(
+            f"{CARRIED}: carried from the nearest local steps that were measured, over a factor of more than {FAR_STEPS}: "
+            f"{nearest}"
+        )
+    return notes
 
 
 def leading(choice: Pick, candidates: Sequence[Candidate]) -> list[Candidate]:

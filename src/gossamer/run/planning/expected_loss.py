@@ -51,6 +51,7 @@ from gossamer.run.planning.measured_losses import (
     MEASURED_WORKERS,
     NATS_PER_E_FOLD,
     RelativeLoss,
+    carried_from,
     relative_losses,
 )
 from gossamer.settings.options import NotNegative, Positive
@@ -311,6 +312,8 @@ class Penalty(NamedTuple):
     """The loss that workers with fewer local steps than the others may cost."""
     few_rounds: float = 0.0
     """The price of few rounds."""
+    carried_from: int | None = None
+    """The nearest local steps that its method was measured with, where they are far from its own; else None."""
 
     @property
     def nats(self) -> float:
@@ -359,6 +362,7 @@ def penalty(scale: LossScale, method: str, local_steps: int, codec: str, missing
         1 + abs(math.log(local_steps / 30)),
         scale.gap * missing,
         few,
+        carried_from(measured_as, local_steps),
     )
 
 

@@ -22,6 +22,8 @@ _UNIT = 30
 """Local steps of DiLoCo at which its loss is the unit of others."""
 _RISES_FROM = 5
 """Local steps from which more of them never lose less, as published runs and the theory of drift agree."""
+FAR_STEPS = 4
+"""The factor of local steps over which a loss is carried without a mark."""
 _WARMUP = 0.2
 """Share of the steps: a shorter warm-up costs methods with few local steps more than others."""
 
@@ -198,6 +200,16 @@ def nearest_measured(method: str, local_steps: int) -> tuple[int, TunedLoss]:
     known = MEASURED[method]
     steps = min(known, key=lambda one: abs(math.log(one / local_steps)))
     return steps, known[steps]
+
+
+def carried_from(method: str, local_steps: int) -> int | None:
+    """The nearest measured local steps of a method, where its loss is carried from there over more than `FAR_STEPS` times.
+
+    >>> carried_from("gossip", 240), carried_from("gossip", 5), carried_from("gossip", 120), carried_from("DiLoCo", 480)
+    (30, 30, None, None)
+    """
+    steps, _ = nearest_measured(method, local_steps)
+    return None if steps <= FAR_STEPS * local_steps and local_steps <= FAR_STEPS * steps else steps
 
 
 def measured_schedule(steps: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import errno
 import hashlib
 import hmac
 import json
+import logging
 import os
 import re
 import secrets
@@ -21,8 +22,11 @@ from urllib.parse import unquote
 from gossamer.errors import ConfigError, TransportError
 from gossamer.record.jsonl import json_from_peer
 
+log = logging.getLogger("gossamer")
 MOST_HEAD_BYTES = 1 << 24
 """Most bytes of a head in JSON: some hundred for each of 100,000 workers."""
+MOST_IN_S3 = 5 << 30
+"""Most bytes of an object that S3 creates by one request."""
 _CODE = hashlib.sha256().digest_size
 _SIZE = 4
 
@@ -182,6 +186,30 @@ def _code(secret: bytes, name: str, content: bytes | memoryview) -> bytes:
     return whole.digest()
 
 
+def is_s3(url: str) -> bool:
+    """Whether a store is S3, or speaks as it does.
+
+    >>> is_s3("s3://bucket/run"), is_s3("https://bucket.s3.eu-west-1.amazonaws.com/run"), is_s3("gs://bucket/run")
+    (True, True, False)
+    """
+    return re.match(r"s3a?:|https://[^/]*\.amazonaws\.com(/|$)", url, re.IGNORECASE) is not None
+
+
+def too_large_for_s3(state_bytes: float) -> str:
+    """Why S3 would refuse the state of a run; empty where it takes it.
+
+    >>> too_large_for_s3(1e9), too_large_for_s3(6e9)
+    ('', 'the state of this run is an object of 6 GB, where S3 takes at most 5.37 GB in one; take a folder or another store, \
+or a smaller model')
+    """
+    return (
+        ""
+        if state_bytes <= MOST_IN_S3
+        else f"the state of this run is an object of {state_bytes / 1e9:.3g} GB, where S3 takes at most {MOST_IN_S3 / 1e9:.3g} "
+        "GB in one; take a folder or another store, or a smaller model"
+    )
+
+
 def bucket_at(url: str) -> Bucket:
     """The bucket at an address. Raises: ConfigError for one that cannot be opened."""
     if re.match(r"[A-Za-z][A-Za-z0-9]+:/(?!/)|file://(?!/)", url):  # else a folder of that name would be made here
@@ -210,8 +238,12 @@ def opened_bucket(url: str) -> Bucket:
     bucket, name = bucket_at(url), f"probe-{secrets.token_hex(8)}"
     why = "it wrote over an object that was there"
     try:
-        if isinstance(bucket, Folder):
+        if isinstance(bucket, Folder) and not os.path.isdir(bucket.root):
             os.makedirs(bucket.root, exist_ok=True)
+            log.warning(
+                "the store '%s' was not there and is made for a new run; to join one that is there already, correct the address",
+                bucket.root,
+            )
         refuses = bucket.create(name, b"1") and not bucket.create(name, b"2")
         bucket.get(name, 1)
         bucket.names("~")  # behind all names of a run

@@ -41,8 +41,8 @@ G.calculator = (root, frozen) => {
     part("tbody", {}, ...rows.map((cells, place) => part("tr", {}, ...cells.map((cell, column) =>
       part(column ? "td" : "th", { scope: column ? null : "row", class: place === best && column === 0 ? "best" : null }, cell)))))));
 
-  const curvesOf = (curves, marks = {}) => Object.entries(curves).flatMap(([label, [x, y]], place) => {
-    const { colour, dash } = G.style(place), log = (points) => points.map((one) => Math.log10(one));
+  const curvesOf = (curves, places, marks = {}) => Object.entries(curves).flatMap(([label, [x, y]]) => {
+    const { colour, dash } = G.style(places[label]), log = (points) => points.map((one) => Math.log10(one));
     const dots = marks[label] ? [{ label: `${label}, published`, x: log(marks[label][0]), y: marks[label][1], colour, dots: true }] : [];
     return [{ label, x: log(x), y, colour, dash }, ...dots];
   });
@@ -89,7 +89,7 @@ G.calculator = (root, frozen) => {
     };
     const draw = (answer) => {
       found = answer;
-      const curves = curvesOf(Object.fromEntries(Object.entries(answer.curves).map(([name, y]) => [name, [moved.values, y]])));
+      const curves = curvesOf(Object.fromEntries(Object.entries(answer.curves).map(([name, y]) => [name, [moved.values, y]])), answer.places);
       chart.update({ curves, xLabel: moved.label, log: false, tell: moved.unit === "bit/s" ? bandwidth : (x) => `${told(10 ** x)} times` });
       key.replaceChildren(keyOf(curves));
       drawRows();
@@ -102,6 +102,7 @@ G.calculator = (root, frozen) => {
       const answer = await ask("others", values).catch(() => ({ error: "The server of this page does not answer." }));
       button.disabled = false;
       more.replaceChildren(answer.error ? part("p", { class: "note" }, answer.error) : part("div", {}, table(answer.headings, answer.rows),
+        ...answer.notes.map((sentence) => part("p", { class: "faint" }, sentence)),
         part("ul", { class: "plain" }, ...Object.entries(answer.unpriced).map(([name, why]) => part("li", {}, `no price: ${name}: ${why}`)))));
     } }, "price all other methods here");
     changed();
@@ -113,7 +114,7 @@ G.calculator = (root, frozen) => {
     const values = state.published, chart = G.chart("Share of the time spent computing");
     const rows = part("div", {}), key = part("div", {}), problem = part("p", {}), assumed = part("ul", { class: "plain" });
     const draw = (answer) => {
-      const curves = curvesOf(answer.curves, answer.marks);
+      const curves = curvesOf(answer.curves, answer.places, answer.marks);
       chart.update({ curves, xLabel: "bandwidth", log: false, tell: bandwidth });
       key.replaceChildren(keyOf(curves), part("p", { class: "faint" }, Object.keys(answer.marks).length ? "Dots are the published figures." : "No figures were published for these values."));
       rows.replaceChildren(...(answer.rows.length ? [part("h3", {}, "Gbit/s needed to compute for this share of the time"), table(answer.headings, answer.rows)] : []));
