@@ -37,7 +37,7 @@ from gossamer.cli.train import import_early
 PR_SET_PDEATHSIG = 1
 CONTEXT = multiprocessing.get_context("forkserver")
 IN_FILES_OF_TESTS = ("pytest", "hypothesis.strategies", "torch._dynamo")
-"""What a process imports that is to call a function of such a file, and would import anew each time: so do torch's optimizers."""
+"""The imports of a process that calls a function of such a file, which it would repeat each time, as torch's optimizers do."""
 Work = Callable[[list[str]], int]
 """From the words of a command to its exit code."""
 
@@ -61,7 +61,7 @@ def run(*words: object) -> tuple[int, str]:
 def _enter(work: Work | None, words: list[str], folder: str, environment: dict[str, str], out: Connection) -> None:
     gc.freeze()
     os.environ.clear()  # that of the fork server, which had what the first test that needed one had set
-    # It was told where its own fork server is, and would start another, although what this documents says that it does nothing.
+    # It knows where its own fork server is, and would start another, although its documentation says that it does nothing.
     forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign, attr-defined]
     os.environ.update(environment)
     os.chdir(folder)

@@ -767,9 +767,9 @@ def _of_secrets(folder: Path) -> Decoder:
 
 
 def _peer_of(path: Path) -> Any:
-    code, said = run("keys", "show", "paris", "--out", path)
-    assert code == 0, said
-    (path.parent / "peers.toml").write_text(said)
+    code, output = run("keys", "show", "paris", "--out", path)
+    assert code == 0, output
+    (path.parent / "peers.toml").write_text(output)
     return next(iter(read_peers(path.parent / "peers.toml").values()))
 
 
@@ -866,8 +866,8 @@ def _of_verbs(name: str, folder: Path) -> Decoder:
     def decode(raw: bytes) -> None:
         (there / name).write_bytes(raw)
         for verb in words:
-            code, said = run(*verb)
-            assert code in (0, 1, 2) and "Traceback" not in said, said
+            code, output = run(*verb)
+            assert code in (0, 1, 2) and "Traceback" not in output, output
 
     return Decoder([(there / name).read_bytes()], decode, inputs=FILES // 10)
 

@@ -135,21 +135,21 @@ class Folders:
             if kind != plain(kind):
                 self._branch(kind, config, there)
             elif kind in REAL:
-                code, said = run("train", there.parent / "run.toml", "--local", 2, "--out", there, "--quiet")
-                assert code == 0, said
+                code, output = run("train", there.parent / "run.toml", "--local", 2, "--out", there, "--quiet")
+                assert code == 0, output
             else:
                 simulate(config, there, until=config.length.rounds - 1)
         return there
 
     def _branch(self, kind: str, config: RunConfig, there: Path) -> None:
-        """Goes on from an older round of a sound run, with other settings."""
+        """Continues from an older round of a sound run, with other settings."""
         shutil.copytree(self.sound(plain(kind)), there)
         newest = max(there.glob("checkpoints/round-*"))
         shutil.rmtree(newest)
         if plain(kind) in REAL:
             lr = f"inner.lr={config.inner.lr}"
-            code, said = run("train", "--resume", there, "--local", 2, "--set", lr, "--quiet")
-            assert code == 0, said
+            code, output = run("train", "--resume", there, "--local", 2, "--set", lr, "--quiet")
+            assert code == 0, output
         else:
             simulate(config, there, resume=True, until=config.length.rounds - 1)
         assert (there / "branches.json").exists()
@@ -206,11 +206,11 @@ class Folders:
             handler = _Kept()
             logging.getLogger("gossamer").addHandler(handler)
             try:
-                code, said = run(*words)
+                code, output = run(*words)
             finally:
                 logging.getLogger("gossamer").removeHandler(handler)
-            said = "\n".join(dict.fromkeys([*said.splitlines(), *handler.lines])).replace(scratch, "")
-            return Outcome(code, said, contents(k), bits(k, kind))
+            output = "\n".join(dict.fromkeys([*output.splitlines(), *handler.lines])).replace(scratch, "")
+            return Outcome(code, output, contents(k), bits(k, kind))
 
 
 class _Kept(logging.Handler):
@@ -337,25 +337,25 @@ def problems(folders: Folders, injury: Injury, verb: str) -> Iterator[str]:
         yield "it went on to other bits"
 
 
-def _names(injury: Injury, said: str) -> bool:
+def _names(injury: Injury, output: str) -> bool:
     """Whether a sentence names the injured file, or its worker and round."""
     path = Path(injury.file)
     places = [path.name, f"{path.parent.name}/{path.name}"]
     match = re.search(r"round-0*(\d+)/worker-0*(\d+)", injury.file)
     if injury.what == "swapped" and match:  # either of the two
         places += [f"worker-{one:03}{path.suffix}" for one in range(4)]
-    if match and any(place in said for place in places):
+    if match and any(place in output for place in places):
         return True
     return (
-        (f"worker {match[2]}" in said and f"round {match[1]}" in said)
+        (f"worker {match[2]}" in output and f"round {match[1]}" in output)
         if match
-        else any(place in said for place in places)
+        else any(place in output for place in places)
     )
 
 
-def _figures(said: str) -> list[str]:
+def _figures(output: str) -> list[str]:
     """The numbers of what a reader prints, without seconds and ages."""
-    lines = [line for line in said.splitlines() if "busy" not in line and not line.startswith(("report:", "table:"))]
+    lines = [line for line in output.splitlines() if "busy" not in line and not line.startswith(("report:", "table:"))]
     plain = (re.sub(r'"age_s": [\d.e-]+|/\S+', "", line) for line in lines)
     return [" ".join(line.split()) for line in plain]
 
@@ -366,7 +366,7 @@ def verbs_of(injury: Injury, *, all_of_them: bool) -> tuple[str, ...]:
 
 
 class Trial(NamedTuple):
-    """What came of one injury: a line of the outcome that a run which was stopped goes on from."""
+    """The result of one injury: a line of the outcomes, from which a stopped run continues."""
 
     seed: int
     run: str

@@ -32,7 +32,7 @@ LIAR = 2
 
 
 def ahead(lied: Path, argv: Sequence[str]) -> int:
-    """Says that it is two rounds further than it is, and shows whoever looks a view with half of a surrogate pair in it.
+    """Says that it is two rounds further than it is, and answers requests with a view that has half of a surrogate pair in it.
 
     Args: `lied` is a file that it writes when it lies for at least the second time, a local phase after the first.
     """

@@ -93,7 +93,7 @@ def test_a_group_of_nccl_carries_what_is_on_the_gpu() -> None:
     assert work.is_completed() and x.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_the_default_group_of_both_backends_is_told_apart_by_what_it_carries(tmp_path) -> None:
+def test_the_default_group_of_both_backends_is_distinguished_by_its_devices(tmp_path) -> None:
     dist.init_process_group(
         "cpu:gloo,cuda:nccl", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
     )
@@ -139,7 +139,7 @@ def test_two_sites_of_fsdp2_with_nccl_inside_and_gloo_between_train_on_a_gpu(tmp
         for site, port in enumerate(ports)
     ]
     ends = [(one.communicate(timeout=150)[0], one.returncode) for one in sites]
-    assert all(code == 0 and f"site {site}: 3 rounds, loss" in said for site, (said, code) in enumerate(ends)), ends
+    assert all(code == 0 and f"site {site}: 3 rounds, loss" in output for site, (output, code) in enumerate(ends)), ends
 
 
 @pytest.mark.timeout(900)

@@ -196,7 +196,7 @@ MAY_TAKE_A_RUN_FILE = {"run.config", "run.planning", "run.experiments", "cli"} |
 """Who turns run files into runs: the verbs, and what they share; `gossamer.simulate` and its object take one from a user."""
 
 
-def test_who_trains_records_or_evaluates_a_run_sees_no_run_file() -> None:
+def test_code_that_trains_records_or_evaluates_a_run_sees_no_run_file() -> None:
     """Drivers, replicas, journals and replays take a `ResolvedRun`, or the `RunSettings` in it: a run is resolved once."""
     for module, tree in modules().items():
         if {unit(module), module.removeprefix("gossamer.")} & MAY_TAKE_A_RUN_FILE:
@@ -260,7 +260,7 @@ WALL_CLOCK = {
     "gossamer.transport.sockets.examination": "how far apart clocks are",
     "gossamer.transport.sockets.tls": "the sentence about a certificate that does not hold now",
 }
-"""Who reads the wall clock, and for what: it may be set forward or back while a run goes on, whose waits must not change."""
+"""The users of the wall clock and their purposes: it may be set forward or back during a run, and no wait may change."""
 
 
 def test_no_wait_nor_deadline_of_a_run_follows_the_wall_clock() -> None:

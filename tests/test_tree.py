@@ -78,7 +78,7 @@ def test_a_tree_refilled_with_its_own_leaves_is_the_same(shape: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("saved", "said"),
+    ("saved", "sentence"),
     [
         ([], "0 tensors for 1"),
         ([3], "int for a tensor"),
@@ -86,7 +86,7 @@ def test_a_tree_refilled_with_its_own_leaves_is_the_same(shape: Any) -> None:
         ([torch.zeros(2).double()], "torch.float64 for"),
     ],
 )
-def test_what_was_saved_and_cannot_take_the_place_is_named(saved: list[Any], said: str) -> None:
+def test_what_was_saved_and_cannot_take_the_place_is_named(saved: list[Any], sentence: str) -> None:
     must_fit([torch.ones(2)], [torch.zeros(2)])
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=sentence):
         must_fit(saved, [torch.zeros(2)])

@@ -87,7 +87,7 @@ def test_a_server_at_rest_stays_where_it_is_to_the_last_bit(rule):
 
 
 @every_server
-def test_a_server_greets_with_its_model_before_it_has_heard_anything(rule):
+def test_a_server_greets_with_its_model_before_it_has_received_anything(rule):
     x = random_vectors(1, P)[0]
     assert torch.equal(rule.greet(rule.init(x)), x)
 
@@ -208,7 +208,7 @@ def test_delayed_nesterov_spreads_the_same_momentum_over_a_window_when_it_does_n
 
 @given(st.lists(st.floats(0.01, 10.0), min_size=1, max_size=8), st.integers(1, 100))
 @settings(max_examples=50, deadline=None)
-def test_dylu_lets_nobody_take_longer_than_the_fastest_unless_one_step_does(step_s, local_steps):
+def test_dylu_lets_no_worker_take_longer_than_the_fastest_unless_one_step_does(step_s, local_steps):
     steps = dylu_steps(step_s, local_steps)
     round_s = local_steps * min(step_s)
     assert steps[step_s.index(min(step_s))] == local_steps
@@ -404,9 +404,9 @@ def test_decoupled_diloco_with_equal_learners_and_plain_averaging_is_diloco_to_t
         messages = [server.greet(s) - end for end in ends]
         arrivals = [arrival(worker=i) for i in range(4)]
         s = server.absorb(s, server.window.merge(messages, arrivals), arrivals[0])
-        told = [worker.send(end, state, None) for end in ends]
+        sent = [worker.send(end, state, None) for end in ends]
         row = tuple((j, 0.25) for j in range(4))
-        x, state = worker.recv(ends[0], state, told[0], worker.combine(told[0], dict(enumerate(told)), 0, row), None)
+        x, state = worker.recv(ends[0], state, sent[0], worker.combine(sent[0], dict(enumerate(sent)), 0, row), None)
         assert torch.equal(x, s.x)
 
 
@@ -480,14 +480,14 @@ def test_more_fragments_than_tensors_are_refused(parts):
 
 @every_pair
 def test_a_pair_rule_never_writes_into_its_arguments(rule):
-    x, drift, heard = random_vectors(3, P)
+    x, drift, received = random_vectors(3, P)
     s = rule.init(x)
-    told = rule.tell(x, s)
-    inputs = (x, drift, heard, *leaves(s))
+    sent = rule.tell(x, s)
+    inputs = (x, drift, received, *leaves(s))
     copies = [t.clone() for t in inputs]
     rule.advance(x, s, 0.5)
     rule.learn(x, s, drift)
-    rule.meet(x, s, told, heard)
+    rule.meet(x, s, sent, received)
     assert all(torch.equal(a, b) for a, b in zip(copies, inputs, strict=True))
     assert sum(leaf.numel() for leaf in leaves(s)) == rule.state_copies * P
 
@@ -506,8 +506,8 @@ def test_time_that_passes_in_two_parts_is_time_that_passes(rule):
 def test_a_meeting_of_two_that_tell_the_same_changes_nothing(rule):
     x, drift = random_vectors(2, P)
     x, s = rule.learn(x, rule.init(x), drift)
-    told = rule.tell(x, s)
-    assert all(torch.equal(a, b) for a, b in zip(leaves((x, s)), leaves(rule.meet(x, s, told, told)), strict=True))
+    sent = rule.tell(x, s)
+    assert all(torch.equal(a, b) for a, b in zip(leaves((x, s)), leaves(rule.meet(x, s, sent, sent)), strict=True))
 
 
 @every_pair
@@ -531,13 +531,13 @@ def test_two_that_meet_in_ad_psgd_end_at_their_mean():
 
 def test_a2cid2_without_mixing_is_ad_psgd_to_the_last_bit():
     one, other = a2cid2(0.0), ad_psgd()
-    x, drift, heard = random_vectors(3, P, dtype=torch.float32)
+    x, drift, received = random_vectors(3, P, dtype=torch.float32)
     mine, theirs = (x, one.init(x)), (x, other.init(x))
     for dt in (0.3, 2.0):
         mine, theirs = one.advance(*mine, dt), other.advance(*theirs, dt)
         mine, theirs = one.learn(*mine, drift), other.learn(*theirs, drift)
-        told = one.tell(*mine)
-        mine, theirs = one.meet(*mine, told, heard), other.meet(*theirs, told, heard)
+        sent = one.tell(*mine)
+        mine, theirs = one.meet(*mine, sent, received), other.meet(*theirs, sent, received)
         assert torch.equal(mine[0], theirs[0])
         assert torch.equal(mine[1].copy, theirs[0])
 

@@ -196,7 +196,7 @@ def test_both_ends_of_aqsgd_remember_the_same_and_come_closer_with_every_visit()
     assert sender.sent_bytes == first + 7 * again
 
 
-def test_an_end_goes_on_from_its_checkpoint_and_refuses_another():
+def test_a_boundary_end_continues_from_its_checkpoint_and_refuses_another():
     one, other = BoundaryEnd(aqsgd(), SHAPE), BoundaryEnd(aqsgd(), SHAPE)
     one.cross(hidden(), [0, 1, 2])
     other.restore(one.state())

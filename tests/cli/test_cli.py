@@ -43,12 +43,12 @@ def sentences(err):
 def refused(words, capsys, *parts):
     """Asserts that a command is refused in one sentence that holds these parts."""
     code, _, err = run(words, capsys)
-    told = sentences(err)
+    lines = sentences(err)
     assert code == 2, (code, err)
-    assert len(told) == 1, err
-    assert told[0].startswith("gossamer: ")
+    assert len(lines) == 1, err
+    assert lines[0].startswith("gossamer: ")
     for part in parts:
-        assert part in told[0], (part, told[0])
+        assert part in lines[0], (part, lines[0])
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("settings", "parts"), WRONG.values(), ids=WRONG.keys())
-def test_what_cannot_work_is_said_in_one_sentence(settings, parts, run_file, tmp_path, capsys):
+def test_impossible_input_is_refused_in_one_sentence(settings, parts, run_file, tmp_path, capsys):
     words = [word for one in settings for word in ("--set", one)]
     refused(["simulate", run_file, "--out", tmp_path / "run", *words], capsys, *parts)
     assert not (tmp_path / "run").exists()
@@ -143,7 +143,7 @@ def test_a_missing_or_broken_run_file_is_refused(tmp_path, capsys):
     refused(["train", tmp_path / "broken.toml", "--local", "3"], capsys, "not TOML")
 
 
-def test_a_run_folder_given_for_its_run_file_is_told_from_a_missing_file(tmp_path, capsys):
+def test_a_run_folder_given_for_its_run_file_is_distinguished_from_a_missing_file(tmp_path, capsys):
     (tmp_path / "run.toml").write_text(tomli_w.dumps(document()))
     refused(["simulate", tmp_path], capsys, f"its run file is '{tmp_path / 'run.toml'}'")
 
@@ -153,7 +153,7 @@ def test_an_argument_that_is_missing_is_named(capsys):
     refused(["probe", "--local", 2], capsys, "gossamer probe was given no --out")
 
 
-def test_a_file_where_a_folder_is_to_be_made_is_told_as_one(run_file, tmp_path, capsys):
+def test_a_file_in_the_place_of_a_new_folder_is_reported_as_a_file(run_file, tmp_path, capsys):
     refused(["init", run_file], capsys, "is a file, and a folder is to be made there; name another folder")
     refused(["simulate", run_file, "--out", run_file], capsys, "is a file, and a folder is to be made there")
 
@@ -202,17 +202,17 @@ def test_a_folder_of_runs_is_not_taken_for_a_run(tmp_path, capsys):
 def test_a_run_that_has_ended_is_not_resumed_but_scored(tmp_path, capsys):
     simulate(single(run__steps=4), tmp_path / "run")
     before = {path: path.read_bytes() for path in tmp_path.glob("run/*.jsonl")}
-    told = f"the run has ended after 2 rounds; gossamer evaluate {tmp_path / 'run'} scores it"
+    sentence = f"the run has ended after 2 rounds; gossamer evaluate {tmp_path / 'run'} scores it"
     for words in (["simulate"], ["train", "--local", 3]):
         code, out, err = run([*words, "--resume", tmp_path / "run"], capsys)
-        assert code == 0 and told in err.splitlines(), (out, err)
+        assert code == 0 and sentence in err.splitlines(), (out, err)
     assert {path: path.read_bytes() for path in tmp_path.glob("run/*.jsonl")} == before
     refused(["evaluate", tmp_path / "run", "--round", 7], capsys, "round 7 lacks some checkpoints; complete are: 1, 2;")
     assert run(["evaluate", tmp_path / "run", "--round", 1], capsys)[1].startswith("round 1:")
 
 
 @pytest.mark.parametrize("finished", [0, 1])
-def test_a_run_that_is_stopped_says_how_to_go_on_if_it_can(finished, run_file, tmp_path, capsys, monkeypatch):
+def test_a_run_that_is_stopped_says_how_to_resume_it_if_it_can(finished, run_file, tmp_path, capsys, monkeypatch):
     def stopped(config, parts, folder, **options):
         if finished:
             simulate(config, folder, until=finished)
@@ -220,8 +220,8 @@ def test_a_run_that_is_stopped_says_how_to_go_on_if_it_can(finished, run_file, t
 
     monkeypatch.setattr("gossamer.cli.simulate.train_here", stopped)
     code, _, err = run(["simulate", run_file, "--out", tmp_path / "run"], capsys)
-    told = f"stopped; resume with --resume {tmp_path / 'run'}" if finished else "stopped"
-    assert code == 130 and err.splitlines()[-1] == f"gossamer: {told}"
+    sentence = f"stopped; resume with --resume {tmp_path / 'run'}" if finished else "stopped"
+    assert code == 130 and err.splitlines()[-1] == f"gossamer: {sentence}"
 
 
 def test_local_workers_other_than_the_run_file_says_are_refused(run_file, capsys):
@@ -305,8 +305,10 @@ def test_compare_over_seeds_and_a_scale_draws_a_figure_and_continues_where_it_wa
     }
     (tmp_path / "experiment.toml").write_text(tomli_w.dumps(experiment))
     words = ["compare", tmp_path / "experiment.toml", "--seeds", "0,1", "--scale", "long", "--out", tmp_path / "out"]
-    code, _, told = run(words, capsys)
-    assert code == 0 and "wild local_steps=1 seed=0: the loss of worker" in told, "a run that diverges ends only itself"
+    code, _, output = run(words, capsys)
+    assert code == 0 and "wild local_steps=1 seed=0: the loss of worker" in output, (
+        "a run that diverges ends only itself"
+    )
     pairs = tmp_path / "out" / "pairs-local_steps=2-seed=1"
     resolved = tomllib.loads((pairs / "run.toml").read_text())
     assert resolved["run"]["steps"] == 8 and resolved["rule"]["momentum"] == 0.5
@@ -443,7 +445,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("words", "parts"), MISTAKES.values(), ids=MISTAKES.keys())
-def test_a_mistake_in_the_words_of_a_command_is_said_in_one_sentence(words, parts, capsys):
+def test_a_mistake_in_the_arguments_of_a_command_is_reported_in_one_sentence(words, parts, capsys):
     refused(words, capsys, *parts)
 
 
@@ -503,7 +505,7 @@ def test_the_version_is_that_of_the_package(capsys):
     assert run(["--version"], capsys) == (0, f"{gossamer.__version__}\n", "")
 
 
-def test_a_reader_who_has_gone_ends_a_command_without_a_word():
+def test_a_closed_pipe_ends_a_command_silently():
     command = [sys.executable, "-m", "gossamer", "init", "--list"]  # which imports little
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
@@ -557,19 +559,19 @@ def test_without_the_extras_a_run_is_trained_and_reported_and_one_sentence_names
     words = json.dumps([[str(word) for word in command] for command in commands])
     code, output = Command(words, work=without_extras).finish()
     assert code == 0, output
-    told = [line for line in sentences(output) if line.startswith("gossamer: ") or "exits with" in line]
+    lines = [line for line in sentences(output) if line.startswith("gossamer: ") or "exits with" in line]
     lacking = "the figure of an experiment needs the extra 'plots' (No module named 'matplotlib'); run pip install"
-    told = [line for line in told if "has its full size after" not in line]
-    assert told[:2] == ["simulate exits with 0", "report exits with 0"] and told[3] == "compare exits with 0", told
-    assert told[2].startswith(f"gossamer: {lacking}"), told
+    lines = [line for line in lines if "has its full size after" not in line]
+    assert lines[:2] == ["simulate exits with 0", "report exits with 0"] and lines[3] == "compare exits with 0", lines
+    assert lines[2].startswith(f"gossamer: {lacking}"), lines
     assert output.count("val loss") == 3 and (tmp_path / "run" / "model").is_dir()
     assert (tmp_path / "swept" / "figure.md").exists() and not (tmp_path / "swept" / "figure.svg").exists()
     for page in (tmp_path / "run" / "report.html", tmp_path / "page.html", tmp_path / "swept" / "report.html"):
         text = page.read_text()
         assert "<table>" in text and "Training loss, mean over workers" in text, "the page needs no extra"
     refusals = [("tensorboard", "simulate"), ("wandb", "simulate"), ("plots", "utilisation")]
-    assert told[5::2] == [f"{verb} exits with 2" for _, verb in refusals]
-    for sentence, (extra, _) in zip(told[4::2], refusals, strict=True):
+    assert lines[5::2] == [f"{verb} exits with 2" for _, verb in refusals]
+    for sentence, (extra, _) in zip(lines[4::2], refusals, strict=True):
         assert f"the extra '{extra}'" in sentence and f"run {installs(extra)}, or " in sentence, sentence
         assert "gossamer[" not in sentence, "nobody has published that name"
 
@@ -587,9 +589,9 @@ def test_a_terminal_without_some_characters_shows_others_and_ends_no_command(enc
     ]
     monkeypatch.chdir(tmp_path)
     code, errors = Command(encoding, json.dumps(words), work=in_an_encoding).finish()
-    said = (tmp_path / "said").read_text(encoding)
-    assert code == 0 and "Traceback" not in errors and said.count("code 0") == len(words), (said, errors)
-    assert ("l?uft ?" if encoding == "ascii" else "läuft ?") in said
+    text = (tmp_path / "said").read_text(encoding)
+    assert code == 0 and "Traceback" not in errors and text.count("code 0") == len(words), (text, errors)
+    assert ("l?uft ?" if encoding == "ascii" else "läuft ?") in text
 
 
 def in_an_encoding(words):
@@ -603,7 +605,7 @@ def in_an_encoding(words):
     return 0
 
 
-def test_only_a_fault_of_a_disk_is_told_to_look_at_a_path(monkeypatch, capsys):
+def test_only_a_fault_of_a_disk_advises_to_look_at_a_path(monkeypatch, capsys):
     faults = {
         ConnectionResetError("the hub hung up"): "a connection failed (ConnectionResetError: the hub hung up)",
         TimeoutError(): "a connection failed (TimeoutError)",

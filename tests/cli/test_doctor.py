@@ -47,29 +47,29 @@ def findings(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, d
     """The exit code, and what was found: by subject the state, and the fact with its remedy."""
     capsys.readouterr()
     code = main(["doctor", *map(str, words), "--json"])
-    found: dict[str, list[tuple[str, str]]] = {}
+    facts: dict[str, list[tuple[str, str]]] = {}
     for one in json.loads(capsys.readouterr().out)["findings"]:
-        found.setdefault(one["what"], []).append((one["state"], f"{one['fact']}; {one['remedy']}"))
-    return code, found
+        facts.setdefault(one["what"], []).append((one["state"], f"{one['fact']}; {one['remedy']}"))
+    return code, facts
 
 
 @pytest.mark.usefixtures("secret")
 def test_the_way_to_another_doctor_is_tried_in_both_directions(capsys: pytest.CaptureFixture[str]):
     with answering() as address:
-        code, found = findings(capsys, "--join", address)
-    (peer,), (back,), (link,), (_, clock) = (found[what] for what in ("peer", "way back", "link", "clock"))
-    assert code == 0 and peer[0] == back[0] == link[0] == clock[0] == "ok", found
+        code, facts = findings(capsys, "--join", address)
+    (peer,), (back,), (link,), (_, clock) = (facts[what] for what in ("peer", "way back", "link", "clock"))
+    assert code == 0 and peer[0] == back[0] == link[0] == clock[0] == "ok", facts
     assert f"{address} answers in" in peer[1] and "can be reached at 127.0.0.1" in back[1]
     assert "Mbit/s there and" in link[1] and f"that of {address} is" in clock[1]
 
 
 @pytest.mark.usefixtures("secret")
-def test_a_machine_behind_nat_is_told_that_it_dials_and_cannot_be_joined(capsys: pytest.CaptureFixture[str]):
+def test_a_machine_behind_nat_reports_that_it_dials_and_cannot_be_joined(capsys: pytest.CaptureFixture[str]):
     with answering("127.0.0.1") as address, behind_nat(address) as through:
-        code, found = findings(capsys, "--join", through)
-    [(state, words)] = found["way back"]
+        code, facts = findings(capsys, "--join", through)
+    [(state, words)] = facts["way back"]
     assert (code, state) == (0, "warning") and "(127.0.0.1 that is seen as 127.0.0.9) cannot be reached" in words
-    assert "it cannot be the one that others join" in words and found["link"][0][0] == "ok"
+    assert "it cannot be the one that others join" in words and facts["link"][0][0] == "ok"
 
 
 @contextlib.contextmanager
@@ -102,39 +102,39 @@ def behind_nat(address: str) -> Iterator[str]:
         relay.join()
 
 
-def test_what_answers_is_told_from_what_does_not(
+def test_addresses_that_answer_are_distinguished_from_those_that_do_not(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, secret: None
 ):
     monkeypatch.setattr("gossamer.transport.sockets.examination.PATIENCE_S", 0.5)
     with answering() as address:
         monkeypatch.setenv(SECRET, "another one, of sixteen bytes and more")
-        code, found = findings(capsys, "--join", address)
-        assert code == 1 and "hung up on without a word: compare those of both machines" in found["peer"][0][1], found
+        code, facts = findings(capsys, "--join", address)
+        assert code == 1 and "hung up on without a word: compare those of both machines" in facts["peer"][0][1], facts
         monkeypatch.delenv(SECRET)
-        code, found = findings(capsys, "--join", address)
-        assert code == 0 and "somebody listens" in found["peer"][0][1] and "set GOSSAMER_SECRET" in found["peer"][0][1]
+        code, facts = findings(capsys, "--join", address)
+        assert code == 0 and "somebody listens" in facts["peer"][0][1] and "set GOSSAMER_SECRET" in facts["peer"][0][1]
     monkeypatch.setenv(SECRET, WORD)
-    code, found = findings(capsys, "--join", address)  # it has gone
+    code, facts = findings(capsys, "--join", address)  # it has gone
     assert (
-        code == 1 and f"nothing listens at port {address.split(':')[1]}; start gossamer doctor" in found["peer"][0][1]
+        code == 1 and f"nothing listens at port {address.split(':')[1]}; start gossamer doctor" in facts["peer"][0][1]
     )
     with contextlib.closing(socket.socket()) as full, contextlib.ExitStack() as waiting:
         full.bind(("127.0.0.1", 0))
         full.listen(0)
-        for _ in range(3):  # whoever comes to a full queue is dropped without a word, as by a firewall
+        for _ in range(3):  # a connection to a full queue is dropped silently, as by a firewall
             one = waiting.enter_context(contextlib.closing(socket.socket()))
             one.setblocking(False)
             one.connect_ex(full.getsockname())
         time.sleep(0.1)
-        code, found = findings(capsys, "--join", shown(*full.getsockname()))
-    assert code == 1 and "let TCP through to port" in found["peer"][0][1], found
+        code, facts = findings(capsys, "--join", shown(*full.getsockname()))
+    assert code == 1 and "let TCP through to port" in facts["peer"][0][1], facts
     with contextlib.closing(listen("127.0.0.1", 0)) as silent:
         at = shown(*silent.getsockname()[:2])
-        code, found = findings(capsys, "--join", at)
-    assert code == 1 and f"{at} was silent or hung up" in found["peer"][0][1], found
-    assert "look what listens there" in found["peer"][0][1]
-    code, found = findings(capsys, "--join", "no-such-machine.invalid:29400")
-    assert code == 1 and "is not known here" in found["peer"][0][1] and found["address"][0][0] == "fault"
+        code, facts = findings(capsys, "--join", at)
+    assert code == 1 and f"{at} was silent or hung up" in facts["peer"][0][1], facts
+    assert "look what listens there" in facts["peer"][0][1]
+    code, facts = findings(capsys, "--join", "no-such-machine.invalid:29400")
+    assert code == 1 and "is not known here" in facts["peer"][0][1] and facts["address"][0][0] == "fault"
 
 
 def test_a_key_that_does_not_fit_is_named_and_one_that_does_opens_the_way(
@@ -154,17 +154,17 @@ def test_a_key_that_does_not_fit_is_named_and_one_that_does_opens_the_way(
     there = {"rome": Peer(**peers["rome"]), "oslo": Peer(**peers["oslo"])}
     monkeypatch.setenv(KEY, str(files["rome"]))
     with answering(keys=keys_for(there, 4)) as address:
-        code, found = findings(capsys, tmp_path / "run.toml", "--join", address, "--key", files["oslo"])
-        assert code == 0, found
-        assert "is peer 'oslo' of the run file, which may be worker 2, worker 3" in found["key"][0][1]
-        assert "and has the key of a peer" in found["peer"][0][1] and "for 2 workers" in found["memory"][0][1]
-        code, found = findings(capsys, tmp_path / "run.toml", "--join", address, "--key", files["stranger"])
-        assert code == 1 and "none of the run's [peers]" in found["key"][0][1] and "peer" not in found
+        code, facts = findings(capsys, tmp_path / "run.toml", "--join", address, "--key", files["oslo"])
+        assert code == 0, facts
+        assert "is peer 'oslo' of the run file, which may be worker 2, worker 3" in facts["key"][0][1]
+        assert "and has the key of a peer" in facts["peer"][0][1] and "for 2 workers" in facts["memory"][0][1]
+        code, facts = findings(capsys, tmp_path / "run.toml", "--join", address, "--key", files["stranger"])
+        assert code == 1 and "none of the run's [peers]" in facts["key"][0][1] and "peer" not in facts
         (tmp_path / "theirs.toml").write_text(
             dump(tiny(workers=4, run__elastic=True, peers={"rome": peers["rome"], "else": stranger}))
         )
-        code, found = findings(capsys, tmp_path / "theirs.toml", "--join", address, "--key", files["stranger"])
-        assert code == 1 and found["key"][0][0] == "ok" and "refused the key" in found["peer"][0][1], found
+        code, facts = findings(capsys, tmp_path / "theirs.toml", "--join", address, "--key", files["stranger"])
+        assert code == 1 and facts["key"][0][0] == "ok" and "refused the key" in facts["peer"][0][1], facts
 
 
 def test_a_run_that_does_not_fit_and_a_clock_that_stands_are_faults(
@@ -176,13 +176,13 @@ def test_a_run_that_does_not_fit_and_a_clock_that_stands_are_faults(
     monkeypatch.setattr(
         doctor, "time", SimpleNamespace(time=lambda: 86400.0, strftime=time.strftime, gmtime=time.gmtime)
     )
-    code, found = findings(capsys, tmp_path / "run.toml")
-    assert code == 1 and {found[what][0][0] for what in ("memory", "disk", "clock")} == {"fault"}, found
-    assert "give this machine fewer workers" in found["memory"][0][1] and "make room" in found["disk"][0][1]
-    assert "it is 1970-01-02 00:00:00 UTC here" in found["clock"][0][1] and "not encrypted" in found["key"][0][1]
+    code, facts = findings(capsys, tmp_path / "run.toml")
+    assert code == 1 and {facts[what][0][0] for what in ("memory", "disk", "clock")} == {"fault"}, facts
+    assert "give this machine fewer workers" in facts["memory"][0][1] and "make room" in facts["disk"][0][1]
+    assert "it is 1970-01-02 00:00:00 UTC here" in facts["clock"][0][1] and "not encrypted" in facts["key"][0][1]
     (tmp_path / "run.toml").write_text("workers = 'many'")
-    code, found = findings(capsys, tmp_path / "run.toml")
-    assert code == 1 and f"gossamer check {tmp_path / 'run.toml'}" in found["run file"][0][1]
+    code, facts = findings(capsys, tmp_path / "run.toml")
+    assert code == 1 and f"gossamer check {tmp_path / 'run.toml'}" in facts["run file"][0][1]
 
 
 def test_another_package_with_the_same_files_is_a_fault(
@@ -193,8 +193,8 @@ def test_another_package_with_the_same_files_is_a_fault(
     (tmp_path / "gossamer_web-0.9.35.dist-info" / "METADATA").write_text("Name: gossamer-web\nVersion: 0.9.35\n")
     (tmp_path / "gossamer_web-0.9.35.dist-info" / "top_level.txt").write_text("gossamer\n")
     monkeypatch.syspath_prepend(tmp_path)
-    code, found = findings(capsys)
-    assert code == 1 and found["package"][0][0] == "fault" and "gossamer-web" in found["package"][0][1]
+    code, facts = findings(capsys)
+    assert code == 1 and facts["package"][0][0] == "fault" and "gossamer-web" in facts["package"][0][1]
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_words_that_do_not_fit_are_refused(words: tuple[str, ...], sentence: str
     assert main(["doctor", *words]) == 2 and sentence in capsys.readouterr().err
 
 
-def test_nobody_is_answered_without_a_proof(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_no_client_is_answered_without_a_proof(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(SECRET, raising=False)
     with contextlib.closing(listen("127.0.0.1", 0)) as free:
         address = shown(*free.getsockname()[:2])
@@ -220,7 +220,7 @@ def test_nobody_is_answered_without_a_proof(capsys: pytest.CaptureFixture[str], 
 @pytest.mark.full
 @pytest.mark.netns
 @pytest.mark.timeout(120)
-def test_machines_whose_names_lead_to_themselves_are_told_so_and_reach_each_other(machines: list[str]):  # noqa: F811
+def test_machines_whose_names_lead_to_themselves_report_it_and_reach_each_other(machines: list[str]):  # noqa: F811
     def on(i: int, *words: str) -> subprocess.Popen[str]:
         namespace, hosts = machines[i].split()
         inside = ["sh", "-c", 'mount --bind "$0" /etc/hosts && hostname "$1" && shift && exec "$@"', hosts, f"m{i}"]
@@ -238,12 +238,12 @@ def test_machines_whose_names_lead_to_themselves_are_told_so_and_reach_each_othe
         assert answers.stdout is not None
         first = next(line for line in answers.stdout if "answers at" in line)
         assert "10.78.0.1:29600 until Ctrl-C" in first
-        said, _ = (asks := on(1, "--join", "m0:29600")).communicate(timeout=60)
-        assert asks.returncode == 0, said
-        assert "'m1' leads to 127.0.1.1, where no other machine reaches this one; give 10.78.0.2" in said
-        assert "10.78.0.2 on eth0 leads to m0" in said and "this machine can be reached at 10.78.0.2" in said
-        said, _ = (lost := on(0, "--join", "m0:29600")).communicate(timeout=60)
-        assert lost.returncode == 1 and "'m0' leads to 127.0.1.1, which is this machine itself" in said
+        output, _ = (asks := on(1, "--join", "m0:29600")).communicate(timeout=60)
+        assert asks.returncode == 0, output
+        assert "'m1' leads to 127.0.1.1, where no other machine reaches this one; give 10.78.0.2" in output
+        assert "10.78.0.2 on eth0 leads to m0" in output and "this machine can be reached at 10.78.0.2" in output
+        output, _ = (lost := on(0, "--join", "m0:29600")).communicate(timeout=60)
+        assert lost.returncode == 1 and "'m0' leads to 127.0.1.1, which is this machine itself" in output
     finally:
         answers.terminate()
         answers.communicate(timeout=60)

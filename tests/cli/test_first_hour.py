@@ -79,8 +79,8 @@ def test_the_wheel_holds_the_example_files_and_its_verbs_run_without_the_reposit
 def test_init_writes_examples_and_keeps_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "gasloc.toml").write_text("mine")
     assert main(["init", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert (tmp_path / "gasloc.toml").read_text() == "mine" and "gasloc.toml (exists, and was kept)" in said
+    output = capsys.readouterr().out
+    assert (tmp_path / "gasloc.toml").read_text() == "mine" and "gasloc.toml (exists, and was kept)" in output
     written = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.toml")}
     examples = {str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.toml")}
     assert written == examples
@@ -112,9 +112,9 @@ def test_the_demo_leaves_its_models_and_no_checkpoints_and_can_be_asked_for_agai
     )  # four models of 0.6 MB; 50 MB with checkpoints
     assert main([*words, "--resume", "--json", "--quiet"]) == 0
     out, err = capsys.readouterr()
-    told = json.loads(out)
-    assert [one["method"] for one in told["runs"]] == ["GASLoC 1-Peer", "DiLoCo", "gossip 1-Peer", "local SGD"]
-    assert out.count("\n") == 1 and told.keys() == EXPLAINED["demo"] and not err
+    result = json.loads(out)
+    assert [one["method"] for one in result["runs"]] == ["GASLoC 1-Peer", "DiLoCo", "gossip 1-Peer", "local SGD"]
+    assert out.count("\n") == 1 and result.keys() == EXPLAINED["demo"] and not err
     before = read_metrics(runs[0])
     assert main(["simulate", "--resume", str(runs[0])]) == 0
     assert "the run has ended after 2 rounds; gossamer report" in capsys.readouterr().err
@@ -292,8 +292,8 @@ def test_shells_complete_run_folders_keys_topologies_and_methods(
         "gossamer simul": "simulate",
     }
     (tmp_path / "program").write_text(COMPLETES[shell])
-    said = subprocess.run([shell, "program", *lines], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert [line.strip() for line in said.stdout.splitlines()] == [*lines.values()], said
+    output = subprocess.run([shell, "program", *lines], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert [line.strip() for line in output.stdout.splitlines()] == [*lines.values()], output
 
 
 DOCS = ROOT / "docs"
@@ -348,12 +348,12 @@ def test_the_demo_says_in_a_sentence_what_its_table_means_and_what_comes_next(
 ) -> None:
     gasloc = outcome("GASLoC 1-Peer", [(431, 2.03), (862, 1.86)])
     slow = [gasloc, outcome("DiLoCo", [(828, 1.84), (1104, 1.79)]), outcome("gossip 1-Peer", [(862, 1.9)])]
-    said = meaning(slow)
-    assert "DiLoCo ends with the lowest validation loss (1.790), and where one uplink" in said
-    assert "it takes 18 min 24 s. GASLoC 1-Peer ends first there, after 14 min 22 s at 1.860" in said
+    sentence = meaning(slow)
+    assert "DiLoCo ends with the lowest validation loss (1.790), and where one uplink" in sentence
+    assert "it takes 18 min 24 s. GASLoC 1-Peer ends first there, after 14 min 22 s at 1.860" in sentence
     assert (
         "the last validation of DiLoCo by then is 1.840: at equal time DiLoCo is ahead with this seed. With one seed each"
-        in said
+        in sentence
     )
     behind = [gasloc, outcome("DiLoCo", [(828, 1.87), (1104, 1.79)]), outcome("local SGD", [(860, 1.85), (1104, 1.88)])]
     assert "DiLoCo by then is 1.870: at equal time GASLoC 1-Peer is ahead" in meaning(behind[:2])

@@ -110,12 +110,12 @@ def test_three_machines_whose_names_lead_to_themselves_train_by_the_name_of_the_
     of = 6 if kind == "in stages" else 3
     ends = [one.finish() for one in start(machines, "train", tmp_path / "run.toml", "--out", tmp_path / "out", of=of)]
     assert [code for code, _ in ends] == [0] * of, ends
-    assert "suspect" not in "".join(said for _, said in ends), ends
+    assert "suspect" not in "".join(output for _, output in ends), ends
     if kind in ("elastic", "without waiting"):
-        told = [f"worker {i} listens on 10.78.0.{i + 1}:" in said for i, (_, said) in enumerate(ends)]
-        assert told == [True] * 3, ends
-    code, said = run("evaluate", tmp_path / "out")
-    assert code == 0, said
+        listens = [f"worker {i} listens on 10.78.0.{i + 1}:" in output for i, (_, output) in enumerate(ends)]
+        assert listens == [True] * 3, ends
+    code, output = run("evaluate", tmp_path / "out")
+    assert code == 0, output
 
 
 @pytest.mark.full
@@ -125,9 +125,9 @@ def test_machines_with_keys_join_the_first_over_encrypted_connections(machines: 
     pytest.importorskip("cryptography")
     homes, peers = [tmp_path / f"home{i}" for i in range(3)], {}
     for i, home in enumerate(homes):
-        code, said = run("keys", "new", f"m{i}", "--out", home / "gossamer" / "keys" / f"m{i}.pem", "--json")
-        assert code == 0, said
-        peers[f"m{i}"] = {"certificate": json.loads(said)["keys"][0]["certificate"]}
+        code, output = run("keys", "new", f"m{i}", "--out", home / "gossamer" / "keys" / f"m{i}.pem", "--json")
+        assert code == 0, output
+        peers[f"m{i}"] = {"certificate": json.loads(output)["keys"][0]["certificate"]}
     config = tiny(run__elastic=True, run__timeout_s=30.0, run__steps=100, run__pace_s=0.1, peers=peers)
     (tmp_path / "run.toml").write_text(dump(config))
 
@@ -143,9 +143,9 @@ def test_machines_with_keys_join_the_first_over_encrypted_connections(machines: 
     assert words == ["--join", "10.78.0.1:29500"]
     ends = [one.finish() for one in (first, *(started(i, *words) for i in (2, 1)))]
     assert [code for code, _ in ends] == [0] * 3, ends
-    for i, (_, told) in zip((2, 1), ends[1:], strict=True):  # the slot of its own key, whoever comes first
-        assert f"worker {i} listens on 10.78.0.{i + 1}:" in told, told
-        assert f"worker {i} takes the state of worker" in told, told
+    for i, (_, printed) in zip((2, 1), ends[1:], strict=True):  # the slot of its own key, in any order of arrival
+        assert f"worker {i} listens on 10.78.0.{i + 1}:" in printed, printed
+        assert f"worker {i} takes the state of worker" in printed, printed
 
 
 @pytest.mark.sampled(1)
@@ -180,15 +180,15 @@ def test_a_machine_may_have_several_of_the_workers(machines: list[str], tmp_path
 def test_a_machine_on_which_the_name_of_the_first_leads_to_itself_says_so(machines: list[str], tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(dump(tiny(workers=2, run__timeout_s=2.0)))
     words = ("train", tmp_path / "run.toml", "--rank", 1, "--of", 2, "--address", "m1")
-    code, said = Command(*machines[1].split(), *words, work=enter).finish()
+    code, output = Command(*machines[1].split(), *words, work=enter).finish()
     assert code == 2
-    *_, warned, ended = said.splitlines()
-    assert "the name 'm1' leads to 127.0.1.1 on this machine, which is itself" in warned, said
-    assert "could not reach the store at m1:29400" in ended and "give all workers the address" in ended, said
+    *_, warned, ended = output.splitlines()
+    assert "the name 'm1' leads to 127.0.1.1 on this machine, which is itself" in warned, output
+    assert "could not reach the store at m1:29400" in ended and "give all workers the address" in ended, output
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "sentence"),
     [
         (["--rank", 1], "--rank 1 was given without --of and --address"),
         (["--of", 3, "--address", "m0"], "--of 3 --address m0 was given without --rank"),
@@ -205,12 +205,12 @@ def test_a_machine_on_which_the_name_of_the_first_leads_to_itself_says_so(machin
     ],
 )
 def test_a_place_that_does_not_fit_is_refused_in_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[object], said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[object], sentence: str
 ) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "")  # so that it is as before afterwards
         monkeypatch.delenv(name)
     (tmp_path / "run.toml").write_text(dump(tiny(run__timeout_s=2.0)))
     code, output = run("train", tmp_path / "run.toml", "--out", tmp_path / "out", *words)
-    assert code == 2 and said in output and "Traceback" not in output, output
-    assert len([line for line in output.splitlines() if said in line]) == 1, output
+    assert code == 2 and sentence in output and "Traceback" not in output, output
+    assert len([line for line in output.splitlines() if sentence in line]) == 1, output

@@ -24,7 +24,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
+def printed_lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
 
 
@@ -34,7 +34,7 @@ def test_a_terminal_cuts_the_longest_texts_where_a_row_does_not_fit_and_no_soone
 ) -> None:
     terminal.setenv("COLUMNS", str(columns))
     print_table(HEADINGS, ROWS, text=2)
-    head, *rows = said(capsys)
+    head, *rows = printed_lines(capsys)
     assert [name in row for name, row in zip(names, rows, strict=True)] == [True, True]
     assert "fp4" in rows[0] and "bf16" in rows[1], "the shorter texts stay"
     assert all(len(line) <= columns for line in (head, *rows))
@@ -46,12 +46,12 @@ def test_a_narrow_terminal_leaves_out_columns_that_can_be_spared_before_it_cuts_
 ) -> None:
     terminal.setenv("COLUMNS", str(columns))
     print_table(HEADINGS, ROWS, text=2, spare=("codec", "hours"))
-    head, *rows = said(capsys)
+    head, *rows = printed_lines(capsys)
     assert [name in head for name in HEADINGS] == [True, left > 3, left > 2, True]
     assert all("less 4" in row for row in rows) and all(len(line) <= columns for line in (head, *rows))
     terminal.setenv("TTY_COMPATIBLE", "0")
     print_table(HEADINGS, ROWS, text=2, spare=("codec", "hours"))
-    whole = said(capsys)[0]
+    whole = printed_lines(capsys)[0]
     assert all(name in whole for name in HEADINGS)
 
 
@@ -61,7 +61,7 @@ def test_no_number_is_cut_where_a_terminal_is_too_narrow_for_all(
 ) -> None:
     terminal.setenv("COLUMNS", "20")
     print_table(HEADINGS, ROWS, text=2, title=title)
-    text = "\n".join(said(capsys))
+    text = "\n".join(printed_lines(capsys))
     assert all(number in text for row in ROWS for number in row[2:]) and all(name in text for name in HEADINGS[2:])
 
 
@@ -71,14 +71,14 @@ def test_a_sentence_ends_a_line_of_a_terminal_between_two_words_and_is_one_line_
     sentence = "chosen: dropping worker 4 (slowest): GASLoC 1-Peer, 480 local steps, codec bf16 [no markup]"
     monkeypatch.setenv("COLUMNS", "40")
     print_sentence(sentence)
-    assert said(capsys) == [sentence]
+    assert printed_lines(capsys) == [sentence]
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     print_sentence(sentence)
-    lines = said(capsys)
+    lines = printed_lines(capsys)
     assert len(lines) == 3 and all(len(line) <= 40 for line in lines)
     assert " ".join(line.strip() for line in lines) == sentence
     print_sentence("  head  " + sentence, 8)
-    first, *others = said(capsys)
+    first, *others = printed_lines(capsys)
     assert first.startswith("  head  chosen") and all(line.startswith(" " * 8 + line.strip()) for line in others)
 
 
@@ -135,17 +135,17 @@ def test_no_verb_prints_control_characters_of_a_file_or_a_folder(
         ("check", str(run_file), "--set", f"rule.name='{printable(ODD)}'".replace("\\x1b", ODD[1])): 2,
     }.items():
         got = main([*words])
-        said = "".join(capfd.readouterr())
-        if got != code or bare(said):
-            wrong.append((words, got, said))
-        printed += said
+        printed_lines = "".join(capfd.readouterr())
+        if got != code or bare(printed_lines):
+            wrong.append((words, got, printed_lines))
+        printed += printed_lines
     assert not wrong
     assert printed.count("\\x1b[2J") > 10, "they are shown as escapes"
     page_text = (folder / "report-table.md").read_text()
     assert not bare(page_text) and "<script>" not in page_text and "&lt;script>" in page_text
 
 
-def test_what_is_said_and_logged_shows_control_characters_as_escapes_and_languages_as_they_are(
+def test_output_and_logs_show_control_characters_as_escapes_and_all_languages_unchanged(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     say(f"worker 1: {ODD}\ud800")

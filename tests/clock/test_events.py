@@ -179,7 +179,7 @@ def spent(make, away):
 @pytest.mark.parametrize("make", SAVED.values(), ids=SAVED.keys())
 @settings(max_examples=5, deadline=None)
 @given(cut=st.integers(0, 150), away=st.booleans())
-def test_a_run_that_is_saved_after_any_event_and_loaded_is_the_one_that_went_on(make, cut, away):
+def test_a_run_that_is_saved_after_any_event_and_loaded_equals_the_uninterrupted_one(make, cut, away):
     options, expected, ends = spent(make, away)
     (first, again), records = (make(walkers(4), **options) for _ in range(2)), []
     for _ in range(cut):
@@ -271,18 +271,18 @@ def test_a_worker_that_left_is_silent_until_it_returns(make):
 
 
 @every_run
-def test_the_others_go_on_when_one_leaves_for_good(make):
+def test_the_others_continue_when_one_leaves_permanently(make):
     run = make(walkers(4), absences=[Absence(3.1, 3, "leave")])
     count = Counter(phase.worker for phase in of(Phase, run.run(40.0)) if phase.start_s > 30.0)
     assert set(count) == {0, 1, 2}
 
 
 @every_run
-def test_a_run_that_nobody_is_left_in_stands_still(make):
+def test_a_run_without_workers_stands_still(make):
     run = make(walkers(4), absences=[Absence(4.0, i, "leave") for i in range(4)])
     for _ in run.run(10.0):
         pass
-    assert list(run.run()) == []  # and ends, although it may go on for ever
+    assert list(run.run()) == []  # and ends, although it may continue forever
 
 
 def test_meetings_begin_again_when_somebody_returns():
@@ -407,7 +407,7 @@ def test_equal_workers_with_fragments_move_every_fragment_by_what_they_learned(f
         assert torch.allclose(run.model()[a:b], start[a:b] + 2.0 * (1 + p + fragments))
 
 
-def test_a_quorum_lets_the_fast_go_on_and_merges_the_slow_into_a_later_round():
+def test_a_quorum_lets_the_fast_continue_and_merges_the_slow_into_a_later_round():
     run = ServerRun(decoupled_diloco(quorum=2), walkers(3), network((1.0, 1.0, 2.5)))
     updates = of(Update, run.run(4.0))
     assert [u.workers for u in updates] == [(0, 1), (0, 1), (0, 1, 2), (0, 1)]
@@ -424,7 +424,7 @@ def test_a_grace_period_waits_for_one_that_is_a_little_late():
     assert rounds(0.3) == [(0, 1, 2)]
 
 
-def test_an_adaptive_grace_takes_in_the_late_and_costs_nobody_a_step():
+def test_an_adaptive_grace_includes_the_late_and_costs_no_worker_a_step():
     def played(grace_s, overlap=True):
         rule, link = decoupled_diloco(quorum=2, grace_s=grace_s), network((1.0, 1.0, 1.2), latency_s=0.2)
         records = list(ServerRun(rule, walkers(3), link, spans=spans(2), overlap=overlap).run(12.0))
@@ -450,7 +450,7 @@ def test_learners_weigh_what_they_trained_on_since_they_were_greeted():
     assert torch.allclose(run.model(), torch.full((P,), 9 / 10))  # weights 100 · 100 and 300 · 300
 
 
-def test_a_quorum_shrinks_to_those_who_are_present():
+def test_a_quorum_shrinks_to_the_workers_that_are_present():
     rule = decoupled_diloco(quorum=3)
     run = ServerRun(
         rule, walkers(3), network((1.0, 1.0, 5.0)), options=LoopOptions(absences=[Absence(2.0, 2, "leave")])
@@ -459,7 +459,7 @@ def test_a_quorum_shrinks_to_those_who_are_present():
     assert [(u.time_s, u.workers) for u in updates] == [(2.0, (0, 1)), (3.0, (0, 1)), (4.0, (0, 1))]
 
 
-def test_a_window_that_nobody_can_fill_any_more_closes():
+def test_a_window_that_can_no_longer_be_filled_closes():
     # After its absence worker 1 pushes another fragment than worker 0, so neither quorum of two could ever be there.
     rule = decoupled_diloco(quorum=2)
     absences = [Absence(1.5, 1, "leave"), Absence(2.7, 1, "return")]
@@ -469,7 +469,7 @@ def test_a_window_that_nobody_can_fill_any_more_closes():
     assert {u.fragment for u in updates} == {0, 1}
 
 
-def test_with_overlap_nobody_waits_for_a_reply_that_comes_within_a_phase():
+def test_with_overlap_no_worker_waits_for_a_reply_that_arrives_within_a_phase():
     run = ServerRun(decoupled_diloco(), walkers(3), network(latency_s=0.2), spans=spans(3), overlap=True)
     phases = of(Phase, run.run(12.0))
     assert Counter(phase.worker for phase in phases) == {0: 12, 1: 12, 2: 12}
@@ -535,7 +535,7 @@ def still(starts):
 
 
 @pytest.mark.parametrize("latency_s", [0.0, 0.7])
-def test_the_mean_follows_the_mean_drift_whoever_meets_whom(latency_s):
+def test_the_mean_follows_the_mean_drift_for_every_order_of_meetings(latency_s):
     starts = random_vectors(6, P)
     rates = meeting_rates(ring(6).mixing(0), 1.5)
     learners = [Walker(x.clone(), at_random(i)) for i, x in enumerate(starts)]
@@ -713,7 +713,7 @@ def test_gossip_without_waiting_keeps_the_mean_only_if_clocks_are_equal():
     assert shift((0.2, 1.0, 1.0, 5.0)) > 0.05
 
 
-def test_a_slow_worker_weighs_more_where_nobody_waits():
+def test_a_slow_worker_weighs_more_in_asynchronous_runs():
     starts = [torch.zeros(P), torch.ones(P)]
     run = GossipRun(gossip(), make_topology("complete", 2), still(starts), network((1.0, 10.5)))
     for _ in run.run(30.0):
@@ -734,14 +734,14 @@ def test_messages_that_are_late_lower_the_momentum_that_is_stable():
     assert growth(0.3, 0.5) < 1e-3
 
 
-def test_a_slow_link_makes_messages_old_and_holds_up_nobody():
+def test_a_slow_link_makes_messages_old_and_delays_no_worker():
     seen = GossipRun(gossip(), make_topology("complete", 2), walkers(2), network((1.0, 1.0), latency_s=2.5))
     records = list(seen.run(10.0))
     assert Counter(phase.worker for phase in of(Phase, records)) == {0: 10, 1: 10}
     assert [t.end_s for t in of(Transfer, records) if t.target == 0] == [4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0]
 
 
-def test_an_absent_worker_is_not_heard():
+def test_an_absent_worker_sends_nothing():
     records = list(
         GossipRun(
             gossip(),

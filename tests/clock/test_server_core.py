@@ -28,7 +28,7 @@ def push(server, worker, now_s, fragment=0, **options):
 
 
 def kinds(actions):
-    """Updates by their workers, and sends by worker and whether it may go on."""
+    """Updates by their workers, and sends by worker and whether it may continue."""
     return [
         action.workers
         if isinstance(action, Update)

@@ -104,7 +104,7 @@ def test_passes_are_compiled_once_and_kept_where_no_other_user_can_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    x, told = torch.randn(passes.LONG), []
+    x, warnings = torch.randn(passes.LONG), []
     for mode in (None, None, 0o777):
         passes._compiled.cache_clear()  # pyright: ignore[reportPrivateUsage]
         if mode is not None:
@@ -112,8 +112,8 @@ def test_passes_are_compiled_once_and_kept_where_no_other_user_can_write(
         caplog.clear()
         with caplog.at_level("INFO"):
             int8().encode(x, 0)
-        told.append("compiled the codecs" in caplog.text)
-    assert told == [True, False, True], "what others may have written is not loaded"
+        warnings.append("compiled the codecs" in caplog.text)
+    assert warnings == [True, False, True], "what others may have written is not loaded"
     assert len([*(tmp_path / "gossamer").iterdir()]) == 1
 
 

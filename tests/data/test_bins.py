@@ -156,16 +156,19 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_with_a_file_is_said_before_a_run_begins(name: str, tmp_path: Path):
+def test_a_fault_of_a_file_is_reported_before_a_run_begins(name: str, tmp_path: Path):
     write, sentence = WRONG[name]
     write(tmp_path / "train.bin")
     with pytest.raises(DataError, match=sentence):
         corpus(tmp_path, "train.bin")
     file = tmp_path / "run.toml"
     file.write_text(tomli_w.dumps(document(data__source=str(tmp_path / "train.bin"))))
-    code, said = run("check", file)
+    code, output = run("check", file)
     assert (
-        code == 0 and "but not on this machine" in said and str(tmp_path / "train.") in said and "Traceback" not in said
+        code == 0
+        and "but not on this machine" in output
+        and str(tmp_path / "train.") in output
+        and "Traceback" not in output
     )
 
 
@@ -195,8 +198,10 @@ def test_a_run_on_tokens_has_the_losses_of_a_run_on_their_text(tmp_path: Path):
         settings = document(data__source=str(tmp_path / kind / "train.bin"), run__steps=2, record__export=True)
         assert gossamer.simulate(settings, tmp_path / kind / "run").over
     assert len({losses(tmp_path / kind / "run") for kind in ("nanoGPT", "llm.c for GPT-2", "Megatron, 16 bits")}) == 1
-    code, said = run("evaluate", tmp_path / "nanoGPT" / "run", "--source", tmp_path / "nanoGPT" / "train.bin", "--json")
-    assert code == 0 and 0 < json.loads(said.splitlines()[-1])["loss"] < 6
+    code, output = run(
+        "evaluate", tmp_path / "nanoGPT" / "run", "--source", tmp_path / "nanoGPT" / "train.bin", "--json"
+    )
+    assert code == 0 and 0 < json.loads(output.splitlines()[-1])["loss"] < 6
 
 
 def losses(folder: Path) -> tuple[float, ...]:

@@ -435,7 +435,7 @@ def stream(source: str, workers: int, **options) -> StreamCorpus:
     return opened
 
 
-def told(opened: StreamCorpus, worker: int, steps: int) -> set[bytes]:
+def documents_of(opened: StreamCorpus, worker: int, steps: int) -> set[bytes]:
     """The whole documents in the first batches of a worker."""
     tokens = torch.cat([opened.batch(worker, step).flatten() for step in range(steps)])
     return set(bytes(tokens.tolist()).split(b"\0")[1:-1])
@@ -509,12 +509,12 @@ def test_a_fork_reads_on_from_the_batch_that_was_taken_last(tmp_path: Path, monk
     assert opened.state() == stream(source, 1).state() | {"streams": {"0": opened._train[0].state()}}
 
 
-def test_a_stream_that_breaks_off_ahead_of_the_worker_is_told_when_the_worker_comes_there(tmp_path: Path) -> None:
+def test_a_stream_that_breaks_off_ahead_of_the_worker_is_reported_when_the_worker_gets_there(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "train.jsonl").write_text('{"text": "%s"}\n' % ("a" * 150) + '{"text": 7}\n')
     opened = stream(f"hf:{tmp_path / 'texts'}", 1, prefetch=3)
     first = opened.batch(0, 0)
-    for _ in range(2):  # again, as a second try begins anew
+    for _ in range(2):  # again, as a second try starts from the beginning
         with pytest.raises(DataError, match=r"of type int but must be text|broke off"):
             opened.batch(0, 3)
         assert torch.equal(opened.batch(0, 0), first)
@@ -524,7 +524,7 @@ def test_a_stream_that_breaks_off_ahead_of_the_worker_is_told_when_the_worker_co
 def test_workers_of_a_stream_share_no_document_and_none_is_for_validation(files: int, tmp_path: Path) -> None:
     texts = documents(40)
     opened = stream(streamed(tmp_path / "texts", texts, "jsonl", files), 2)
-    first, second = told(opened, 0, 150), told(opened, 1, 150)
+    first, second = documents_of(opened, 0, 150), documents_of(opened, 1, 150)
     assert len(first) > 3 and len(second) > 3
     assert not first & second
     held_out = set(bytes(torch.cat([b.flatten() for b in opened.validation(60)]).tolist()).split(b"\0")[:-1])

@@ -1,4 +1,4 @@
-"""What is read of files, and what is told of it: endings, byte-order marks, data set cards, caches and fields."""
+"""Reading files, and reporting what was read: endings, byte-order marks, data set cards, caches and fields."""
 
 import errno
 import gzip

@@ -1,4 +1,4 @@
-"""Special tokens: those of the tokenizer stand around each document in training, whoever names them."""
+"""Special tokens: those of the tokenizer stand around each document in training, however they are named."""
 
 import json
 from pathlib import Path

@@ -38,7 +38,7 @@ def apply(folder: Path) -> None:
     [("rules", {"cautious", "test_rules", "test_docstrings", "test_methods"}), ("codecs", {"fp24", "test_codecs"})],
     ids=["rule", "codec"],
 )
-def test_who_follows_the_examples_gets_a_rule_and_a_codec_that_pass_their_specification_and_ruff(
+def test_the_examples_make_a_rule_and_a_codec_that_pass_their_specification_and_ruff(
     part: str, expected: set[str], tmp_path: Path
 ) -> None:
     for name in ("src", "tests", "docs"):

@@ -85,14 +85,14 @@ def test_the_site_loads_nothing_from_other_hosts_and_has_every_method_and_verb(s
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
 def test_a_page_that_is_opened_from_a_folder_searches_and_asks_no_other_host(site):
     api = pytest.importorskip("playwright.sync_api")
-    asked, said = [], []
+    asked, errors = [], []
     with api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1400, "height": 900})
         page.set_default_timeout(120_000)  # milliseconds
         page.on("request", lambda request: asked.append(request.url))
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("console", lambda message: errors.append(message.text))
+        page.on("pageerror", lambda error: errors.append(str(error)))
         page.goto((site / "how-to" / "index.html").as_uri())
         page.locator(".md-search__input").first.press_sequentially("straggler")
         page.locator(".md-search-result__link").first.wait_for(state="attached")
@@ -100,8 +100,8 @@ def test_a_page_that_is_opened_from_a_folder_searches_and_asks_no_other_host(sit
         browser.close()
     assert link is not None and (site / "how-to" / link.partition("?")[0].removeprefix("file://")).exists()
     # Letters that are typed before the index is read find nothing, and the theme says so.
-    said = [one for one in said if "_index" not in one and "Invalid query" not in one]
-    assert all(url.startswith(("file:", "data:", "about:")) for url in asked) and not said
+    errors = [one for one in errors if "_index" not in one and "Invalid query" not in one]
+    assert all(url.startswith(("file:", "data:", "about:")) for url in asked) and not errors
 
 
 def test_the_page_of_run_files_explains_every_key(source):
@@ -233,9 +233,9 @@ def test_the_tutorial_works_as_written(tmp_path, monkeypatch):
     }
 
     def number(pattern: str, command: str) -> float:
-        found = re.search(pattern, printed[command])
-        assert found, printed[command]
-        return float(found[1])
+        match = re.search(pattern, printed[command])
+        assert match, printed[command]
+        return float(match[1])
 
     gasloc, diloco = (number(r"([\d.]+) s for", f"price runs/{run} network.toml") for run in ("first", "diloco"))
     assert gasloc < diloco
@@ -264,9 +264,9 @@ def test_the_commands_on_the_page_about_which_method_work_as_written(tmp_path, m
             )
             ran.append(words[1:])
             assert main([*words[1:], *quick]) == 0, words
-            said = capsys.readouterr().out
-            assert ("verdict: " in said) == ("--race" in words)
-            assert "by the law: after about" in said or "--law" not in words
+            output = capsys.readouterr().out
+            assert ("verdict: " in output) == ("--race" in words)
+            assert "by the law: after about" in output or "--law" not in words
     assert len(ran) == 5 and Path("run.toml").is_file() and Path("runs/race-network-1m/report.html").is_file()
 
 
@@ -286,9 +286,9 @@ def test_the_commands_on_the_page_about_data_work_as_written(tmp_path, monkeypat
     assert len(commands) == 4
     for words in map(shlex.split, commands):
         assert main([*words[1:]]) == 0, words
-    said = "".join(capfd.readouterr())
-    told = re.search(r"^text of 'fineweb.+$", page, re.MULTILINE)
-    assert told and told[0] in said
+    output = "".join(capfd.readouterr())
+    match = re.search(r"^text of 'fineweb.+$", page, re.MULTILINE)
+    assert match and match[0] in output
 
 
 AGENTS: list[TCPStore] = []
@@ -335,7 +335,7 @@ def test_the_page_about_two_machines_on_ethernet_trains_two_sites_as_written(tmp
         sites.append(torchrun(2, program, **named))
     ends = [[one.finish(120) for one in site] for site in sites]
     assert all(code == 0 for site in ends for code, _ in site), ends
-    assert all(f"site {site}: 3 rounds, loss" in "".join(said for _, said in ends[site]) for site in range(2)), ends
+    assert all(f"site {site}: 3 rounds, loss" in "".join(output for _, output in ends[site]) for site in range(2)), ends
 
 
 LOOP_LIKE_NANOGPT = """
@@ -377,8 +377,8 @@ def test_the_lines_on_the_page_about_an_own_loop_make_a_loop_like_that_of_nanogp
         after = added
     (tmp_path / "train.py").write_text(code, encoding="utf-8")
     ends = [one.finish(120) for one in torchrun(2, tmp_path / "train.py")]
-    said = [line for _, output in ends for line in re.findall(r"rounds 2 weights .+", output)]
-    assert len(said) == 2 and len({*said}) == 1, ends
+    printed = [line for _, output in ends for line in re.findall(r"rounds 2 weights .+", output)]
+    assert len(printed) == 2 and len({*printed}) == 1, ends
 
 
 def titled(page: str) -> str:
@@ -401,8 +401,8 @@ def test_the_page_about_an_outer_optimizer_of_ones_own_compares_it_as_written(tm
     assert [*commands] == ["compare", "check"]
     for words in (commands["check"], [*commands["compare"], "--quiet"]):
         assert main(words) == 0, words
-    said = capsys.readouterr().out
-    assert "signed: can start" in said and re.search(r"^signed: .+ over 3 seeds", said, re.MULTILINE)
+    output = capsys.readouterr().out
+    assert "signed: can start" in output and re.search(r"^signed: .+ over 3 seeds", output, re.MULTILINE)
     assert Path("runs/mine/report.html").is_file()
     [line] = re.findall(r"^python -c (.+)$", page, re.MULTILINE)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -415,17 +415,17 @@ def test_the_page_about_a_slow_machine_plans_and_trains_as_written(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     page = titled("slow-machine.md")
     plan, adapt, train, status = map(shlex.split, re.findall(r"^gossamer .+$", page, re.MULTILINE))
-    code, said = run(*plan[1:])
-    assert code == 0 and all(re.search(rf"^\S.* {row}", said, re.MULTILINE) for row in ("uneven", "less 3")), said
+    code, output = run(*plan[1:])
+    assert code == 0 and all(re.search(rf"^\S.* {row}", output, re.MULTILINE) for row in ("uneven", "less 3")), output
     assert run(*adapt[1:])[0] == 0
     few = {"run.steps": 4, "run.local_steps": 2, "model.layers": 1, "data.seq_len": 16, "data.batch_size": 2}
     few |= {"data.source": str(TEXT), "run.threads": 1}
-    code, said = run(
+    code, output = run(
         *train[1:], *(word for key, value in few.items() for word in ("--set", f"{key}={value}")), "--quiet"
     )
-    assert code == 0, said
-    code, said = run(*status[1:])
-    assert code == 0 and "4 finished" in said and all(column in said for column in ("waiting", "waits for")), said
+    assert code == 0, output
+    code, output = run(*status[1:])
+    assert code == 0 and "4 finished" in output and all(column in output for column in ("waiting", "waits for")), output
 
 
 @pytest.mark.full
@@ -444,13 +444,13 @@ def test_the_page_about_machines_that_come_and_go_works_as_written(tmp_path, mon
     while not (folder / "outcomes-002.jsonl").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     os.kill(processes["2"], signal.SIGKILL)
-    while "gone" not in (said := run("status", folder)[1]) and time.monotonic() < deadline:
+    while "gone" not in (output := run("status", folder)[1]) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert "gone" in said, said
-    code, said = Command(*shlex.split(join)[1:], "--quiet").finish(120)
-    assert code == 0, said
-    code, told = launched.finish(120)
-    assert code == 0, told
+    assert "gone" in output, output
+    code, output = Command(*shlex.split(join)[1:], "--quiet").finish(120)
+    assert code == 0, output
+    code, printed = launched.finish(120)
+    assert code == 0, printed
     assert "4 finished" in run("status", folder)[1]
     [replay] = re.findall(r"^gossamer simulate .*--replay.+$", page, re.MULTILINE)[:1]
     assert run(*shlex.split(replay)[1:], "--quiet")[0] == 0
@@ -533,16 +533,16 @@ def test_the_line_of_the_readme_for_several_machines_trains_and_says_what_a_scor
     ends = [worker.finish(120) for worker in workers]
     assert [code for code, _ in ends] == [0, 0], ends
     first, second = tmp_path / "machine-0" / "wide", tmp_path / "machine-1" / "wide"
-    for (_, said), folder, other in zip(ends, (first, second), (1, 0), strict=True):
-        assert f"the checkpoints of worker {other} are on its machine: bring them into this folder" in said, said
-        assert f"HOST:{folder}/checkpoints/ {folder}/checkpoints/, then gossamer evaluate {folder} scores it" in said, (
-            said
-        )
+    for (_, output), folder, other in zip(ends, (first, second), (1, 0), strict=True):
+        assert f"the checkpoints of worker {other} are on its machine: bring them into this folder" in output, output
+        assert (
+            f"HOST:{folder}/checkpoints/ {folder}/checkpoints/, then gossamer evaluate {folder} scores it" in output
+        ), output
     assert main(["evaluate", str(first)]) == 2
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert (
         "has checkpoints of worker 0 alone and needs those of all 2; the checkpoints of worker 1 are on its machine"
-        in said
+        in output
     )
     shutil.copytree(second / "checkpoints", first / "checkpoints", dirs_exist_ok=True)
     assert main(["evaluate", str(first)]) == 0
@@ -648,9 +648,9 @@ def test_the_loops_that_a_page_starts_with_torchrun_train_two_workers_as_one(eve
     for file, code in zip(files, blocks, strict=True):
         file.write_text("import gossamer\n" + code if "import gossamer" not in code else code, encoding="utf-8")
     (tmp_path / "train.py").write_text(LOOPS, encoding="utf-8")
-    found = [one.finish(120) for one in torchrun(2, tmp_path / "train.py", *files)]
-    ends = sorted(line for _, said in found for line in re.findall(r"^.+?: 2 workers, .+$", said, re.MULTILINE))
-    assert all(code == 0 for code, _ in found) and len(ends) == 2 * len(files) + 2, found
+    outputs = [one.finish(120) for one in torchrun(2, tmp_path / "train.py", *files)]
+    ends = sorted(line for _, output in outputs for line in re.findall(r"^.+?: 2 workers, .+$", output, re.MULTILINE))
+    assert all(code == 0 for code, _ in outputs) and len(ends) == 2 * len(files) + 2, outputs
     assert ends[::2] == ends[1::2]
 
 
@@ -680,10 +680,10 @@ def test_the_files_that_start_sites_elsewhere_parse_and_their_commands_are_comma
     for script in scripts:
         done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-    said = "\n".join([*scripts, page])
+    together = "\n".join([*scripts, page])
     words += [
-        found.replace('"', "").split()
-        for found in re.findall(r"\b(?:gossamer|IMAGE) ((?:train|keys|doctor|status) [^\n>&;`#]+)", said)
+        command.replace('"', "").split()
+        for command in re.findall(r"\b(?:gossamer|IMAGE) ((?:train|keys|doctor|status) [^\n>&;`#]+)", together)
     ]
     assert {one[0] for one in words} == {"train", "keys", "doctor", "status"}
     for one in words:

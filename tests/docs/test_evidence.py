@@ -103,8 +103,8 @@ LEADS, TRAILS, ALIKE, OPEN = (
 def test_a_verdict_follows_from_the_differences_by_a_rule_that_was_fixed(
     rule: Any, arms: Sequence[Arm], verdict: str
 ) -> None:
-    found = rule(arms)
-    assert found.verdict == verdict and found.effect
+    judged = rule(arms)
+    assert judged.verdict == verdict and judged.effect
 
 
 def test_a_trend_holds_where_it_is_sure_and_fails_where_its_opposite_is() -> None:
@@ -123,7 +123,7 @@ def test_growth_is_bounded_only_if_that_is_sure() -> None:
     assert verdicts.stays({"a": [1.0]}, 1.5).verdict == verdicts.stays({"a": [1.0, 2.0]}, 1.5).verdict == "open"
 
 
-def told(
+def verdict_on(
     number: int, lines: Sequence[tuple[str, Mapping[str, Any], Mapping[str, float | None]]]
 ) -> verdicts.Found | None:
     """What a claim's test says of these variants, places and rows, over three seeds that scatter a little."""
@@ -151,9 +151,9 @@ def test_the_best_outer_learning_rate_is_that_of_the_lowest_loss_with_each_numbe
         for rate in rates
         for lr in (2e-3, 4e-3)
     ]
-    found = told(9, lines)
-    assert found is not None and found.verdict == verdict and f"{best[4]:.2f} with 4" in found.effect
-    assert told(9, lines[:-1]) is None  # the best of some is not the best of all
+    judged = verdict_on(9, lines)
+    assert judged is not None and judged.verdict == verdict and f"{best[4]:.2f} with 4" in judged.effect
+    assert verdict_on(9, lines[:-1]) is None  # the best of some is not the best of all
 
 
 @pytest.mark.parametrize(("factor", "verdict"), [(1.0, "holds"), (3.0, "fails"), (None, "fails")])
@@ -164,8 +164,8 @@ def test_disagreement_is_bounded_where_a_longer_run_ends_with_as_much(factor: fl
         ("Factored Gossip", {"rule.lr": 0.07, "rule.momentum": 0.95, "run.steps": steps}, row)
         for steps, row in ends.items()
     ]
-    found = told(13, lines)
-    assert found is not None and found.verdict == verdict
+    judged = verdict_on(13, lines)
+    assert judged is not None and judged.verdict == verdict
 
 
 def test_stale_adam_counts_at_the_best_of_its_outer_learning_rates() -> None:
@@ -175,8 +175,8 @@ def test_stale_adam_counts_at_the_best_of_its_outer_learning_rates() -> None:
         for name, some in losses.items()
         for rate, loss in zip((3e-4, 1e-3), some, strict=True)
     ]
-    found = told(15, lines)
-    assert found is not None and found.verdict == "holds" and "CGAD above Adam -0.1" in found.effect
+    verdict = verdict_on(15, lines)
+    assert verdict is not None and verdict.verdict == "holds" and "CGAD above Adam -0.1" in verdict.effect
 
 
 def test_restarts_are_judged_by_the_share_of_settings_near_the_best_run() -> None:
@@ -188,8 +188,8 @@ def test_restarts_are_judged_by_the_share_of_settings_near_the_best_run() -> Non
         ]
 
     for lost, verdict in (("no restarts", "holds"), ("restarts every three rounds", "fails")):
-        found = told(17, lines(lost))
-        assert found is not None and found.verdict == verdict
+        judged = verdict_on(17, lines(lost))
+        assert judged is not None and judged.verdict == verdict
 
 
 def test_rankings_are_alike_only_if_that_is_sure() -> None:
@@ -239,8 +239,8 @@ def test_a_claim_finds_its_pairs_in_the_outcomes_of_its_file(
         return lambda asked: ([], lines if asked == stem else [])
 
     for gain, verdict in ((0.05, "holds"), (-0.05, "fails")):
-        found = claims.CHECKS[number].found(outcomes(gain))
-        assert found is not None and found.verdict == verdict, found
+        judged = claims.CHECKS[number].found(outcomes(gain))
+        assert judged is not None and judged.verdict == verdict, judged
 
 
 def test_local_steps_are_compared_over_the_files_of_their_own_settings() -> None:
@@ -250,19 +250,19 @@ def test_local_steps_are_compared_over_the_files_of_their_own_settings() -> None
             if name != "local_steps_tuned" or (scale or "h30") not in losses:
                 return [], []
             loss = losses[scale or "h30"]
-            found = [
+            judged = [
                 PointResult(m, {}, seed, {"loss": loss + 1e-3 * seed})
                 for m in ("DiLoCo", "GASLoC")
                 for seed in range(5)
             ]
-            return [], [*found, PointResult("GASLoC", {}, 5, {"loss": None})]
+            return [], [*judged, PointResult("GASLoC", {}, 5, {"loss": None})]
 
         return of
 
     def verdict(number: int, of: claims.Outcomes) -> str:
-        found = claims.CHECKS[number].found(of)
-        assert found is not None
-        return found.verdict
+        judged = claims.CHECKS[number].found(of)
+        assert judged is not None
+        return judged.verdict
 
     rising = outcomes(h1=1.5, h5=1.6, h30=1.7, h120=1.9)
     assert verdict(2, rising) == "holds", "a seed that was lost at one of them is left out"
@@ -295,13 +295,13 @@ def test_momentum_is_compared_with_none_in_each_cell_and_its_gain_with_the_align
         return ended(run, 2.0 + run.seed - lower, alignment=10 * gain[cell])
 
     whole = [outcome(run) for run in runs]
-    found = gains.gains(runs, whole)
-    assert [one.where["H"] for one in found] == [1, 2, 3] * 2 and {one.method for one in found} == {"GASLoC"}
-    assert gains.rank_correlation(found) == pytest.approx(1.0)
-    page = gains.gains_page(found)
+    results = gains.gains(runs, whole)
+    assert [one.where["H"] for one in results] == [1, 2, 3] * 2 and {one.method for one in results} == {"GASLoC"}
+    assert gains.rank_correlation(results) == pytest.approx(1.0)
+    page = gains.gains_page(results)
     assert "| with momentum | loss above that of | workers | H | rounds | alignment |" in page
     assert "-0.0100, -0.0101" in page and "over 6 cells: 1.00" in page
-    assert gains.drawn_gains(found).endswith(b"</svg>\n")
+    assert gains.drawn_gains(results).endswith(b"</svg>\n")
     early = [one for one in whole if one.method == "gossip"] + whole[len(sweep) * 2 : len(sweep) * 2 + 1]
     (alone,) = gains.gains(runs, early)
     assert len(alone.pairs) == 1 and gains.rank_correlation([alone]) is None and "gossip" in gains.gains_page([alone])
@@ -315,8 +315,8 @@ def test_averaging_with_an_outer_learning_rate_of_its_own_is_without_momentum_to
         {"label": "GASLoC", "rule": {"name": "gasloc", "momentum": 0.5}},
     ]
     runs = runs_of(variant=rows)
-    (found,) = gains.gains(runs, [ended(run, 2.0 - 0.1 * (run.method == "GASLoC")) for run in runs])
-    assert (found.method, found.plain) == ("GASLoC", "averaging")
+    (results,) = gains.gains(runs, [ended(run, 2.0 - 0.1 * (run.method == "GASLoC")) for run in runs])
+    assert (results.method, results.plain) == ("GASLoC", "averaging")
 
 
 def test_annealed_branches_stand_at_their_share_of_the_time_in_which_the_target_ends() -> None:
@@ -334,16 +334,16 @@ def test_annealed_branches_stand_at_their_share_of_the_time_in_which_the_target_
             wall_s={"straggler": rounds * (5.0 if pairs else 10.0)},
         )
 
-    found = annealed.branches(runs, [outcome(run) for run in runs], "DiLoCo")
-    assert len(found) == 10 and {one.share for one in found if one.method == "DiLoCo"} == {4 / 6, 1.0}
-    assert annealed.time_shares(found, "pairs", "straggler") == {0: 35 / 60, 1: 40 / 60}
-    assert annealed.shares_between(found, "pairs", "straggler") == pytest.approx({0: 35 / 60, 1: 37.5 / 60})
-    page = annealed.annealed_page(found, "DiLoCo")
+    results = annealed.branches(runs, [outcome(run) for run in runs], "DiLoCo")
+    assert len(results) == 10 and {one.share for one in results if one.method == "DiLoCo"} == {4 / 6, 1.0}
+    assert annealed.time_shares(results, "pairs", "straggler") == {0: 35 / 60, 1: 40 / 60}
+    assert annealed.shares_between(results, "pairs", "straggler") == pytest.approx({0: 35 / 60, 1: 37.5 / 60})
+    page = annealed.annealed_page(results, "DiLoCo")
     assert (
         "| pairs | 0.583, 0.667 | 0.625 | 0.583, 0.625 |" in page
         and "| pairs | 8 | 0.667 | -0.1000, -0.0500 | -0.0750 |" in page
     )
-    assert annealed.drawn_branches(found, "DiLoCo").endswith(b"</svg>\n")
+    assert annealed.drawn_branches(results, "DiLoCo").endswith(b"</svg>\n")
     assert page.startswith("Beside DiLoCo after 6 rounds")
     beside = annealed.branches(runs, [outcome(run) for run in runs], "DiLoCo", 8)
     assert {one.share for one in beside if one.method == "DiLoCo"} == {1.0, 1.5}, "the target's runs of 8 steps"
@@ -352,7 +352,7 @@ def test_annealed_branches_stand_at_their_share_of_the_time_in_which_the_target_
         runs, [outcome(run) for run in runs if run.config.length.rounds != 6 or run.seed], "DiLoCo"
     )
     assert {one.seed for one in shorter} == {1}, "the longest that has ended is that of one seed"
-    never = [one for one in found if one.rounds < 8]
+    never = [one for one in results if one.rounds < 8]
     assert annealed.time_shares(never, "pairs", "straggler") == {0: 35 / 60, 1: None}
     assert "1 of 2 seeds" in annealed.annealed_page(never, "DiLoCo")
     assert annealed.branches(runs, [outcome(run) for run in runs if run.method == "pairs"], "DiLoCo") == []
@@ -362,7 +362,7 @@ def test_annealed_branches_stand_at_their_share_of_the_time_in_which_the_target_
 
 def test_beside_a_slow_uplink_a_method_is_sooner_than_diloco_with_the_same_codec_after_holm_s_correction() -> None:
     needs = {"DiLoCo, H = 30": 1.0, "DiLoCo, H = 60": 0.8, "DiLoCo, H = 120": 0.7, "pairs": 0.6}
-    found = [
+    results = [
         annealed.Branch(f"{name}, {codec}", network, seed, rounds, share * price, above)
         for name, target in needs.items()
         for codec, price, cost in (("fp32", 1.0, 0.0), ("bf16", 0.5, 0.001))
@@ -371,7 +371,7 @@ def test_beside_a_slow_uplink_a_method_is_sooner_than_diloco_with_the_same_codec
         for rounds, share in ((10, 0.5), (20, 1.5))
         for above in (0.1 * (target - share) + 0.0001 * seed * (name == "pairs") + cost,)
     ]
-    page = equal_terms.equal_terms_page(found)
+    page = equal_terms.equal_terms_page(results)
     assert "means of 5 seeds" in page
     assert "| DiLoCo, H = 60, fp32 | 0.80 [0.80, 0.80] | 0.80 [0.80, 0.80] |" in page
     pairs = "| pairs, fp32 | 0.60 [0.60, 0.60] | 0.60 [0.60, 0.60] |"
@@ -379,14 +379,14 @@ def test_beside_a_slow_uplink_a_method_is_sooner_than_diloco_with_the_same_codec
     assert "| pairs | DiLoCo, H = 120 | -0.098 ± 0.002 sooner | -0.098 ± 0.002 sooner |" in page
     assert "| DiLoCo, H = 60, bf16 | +0.0010 ± 0.0000 |" in page, "of DiLoCo the codec is all that differs"
     assert "| pairs, bf16 | +0.0" not in page
-    assert equal_terms.drawn_shares(found).endswith(b"</svg>\n")
+    assert equal_terms.drawn_shares(results).endswith(b"</svg>\n")
 
-    half = [one for one in found if one.seed < 4 or one.method != "pairs, bf16" or one.rounds == 10]
-    assert equal_terms.equal_terms_page(half) == equal_terms.equal_terms_page([one for one in found if one.seed < 4])
-    never = [one._replace(above=one.above + 1.0 * (one.method == "pairs, fp32" and one.seed == 3)) for one in found]
+    half = [one for one in results if one.seed < 4 or one.method != "pairs, bf16" or one.rounds == 10]
+    assert equal_terms.equal_terms_page(half) == equal_terms.equal_terms_page([one for one in results if one.seed < 4])
+    never = [one._replace(above=one.above + 1.0 * (one.method == "pairs, fp32" and one.seed == 3)) for one in results]
     page = equal_terms.equal_terms_page(never)
     assert "| pairs, fp32 | 4 of 5 seeds | 4 of 5 seeds |" in page and "| pairs | DiLoCo, H = 120 | – | – |" in page
-    tied = [one._replace(above=one.above + 0.01 * (one.seed % 2) * (one.method == "pairs, fp32")) for one in found]
+    tied = [one._replace(above=one.above + 0.01 * (one.seed % 2) * (one.method == "pairs, fp32")) for one in results]
     assert "| pairs | DiLoCo, H = 120 | -0.058 ± 0.068 | -0.058 ± 0.068 |" in equal_terms.equal_terms_page(tied)
 
 
@@ -406,12 +406,12 @@ def test_the_leaderboard_ranks_methods_at_equal_tokens_and_says_what_their_runs_
         *(run("diloco", seed, [2.9, 2.3, 1.9], 2e6, 120.0) for seed in (0, 1, 2)),
         *(run("a2cid2", seed, [2.4], 9e6, None) for seed in (0, 1)),
     ]
-    best, *_ = found = leaderboard.standings(every)
-    assert [one.method for one in found] == ["diloco", "gasloc", "a2cid2"] and best.minutes == {"slow-uplink": 6.0}
-    table = leaderboard.leaderboard_table(found, ["gasloc", "sgp"])
+    best, *_ = results = leaderboard.standings(every)
+    assert [one.method for one in results] == ["diloco", "gasloc", "a2cid2"] and best.minutes == {"slow-uplink": 6.0}
+    table = leaderboard.leaderboard_table(results, ["gasloc", "sgp"])
     assert "| gasloc | 2.0500 ± 0.0707 | 3.0 | 3.0 |" in table and "| a2cid2 | 2.4000 ± 0.0000 | 9.0 | – |" in table
     assert "| sgp | not run yet | – | – |" in table
-    picture = leaderboard.drawn_standings(found).decode()
+    picture = leaderboard.drawn_standings(results).decode()
     assert all(picture.count(name) >= 1 for name in ("a2cid2", "gasloc", "slow-uplink", "nats per byte"))
     over_time = leaderboard.drawn_over_time(every).decode()
     assert "DiLoCo, 4 bits" in over_time and "SparseLoCo" not in over_time, "what has no price or no run has no curve"
@@ -477,9 +477,9 @@ def losses_of(stem: str, method: str, **at: Any) -> dict[int, float]:
 
 def difference(ours: Mapping[int, float], theirs: Mapping[int, float], *, spread: bool = True, digits: int = 3) -> str:
     """As the page writes it: without its sign, over the seeds of both."""
-    found = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs)]
-    text = f"{abs(statistics.fmean(found)):.{digits}f}"
-    return f"{text} ± {statistics.stdev(found):.{digits}f}" if spread else text
+    differences = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs)]
+    text = f"{abs(statistics.fmean(differences)):.{digits}f}"
+    return f"{text} ± {statistics.stdev(differences):.{digits}f}" if spread else text
 
 
 PAGES = [ROOT / "docs" / "evidence.md", *sorted((ROOT / "docs" / "evidence").glob("*.md"))]
@@ -510,9 +510,9 @@ def test_bf16_moves_the_gain_of_momentum_by_less_than_a_tenth_of_it() -> None:
         for name, without in plain.items()
         if method.startswith(name) and (other := method.replace(name, without))
     ]
-    said = f"{statistics.fmean(moved):.4f} ± {statistics.stdev(moved):.4f}"
+    expected = f"{statistics.fmean(moved):.4f} ± {statistics.stdev(moved):.4f}"
     text = page_of_evidence()
-    assert len(moved) == 30 and said in text and f"{furthest:.4f}" in text
+    assert len(moved) == 30 and expected in text and f"{furthest:.4f}" in text
 
 
 def test_what_the_page_says_beyond_one_file_follows_from_the_outcomes() -> None:
@@ -608,27 +608,27 @@ def test_our_form_of_gasloc_ends_lower_than_the_published_one_with_two_peers_by_
 def test_diloco_without_the_slow_worker_is_first_and_then_two_peers_in_each_seed_between_lengths_too(stem: str) -> None:
     file, scale = sources.config_of(FIRST_STAGE / f"{stem}.jsonl")
     runs, ended = points(load_document(file), seeds=(0, 1, 2), scale=scale), read_results(FIRST_STAGE / f"{stem}.jsonl")
-    found = annealed.branches(runs, ended, "DiLoCo, H = 30")
+    results = annealed.branches(runs, ended, "DiLoCo, H = 30")
 
     without, peers = "DiLoCo without the slow worker, H = 30", "GASLoC 2-Peer, H = 30"
     for sooner, other in ((without, peers), (peers, "DiLoCo, H = 60"), (peers, "DiLoCo, H = 120")):
-        first, theirs = (annealed.time_shares(found, method, "straggler") for method in (sooner, other))
+        first, theirs = (annealed.time_shares(results, method, "straggler") for method in (sooner, other))
         for seed in range(3):
             reached, later = first[seed], theirs[seed]
             assert reached is not None and later is not None and reached < later
-            joined, others = (annealed.shares_between(found, one, "straggler")[seed] for one in (sooner, other))
+            joined, others = (annealed.shares_between(results, one, "straggler")[seed] for one in (sooner, other))
             assert joined is not None and others is not None and joined < others
 
 
 def test_at_equal_bytes_diloco_ends_lower_in_each_seed_where_the_page_says_so() -> None:
-    found = local_steps.lengths()
+    results = local_steps.lengths()
     for method, fewest in (("GASLoC 2-Peer", 5), ("GASLoC 1-Peer", 10)):
         for steps in (steps for steps in local_steps.LENGTHS if steps >= fewest):
-            other = found[method].get(steps)
+            other = results[method].get(steps)
             if other is not None and (method, steps) != ("GASLoC 1-Peer", 120):  # nothing of DiLoCo's is as small
-                ours = next(one for one in found["DiLoCo"].values() if one.sent_bytes <= other.sent_bytes)
+                ours = next(one for one in results["DiLoCo"].values() if one.sent_bytes <= other.sent_bytes)
                 assert all(ours.losses[seed] < other.losses[seed] for seed in range(5)), (method, steps)
-    page = local_steps.equal_bytes_table(found)
+    page = local_steps.equal_bytes_table(results)
     assert page.count("lower |") == 8 and page.count("open |") == 3
 
 
@@ -726,7 +726,7 @@ def test_the_registered_sizes_have_the_parameters_that_their_names_say() -> None
             resolve(run.config)
 
 
-def test_the_second_corpus_is_a_choice_of_the_user_and_its_absence_is_told(tmp_path: Path) -> None:
+def test_the_second_corpus_is_a_choice_of_the_user_and_its_absence_is_reported(tmp_path: Path) -> None:
     for name in ("tuning", "momentum", "rounds"):
         file = load_document(CONFIGS / f"{name}.toml", {"tune": {}, "scale.prose.data.source": str(tmp_path / "*.txt")})
         file.pop("tune")
@@ -884,7 +884,9 @@ def test_what_a_plan_takes_for_30_local_steps_in_long_runs_holds_what_the_search
         assert plan.half is not None and abs(above - plan.mean) < plan.half, method
 
 
-def test_penalties_are_told_by_local_steps_and_codec_over_the_seeds_that_a_row_has_at_all_of_its_local_steps() -> None:
+def test_penalties_are_listed_by_local_steps_and_codec_over_the_seeds_that_a_row_has_at_all_of_its_local_steps() -> (
+    None
+):
     runs = points(load_document(CONFIGS / "penalty.toml"), seeds=[5, 6, 7])
 
     def loss(label: str, seed: int) -> float:
@@ -914,18 +916,18 @@ def test_momentum_is_compared_with_none_at_an_equal_effective_step_where_none_is
     runs = points(load_document(CONFIGS / "effective_step.toml"), seeds=[5, 6, 7])
 
     def ended(gain: float) -> list[PointResult]:
-        found = list[PointResult]()
+        results = list[PointResult]()
         for run in runs:
             eta, gamma = (run.config.rule.options[key] for key in ("lr", "momentum"))
             chance = 0.0001 * run.seed * (-1) ** run.seed
             loss = 2 + abs(eta / (1 - gamma) - 1.4) - (gain + chance) * gamma
-            found.append(PointResult(run.method, {}, run.seed, {"loss": loss}))
-        return found
+            results.append(PointResult(run.method, {}, run.seed, {"loss": loss}))
+        return results
 
-    for gain, said in ((0.1, "more than a larger step"), (0.0, "a larger step only"), (-0.1, "open")):
-        assert effective_step.verdict(effective_step.by_arm(ended(gain)), "two peers") == (1.4, said)
+    for gain, verdict in ((0.1, "more than a larger step"), (0.0, "a larger step only"), (-0.1, "open")):
+        assert effective_step.verdict(effective_step.by_arm(ended(gain)), "two peers") == (1.4, verdict)
         page = effective_step.effective_step_page(ended(gain))
-        assert f"With everyone, γ = 0 is lowest at a step of 1.4; over 3 seeds momentum is there: {said}." in page
+        assert f"With everyone, γ = 0 is lowest at a step of 1.4; over 3 seeds momentum is there: {verdict}." in page
     assert "| 1.4 | 0.5 | +0.0501 ± " in page
     diverged = PointResult("everyone, step 2.8, γ = 0.0", {}, 5, {"loss": None})
     page = effective_step.effective_step_page([*ended(0.1), diverged])
@@ -976,10 +978,10 @@ def test_answers_in_equal_time_are_those_of_the_races(network, size, above, belo
     cell = [ended for line in lines if (ended := json.loads(line))["network"] == network and ended["size"] == size]
     losses = {label: {one["seed"]: one["loss"] for one in cell if one["label"] == label} for label in (above, below)}
     seeds = sorted(losses[above].keys() & losses[below].keys())
-    found = effect([(losses[above][seed] - losses[below][seed], losses[below][seed]) for seed in seeds])
-    assert len(found.differences) == 5 and found.half is not None
-    low, high = found.mean - found.half, found.mean + found.half
-    numbers = {"m": f"{found.mean:.3f}", "low": f"{low:.3f}", "high": f"{high:.3f}"}
+    results = effect([(losses[above][seed] - losses[below][seed], losses[below][seed]) for seed in seeds])
+    assert len(results.differences) == 5 and results.half is not None
+    low, high = results.mean - results.half, results.mean + results.half
+    numbers = {"m": f"{results.mean:.3f}", "low": f"{low:.3f}", "high": f"{high:.3f}"}
     assert sentence.format(**numbers) in page_of_evidence()
 
 
@@ -1011,20 +1013,20 @@ PLANS = [
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("said", PLANS, ids=lambda said: f"{said.answer}-{said.network}-{said.size}")
-def test_a_plan_takes_what_the_answers_say(said: Planned) -> None:
-    model, vocabulary = ModelConfig(size=said.size), plan_races.MODELS[said.size]
+@pytest.mark.parametrize("planned", PLANS, ids=lambda planned: f"{planned.answer}-{planned.network}-{planned.size}")
+def test_a_plan_takes_what_the_answers_say(planned: Planned) -> None:
+    model, vocabulary = ModelConfig(size=planned.size), plan_races.MODELS[planned.size]
     bits = bits_per_parameter(plan_races.CODECS, parameter_count(model, vocabulary))
-    network = read_network(ROOT / "configs" / "networks" / f"{said.network}.toml")
-    made = plan(network, model, PlanSettings(vocab_size=vocabulary, codecs=bits, keep_all=said.keep_all))
+    network = read_network(ROOT / "configs" / "networks" / f"{planned.network}.toml")
+    made = plan(network, model, PlanSettings(vocab_size=vocabulary, codecs=bits, keep_all=planned.keep_all))
     choice = choose_among(made, price_recipes(made, USUAL))
-    if said.instead is None:
-        assert (choice.best.name, said.codec or choice.best.codec) == (said.method, choice.best.codec)
+    if planned.instead is None:
+        assert (choice.best.name, planned.codec or choice.best.codec) == (planned.method, choice.best.codec)
         return
-    own = next(one for one in best_of_each(choice, made.candidates) if one.name == said.method)
+    own = next(one for one in best_of_each(choice, made.candidates) if one.name == planned.method)
     above = choice.above_best(own)
-    assert (choice.best.name, own.codec) == (said.instead[0], said.codec or own.codec)
-    assert above is not None and above.open and above.nats == pytest.approx(said.instead[1], abs=0.001)
+    assert (choice.best.name, own.codec) == (planned.instead[0], planned.codec or own.codec)
+    assert above is not None and above.open and above.nats == pytest.approx(planned.instead[1], abs=0.001)
 
 
 def test_a_plan_expects_and_sets_what_the_answers_say() -> None:
@@ -1066,9 +1068,9 @@ def commits_of(folder: str) -> list[tuple[str, str]]:
 
 def test_the_page_on_method_counts_the_outcomes_whose_code_is_not_that_of_a_commit() -> None:
     commits = [commit for _, commit in commits_of("evidence")]
-    said = " ".join((ROOT / "docs" / "evidence" / "method.md").read_text(encoding="utf-8").split())
-    assert f"{sum(one.endswith('+') for one in commits)} ran with code that was modified" in said
-    assert f"{commits.count('')} name none, and {sum(WITHOUT_THEIR_COMMIT.values())}, which are 8 of" in said
+    text = " ".join((ROOT / "docs" / "evidence" / "method.md").read_text(encoding="utf-8").split())
+    assert f"{sum(one.endswith('+') for one in commits)} ran with code that was modified" in text
+    assert f"{commits.count('')} name none, and {sum(WITHOUT_THEIR_COMMIT.values())}, which are 8 of" in text
 
 
 def test_outcomes_name_commits_of_this_history() -> None:

@@ -1,4 +1,4 @@
-"""Numbers of pages that name their source: what stands there is what the source says, and a key without a number is told."""
+"""Numbers of pages that name their source: each number is that of its source, and a key without a number is reported."""
 
 import re
 from pathlib import Path
@@ -23,7 +23,7 @@ SOURCES = {
 }
 
 
-def said(text: str, *places: tuple[str, str]) -> str:
+def page_with(text: str, *places: tuple[str, str]) -> str:
     """What stands in place of a text after it is filled."""
     return filled(text, Numbers(SOURCES, places), "page.md")
 
@@ -101,19 +101,19 @@ def test_the_predicted_variances_of_the_rivals_are_those_of_the_code() -> None:
 def test_a_number_keeps_its_form_and_gets_the_value_of_its_key(stands: str, key: str, becomes: str) -> None:
     words = re.match(r"[a-z ]*[*]*", stands)
     assert words is not None
-    assert said(f"<{stands}>", (f"<{words[0]}", key)) == f"<{becomes}>"
+    assert page_with(f"<{stands}>", (f"<{words[0]}", key)) == f"<{becomes}>"
 
 
-def test_a_place_without_its_text_or_its_number_is_told_with_the_page() -> None:
+def test_a_place_without_its_text_or_its_number_is_reported_with_the_page() -> None:
     with pytest.raises(ValueError, match=r"page\.md: no number stands after 'ends at '"):
-        said("It ends at about 2.4.", ("ends at ", "h: DiLoCo"))
+        page_with("It ends at about 2.4.", ("ends at ", "h: DiLoCo"))
     with pytest.raises(ValueError, match=r"page\.md has no 'and ' after 'It ends at 2\.4'"):
-        said("It ends at 2.4.", ("ends at ", "h: DiLoCo"), ("and ", "h: DiLoCo"))
+        page_with("It ends at 2.4.", ("ends at ", "h: DiLoCo"), ("and ", "h: DiLoCo"))
 
 
 def test_places_are_found_in_their_order_over_line_ends() -> None:
     key = "h: DiLoCo; local_steps=1; seed="
-    text = said(
+    text = page_with(
         "7.7 is of nobody;\nDiLoCo\nends at 9.99 and 9.999", ("DiLoCo ends at ", f"{key}0"), ("and ", f"{key}1")
     )
     assert text == "7.7 is of nobody;\nDiLoCo\nends at 2.60 and 2.531"
@@ -124,16 +124,16 @@ def test_cells_have_the_key_of_their_row_and_column_and_others_stay() -> None:
     table = "| a | b | c | d | e |\n|---|---:|---:|---:|---:|\n"
     row = "| DiLoCo | **1.0** s | x | 7 | 1 |\n"
     places = ("| a | b |", cells), ("| x | 7 | ", "slow: 10% u…; seed=1; method=DiLoCo; seed")
-    after = said(f"{table}{row}| us | 5 | x | 7 | 1 |\n", *places).splitlines()
+    after = page_with(f"{table}{row}| us | 5 | x | 7 | 1 |\n", *places).splitlines()
     assert after[-2:] == ["| DiLoCo | **89.9** s | 94.7 s | 7 | 1 |", "| us | 5 | x | 7 | 1 |"]
     with pytest.raises(ValueError, match="2 rows are named for a table of 1"):
-        said(f"{table}{row}", *places)
+        page_with(f"{table}{row}", *places)
 
 
 def test_a_whole_table_is_that_of_the_experiment() -> None:
     made = Path(sources.ROOT / "docs" / "results" / "paper" / "h_sweep.md").read_text(encoding="utf-8")
     (table,) = [part for part in made.split("\n\n") if part.startswith("|")]
-    filled = said("before\n\n| old |\n|---|\n\nafter\n", ("| old |", "table 1 of h by paper/h_sweep.toml"))
+    filled = page_with("before\n\n| old |\n|---|\n\nafter\n", ("| old |", "table 1 of h by paper/h_sweep.toml"))
     assert filled == f"before\n\n{table}\n\nafter\n"
 
 
@@ -147,9 +147,9 @@ def test_a_whole_table_is_that_of_the_experiment() -> None:
         ("slow: 10% u…; measurd", "there is no such number"),
     ],
 )
-def test_a_key_without_a_number_is_told_with_its_page(key: str, sentence: str) -> None:
+def test_a_key_without_a_number_is_reported_with_its_page(key: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        said("at 1.0", ("at ", key))
+        page_with("at 1.0", ("at ", key))
 
 
 @pytest.mark.parametrize(

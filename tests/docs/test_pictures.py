@@ -11,7 +11,7 @@ pictures = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(pictures)
 
 
-def test_the_animation_draws_the_pairs_of_each_round_and_who_has_heard_of_worker_0() -> None:
+def test_the_animation_draws_the_pairs_of_each_round_and_the_spread_of_worker_0s_information() -> None:
     rounds = [[(0, 1), (2, 3)], [(1, 2)]]
     assert pictures.reach(rounds) == [0, 1, 2, None]
     drawn = ElementTree.fromstring(pictures.animation(rounds, [3.0, 2.5]))

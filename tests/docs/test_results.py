@@ -134,10 +134,10 @@ def test_a_page_has_the_runs_that_have_ended_in_the_order_of_the_file_with_their
 
     written = [ended(*place) for place in (("GASLoC", 1), ("DiLoCo", 0), ("GASLoC", 0), ("DiLoCo", 1), ("DiLoCo", 2))]
     outcomes.write_text(result_lines(written), encoding="utf-8")
-    title, about, command, said, *tables, picture = experiments.page(outcomes).split("\n\n")
+    title, about, command, verdict, *tables, picture = experiments.page(outcomes).split("\n\n")
     assert (title, about) == ("# gap-at-h-twice", "What a gap costs.")
     assert command == "    gossamer compare experiments/evidence/gap-at-h.toml --scale twice --seeds 0,1,2"
-    assert said == "5 of 6 runs; commit 012345678+; torch 2; 0.05 hours of training."
+    assert verdict == "5 of 6 runs; commit 012345678+; torch 2; 0.05 hours of training."
     assert tables[0].startswith("| loss above DiLoCo's, at the end | each seed |") and len(tables) == 1
     assert "| GASLoC | +0.1000, +0.1010 | +0.1005 ± 0.0064 | +5.01 |" in tables[0]
     assert tables[0].endswith("| higher, equivalent |") and picture == "![gap-at-h-twice](gap-at-h-twice.svg)\n"

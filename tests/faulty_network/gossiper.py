@@ -70,11 +70,14 @@ class Gossiper(Participant):
         self._waits_for = None
         row = self._mixing.rows[self.slot]
         if self._exchange is None:
-            told = {peer: _VECTOR.unpack(body.numpy().tobytes()) for peer, body in self._collect(ticket).items()}
-            told[self.slot] = self._sent
-            lost = [peer for peer, _ in row if peer not in told]
-            moved = [sum(w * (told[peer][i] - self._sent[i]) for peer, w in row if peer in told) for i in range(NUMEL)]
-            self.x = [sum(w * told[peer][i] for peer, w in without(row, self.slot, lost)) for i in range(NUMEL)]
+            received = {peer: _VECTOR.unpack(body.numpy().tobytes()) for peer, body in self._collect(ticket).items()}
+            received[self.slot] = self._sent
+            lost = [peer for peer, _ in row if peer not in received]
+            moved = [
+                sum(w * (received[peer][i] - self._sent[i]) for peer, w in row if peer in received)
+                for i in range(NUMEL)
+            ]
+            self.x = [sum(w * received[peer][i] for peer, w in without(row, self.slot, lost)) for i in range(NUMEL)]
             off = max(abs(x - y - z) for x, y, z in zip(self.x, self._sent, moved, strict=True))
             assert off < 1e-6 * (1 + abs(self.x[0])), f"{self} moves by other than its pulls in {ticket}"
         else:

@@ -267,7 +267,7 @@ class FaultyNetwork:
             self._until(self.now + 1.0)
 
     def _fill_up(self) -> None:
-        """Starts newcomers until a rule that needs everyone can go on: somebody looks after the run, late but well."""
+        """Starts newcomers until a rule that needs everyone can continue: the run has an operator who acts late but correctly."""
         sure = [process for process in self.living if not process.disk_fails]
         if self.everyone and self.now < FAULTY_S + SETTLE_S / 2:
             if not self._goes_on(sure):
@@ -287,7 +287,7 @@ class FaultyNetwork:
             assert process.made > began, f"{process} exchanges with nobody"
 
     def _must_agree(self) -> None:
-        """Whoever lives knows of the others that live and of no others, unless no news can pass between them."""
+        """Every living worker knows exactly the others that live, unless no news can pass between them."""
         for island in self._islands():
             slots = {process.slot for process in island}
             for process in island:
@@ -373,7 +373,7 @@ class FaultyNetwork:
                 self.after(self.random.uniform(0, time_s), lambda c=connection: c.break_off("both"))
 
     def _may_end(self, one: Participant) -> bool:
-        """Whether others go on, two at least."""
+        """Whether others continue, two at least."""
         others = [p for p in self.living if p.takes_part and not p.disk_fails and p is not one]
         return len(others) >= 2 and self._goes_on(others)
 

@@ -323,7 +323,7 @@ class Participant(ABC):
         return self.core.settled(ticket)
 
     def wait(self, ticket: Ticket) -> None:
-        """Never needed: a process is only told to go on when it can."""
+        """Never needed: a process is only asked to continue when it can."""
         raise AssertionError(f"{self} would block for {ticket}")
 
     def collect(self, ticket: Ticket) -> dict[int, list[Tensor]]:
@@ -351,7 +351,7 @@ class Participant(ABC):
                 connection.break_off("nobody" if quiet else ("listener", "dialler")[side])
 
     def proceed(self) -> None:
-        """Goes on after it was stopped."""
+        """Continues after it was stopped."""
         self.stopped, self._resumed_s = False, self.network.now
         waiting, self.waiting = self.waiting, []
         for act in waiting:
@@ -378,7 +378,7 @@ class Participant(ABC):
 
     @abstractmethod
     def _poll(self) -> None:
-        """Goes on, as far as it needs to wait for nothing."""
+        """Continues as far as it needs to wait for nothing."""
 
     @abstractmethod
     def _collect(self, ticket: Ticket) -> dict[int, Tensor]:
@@ -424,7 +424,7 @@ class Participant(ABC):
         self._enter(round)
 
     def _round_after(self, kept: KeptState, round: int) -> int:
-        """The round to go on with after another worker's state, where `round` was aimed at."""
+        """The round to continue with after another worker's state, where `round` was planned."""
         round = max(round, kept.after)
         return round if self.takes_part else max(round, self.members.newest_round + 1)
 

@@ -522,7 +522,7 @@ def four(argv: list[str]) -> int:
     return in_forks(4, lambda rank: one_of_four(rank, int(port), Path(folder), names))
 
 
-class Told(NamedTuple):
+class ResultsOfFour(NamedTuple):
     lines: list[str]
     folder: Path
 
@@ -542,19 +542,19 @@ pytestmark = pytest.mark.timeout(900)  # the first waits for all that the four d
 
 
 @pytest.fixture(scope="module")
-def told(looked_at: set[object], tmp_path_factory: pytest.TempPathFactory) -> Told:
+def results_of_four(looked_at: set[object], tmp_path_factory: pytest.TempPathFactory) -> ResultsOfFour:
     """What four processes print and keep that go through all this."""
     store, folder = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), tmp_path_factory.mktemp("four")
     names = [name for name in (*CASES, *NEAR) if name in looked_at or name in MEASURED]
     code, output = Command(store.port, folder, *names, work=four, GLOO_SOCKET_IFNAME=loopback()).finish(800)
     assert code == 0, output
-    return Told(output.splitlines(), folder)
+    return ResultsOfFour(output.splitlines(), folder)
 
 
 @pytest.mark.parametrize("name", in_ci_or_not(*CASES))
-def test_workers_of_two_shards_end_with_the_bits_of_workers_of_one_process(told, name):
+def test_workers_of_two_shards_end_with_the_bits_of_workers_of_one_process(results_of_four, name):
     for worker in range(2):
-        sharded, one = told.kept(name, worker), told.kept(f"{name}, whole", worker)
+        sharded, one = results_of_four.kept(name, worker), results_of_four.kept(f"{name}, whole", worker)
         assert sharded.keys() == one.keys()
         assert [key for key in one if not torch.equal(sharded[key], one[key])] == []
     start = dict(made(CASES[name]).named_parameters())
@@ -562,22 +562,22 @@ def test_workers_of_two_shards_end_with_the_bits_of_workers_of_one_process(told,
 
 
 @pytest.mark.parametrize("name", in_ci_or_not(*NEAR, "tensor parallel"))
-def test_workers_whose_sums_have_another_order_stay_within_rounding(told, name):
+def test_workers_whose_sums_have_another_order_stay_within_rounding(results_of_four, name):
     for worker in range(2):
-        sharded, one = told.kept(name, worker), told.kept(f"{name}, whole", worker)
+        sharded, one = results_of_four.kept(name, worker), results_of_four.kept(f"{name}, whole", worker)
         scale = max(float(t.abs().max()) for t in one.values())
         assert max(float((sharded[key] - one[key]).abs().max()) for key in one) < 1e-6 * scale
 
 
-def test_processes_with_different_parameters_meet_those_that_have_the_same(told):
+def test_processes_with_different_parameters_meet_those_that_have_the_same(results_of_four):
     for shard in range(2):
-        one, other = told.kept("pipeline", shard), told.kept("pipeline", 2 + shard)
+        one, other = results_of_four.kept("pipeline", shard), results_of_four.kept("pipeline", 2 + shard)
         assert all(name.startswith(f"stage{shard}") and torch.equal(t, other[name]) for name, t in one.items())
 
 
-def test_lanes_together_send_the_bytes_of_one_worker_and_replicas_nothing(told):
+def test_lanes_together_send_the_bytes_of_one_worker_and_replicas_nothing(results_of_four):
     def sent(rank: int, name: str) -> int:
-        return int(told.of(rank, name).split()[1])
+        return int(results_of_four.of(rank, name).split()[1])
 
     for name in MEASURED:
         assert sent(0, name) + sent(1, name) == sent(0, f"{name}, whole") > 0
@@ -585,66 +585,70 @@ def test_lanes_together_send_the_bytes_of_one_worker_and_replicas_nothing(told):
 
 
 @pytest.mark.parametrize("name", ["resumed", "resumed, some in bf16"])
-def test_shards_resume_within_a_round_to_the_same_bits_and_only_on_their_own_place(told, name):
+def test_shards_resume_within_a_round_to_the_same_bits_and_only_on_their_own_place(results_of_four, name):
     for rank in range(4):
-        again, first = told.kept(name, rank), told.kept(f"{name}, went on", rank)
+        again, first = results_of_four.kept(name, rank), results_of_four.kept(f"{name}, went on", rank)
         assert [key for key in first if not torch.equal(again[key], first[key])] == []
-        said = told.of(rank, f"{name} by another number")
-        assert f"has shard {rank % 2} of 2 and this Outer none" in said
+        sentence = results_of_four.of(rank, f"{name} by another number")
+        assert f"has shard {rank % 2} of 2 and this Outer none" in sentence
 
 
-def test_a_state_saved_under_flat_names_continues_on_another_number_of_processes_to_the_same_bits(told):
+def test_a_state_saved_under_flat_names_continues_on_another_number_of_processes_to_the_same_bits(results_of_four):
     for worker in range(2):
-        again, first = told.kept("shared", worker), told.kept("shared, went on", worker)
+        again, first = results_of_four.kept("shared", worker), results_of_four.kept("shared, went on", worker)
         assert [key for key in first if not torch.equal(again[key], first[key])] == []
         for what in ("shared and torn", "shared and less"):
-            assert "outer state under flat names does not fit" in told.of(worker, what)
+            assert "outer state under flat names does not fit" in results_of_four.of(worker, what)
 
 
-def test_the_outer_state_of_two_processes_is_loaded_by_four_and_by_one_to_the_last_bit(told):
-    first, *others = [told.kept("resharded", turn) for turn in range(3)]
+def test_the_outer_state_of_two_processes_is_loaded_by_four_and_by_one_to_the_last_bit(results_of_four):
+    first, *others = [results_of_four.kept("resharded", turn) for turn in range(3)]
     assert sum("outer." in name for name in first) > 10
     for other in others:
         assert (
             other.keys() == first.keys() and [name for name in first if not torch.equal(first[name], other[name])] == []
         )
-    assert told.of(3, "resharded 1") == told.of(0, "resharded 2") == "after 2 rounds and 1 steps"
+    assert results_of_four.of(3, "resharded 1") == results_of_four.of(0, "resharded 2") == "after 2 rounds and 1 steps"
 
 
 @pytest.mark.parametrize("codec", LOSSY)
-def test_a_codec_of_several_numbers_sees_one_shard_at_a_time(told, codec):
+def test_a_codec_of_several_numbers_sees_one_shard_at_a_time(results_of_four, codec):
     for rank in range(4):
-        assert told.of(rank, codec).startswith("3 rounds, 0 of ")
+        assert results_of_four.of(rank, codec).startswith("3 rounds, 0 of ")
 
 
-def test_what_is_written_after_an_evaluation_is_what_the_next_forward_pass_sees(told):
-    assert [told.of(rank, "written") for rank in range(4)] == ["True"] * 4
+def test_what_is_written_after_an_evaluation_is_what_the_next_forward_pass_sees(results_of_four):
+    assert [results_of_four.of(rank, "written") for rank in range(4)] == ["True"] * 4
 
 
-def test_an_outer_loop_of_shards_that_is_closed_and_collected_leaves_no_descriptor_open(told):
-    assert [told.of(rank, "open") for rank in range(4)] == ["0 more"] * 4
+def test_an_outer_loop_of_shards_that_is_closed_and_collected_leaves_no_descriptor_open(results_of_four):
+    assert [results_of_four.of(rank, "open") for rank in range(4)] == ["0 more"] * 4
 
 
-def test_the_mean_model_of_shards_is_that_of_all_and_leaves_nothing_gathered(told):
-    one, other, mean = told.kept("before the mean", 0), told.kept("before the mean", 1), told.kept("mean", 3)
+def test_the_mean_model_of_shards_is_that_of_all_and_leaves_nothing_gathered(results_of_four):
+    one, other, mean = (
+        results_of_four.kept("before the mean", 0),
+        results_of_four.kept("before the mean", 1),
+        results_of_four.kept("mean", 3),
+    )
     for name in one:
         torch.testing.assert_close(mean[name], (one[name] + other[name]) / 2, rtol=1e-2, atol=1e-3)
     assert any(not torch.equal(one[name], mean[name]) for name in one)
     for rank in range(4):
-        assert told.of(rank, "as before the mean") == "True"
-        assert told.of(rank, "common steps") == "10"
+        assert results_of_four.of(rank, "as before the mean") == "True"
+        assert results_of_four.of(rank, "common steps") == "10"
 
 
 @pytest.mark.parametrize("name", ["torn", "torn before"])
-def test_a_lane_that_loses_its_peer_keeps_the_update_from_all_shards_of_its_worker(told, name):
-    assert "the peer of one lane is gone" in told.of(1, name)
-    assert "failed in another process of worker 0" in told.of(0, name)
-    assert [told.of(rank, f"{name}, updated") for rank in range(2)] == ["False", "False"]
+def test_a_lane_that_loses_its_peer_keeps_the_update_from_all_shards_of_its_worker(results_of_four, name):
+    assert "the peer of one lane is gone" in results_of_four.of(1, name)
+    assert "failed in another process of worker 0" in results_of_four.of(0, name)
+    assert [results_of_four.of(rank, f"{name}, updated") for rank in range(2)] == ["False", "False"]
 
 
-def test_a_process_that_ends_is_missed_by_all_others(told):
-    assert "worker 1" in told.of(1, "died") and "gone" in told.of(2, "died")
-    assert "let in" not in told.of(0, "died")
+def test_a_process_that_ends_is_missed_by_all_others(results_of_four):
+    assert "worker 1" in results_of_four.of(1, "died") and "gone" in results_of_four.of(2, "died")
+    assert "let in" not in results_of_four.of(0, "died")
 
 
 @pytest.mark.parametrize(
@@ -668,20 +672,20 @@ def test_a_process_that_ends_is_missed_by_all_others(told):
         ("plain and lossy", "codec 'int8' cuts or draws what each of the 2 processes"),
     ],
 )
-def test_what_cannot_be_sharded_is_refused_in_a_sentence(told, what, sentence):
-    assert sentence in told.of(0, what)
+def test_what_cannot_be_sharded_is_refused_in_a_sentence(results_of_four, what, sentence):
+    assert sentence in results_of_four.of(0, what)
 
 
 @pytest.mark.parametrize("name", [name for name, make in RULES.items() if not missing(make)])
 def test_every_rule_runs_on_shards_or_is_refused_by_its_name(name):
     rule = RULES[name]()
-    said = [
+    results = [
         one
         for one in combination_faults(Combination(driver="library", rule=rule, shards=2))
         if "mesh of 2 processes" in one
     ]
-    assert bool(said) == (not rule.elementwise and not rule.sums_over_shards)
-    assert all(f"rule '{name}'" in one for one in said)
+    assert bool(results) == (not rule.elementwise and not rule.sums_over_shards)
+    assert all(f"rule '{name}'" in one for one in results)
 
 
 def test_parameters_of_several_dtypes_train_with_their_outer_state_in_fp32():
@@ -726,15 +730,15 @@ def two_sites(argv: list[str]) -> int:
 
 
 @pytest.mark.full
-def test_worlds_that_start_by_themselves_are_the_workers_of_one_run(tmp_path, told):
+def test_worlds_that_start_by_themselves_are_the_workers_of_one_run(tmp_path, results_of_four):
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     code, output = Command(
         store.port, free_port(), free_port(), tmp_path, work=two_sites, GLOO_SOCKET_IFNAME=loopback()
     ).finish()
     assert code == 0, output
-    sites = Told(output.splitlines(), tmp_path)
+    sites = ResultsOfFour(output.splitlines(), tmp_path)
     for rank in range(4):
-        found, one = sites.kept("sites", rank), told.kept("diloco, adamw, whole", rank // 2)
+        found, one = sites.kept("sites", rank), results_of_four.kept("diloco, adamw, whole", rank // 2)
         assert [key for key in one if not torch.equal(found[key], one[key])] == []
     assert "site 1 of 3 is at '127.0.0.1" in sites.of(0, "taken")
     assert "worker 1" in sites.of(1, "a shard died") and "gone" in sites.of(2, "a shard died")

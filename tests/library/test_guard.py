@@ -296,11 +296,11 @@ def test_workers_that_call_different_methods_are_named_with_them():
         return str(error.value)
 
     with ThreadPoolExecutor() as threads:
-        said = [*threads.map(came, members, ["step() of Outer", "common_steps() of Outer"])]
-    assert said[0].startswith(
+        errors = [*threads.map(came, members, ["step() of Outer", "common_steps() of Outer"])]
+    assert errors[0].startswith(
         "worker 1 came to common_steps() of Outer where worker 0 came to step() of Outer; let all"
     )
-    assert said[1].startswith(
+    assert errors[1].startswith(
         "worker 0 came to step() of Outer where worker 1 came to common_steps() of Outer; let all"
     )
     with pytest.raises(PeerError, match=r"not all workers came to step\(\) of Outer together: worker 1 sent no conf"):

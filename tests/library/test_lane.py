@@ -54,12 +54,12 @@ def two(argv: list[str]) -> int:
 
 
 def one_of_two(kind: str, rank: int, host: str, port: int, other: int) -> None:
-    said = Said()
-    logging.getLogger("gossamer").addHandler(said)
+    records = Said()
+    logging.getLogger("gossamer").addHandler(records)
     warn_of_plain.cache_clear()
     make_workers(kind, rank, host, port, other)
-    plain = [line for line in said.lines if "is not encrypted" in line]
-    assert len(plain) == kind.startswith("plain"), (kind, said.lines)
+    plain = [line for line in records.lines if "is not encrypted" in line]
+    assert len(plain) == kind.startswith("plain"), (kind, records.lines)
     if plain:
         between = "between sites" if kind == "plain sites" else "of gossamer.Outer"
         assert plain[0].startswith(f"traffic {between} is not encrypted: parameters and settings cross the network in")

@@ -172,7 +172,7 @@ def test_a_state_that_is_saved_after_close_has_the_exchanges_in_flight_too(rule,
             loop.shared_state_dict()
 
 
-def test_local_steps_and_numbers_of_a_rule_change_in_a_loop_of_ones_own_and_go_on_from_a_saved_state():
+def test_local_steps_and_numbers_of_a_rule_change_in_a_users_loop_and_continue_from_a_saved_state():
     def loop():
         model = net()
         rule = make_rule("diloco", lr={0: 0.5, 2: 0.9}, momentum={"shape": "cosine", "to": 0.1, "steps": 8})
@@ -308,7 +308,7 @@ def test_no_state_of_one_rule_is_taken_by_another():
                     loop.load_state_dict(other.state_dict())
 
 
-def test_a_state_goes_on_with_another_outer_learning_rate():
+def test_a_state_continues_with_another_outer_learning_rate():
     saved = gossamer.Outer(net(), gossamer.gasloc(lr=0.7)).state_dict()
     gossamer.Outer(net(), gossamer.gasloc(lr=0.1)).load_state_dict(saved)
 
@@ -470,14 +470,14 @@ def test_where_workers_continue_is_compared_in_words():
             must_continue_alike([[3, 2, 6, "a"], wrong])
 
 
-def test_a_schedule_divides_the_round_and_what_is_left_at_the_end_is_heard():
+def test_a_schedule_divides_the_round_and_exchanges_in_flight_at_the_end_are_received():
     model, schedule = net(), gossamer.Schedule(fragments=2, overlap_steps=1)
     with gossamer.Outer(model, gossamer.diloco(0.5, 0.0), local_steps=2, schedule=schedule) as loop:
         before = flat(model)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter += 1.0
-        assert not loop.step()  # the first fragment is sent, and heard after the next step
+        assert not loop.step()  # the first fragment is sent, and received after the next step
         assert torch.equal(flat(model), before + 1.0)
         assert loop.step()
         assert (flat(model) != before + 1.0).any()  # half of what it had moved when it was sent is taken back
@@ -490,7 +490,7 @@ def test_a_schedule_divides_the_round_and_what_is_left_at_the_end_is_heard():
     [*(("gasloc", name) for name in SCHEDULES), ("eager", "plain"), ("eager", "fragments"), ("fgd", "fragments")],
 )
 @pytest.mark.parametrize("steps", [7, 9, 11])
-def test_training_that_ends_within_a_round_can_be_finished_and_goes_on(rule, schedule, steps):
+def test_training_that_ends_within_a_round_can_be_finished_and_continued(rule, schedule, steps):
     model = net()
     with gossamer.Outer(model, rule, local_steps=6, schedule=SCHEDULES[schedule]) as loop:
         train(model, loop, steps)
@@ -717,7 +717,7 @@ def test_every_setting_of_a_method_is_in_what_outer_gets():
         assert not settings and of["run"].keys() <= {"local_steps"}, name
 
 
-def test_a_method_is_its_parts_and_what_is_said_beside_it_goes_first():
+def test_a_method_is_its_parts_and_explicit_arguments_take_precedence():
     model, found = net(), gossamer.method("streaming_diloco", rule={"momentum": 0.5}, schedule={"fragments": 2})
     assert (found.rule.options["lr"], found.rule.options["momentum"]) == (0.4, 0.5)
     ends = []
@@ -737,7 +737,7 @@ def test_a_method_is_its_parts_and_what_is_said_beside_it_goes_first():
         assert loop.method.topology.name == "ring" != FITTING[loop.method.rule.needs]
 
 
-def test_what_is_said_of_a_method_and_cannot_be_is_refused():
+def test_impossible_arguments_of_a_method_are_refused():
     for wrong, sentence in (
         (lambda: gossamer.method("muloko"), "did you mean 'muloco'"),
         (lambda: gossamer.method("diloco", rule={"speed": 1}), "unknown option 'speed'"),
@@ -749,7 +749,7 @@ def test_what_is_said_of_a_method_and_cannot_be_is_refused():
             wrong()
 
 
-def test_who_takes_a_method_with_an_inner_optimizer_is_told_of_it_and_can_build_it(caplog):
+def test_a_method_with_an_inner_optimizer_is_reported_and_the_optimizer_can_be_built(caplog):
     found = gossamer.method("muloco")
     assert "spectral_muon" in caplog.text and "lr = 0.02" in caplog.text
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 1))
@@ -959,7 +959,7 @@ def test_an_outer_loop_around_an_optimizer_that_resumes_without_the_outer_state_
     assert not caplog.text
 
 
-def test_steps_that_are_never_exchanged_are_told_once(caplog):
+def test_steps_that_are_never_exchanged_are_reported_once(caplog):
     def said(steps, end=gossamer.Outer.close):
         caplog.clear()
         model = net()
@@ -986,7 +986,7 @@ def test_steps_that_are_never_exchanged_are_told_once(caplog):
     assert not caplog.text
 
 
-def test_a_worker_without_others_or_after_earlier_rounds_is_not_said_to_have_trained_apart(caplog):
+def test_a_worker_without_others_or_after_earlier_rounds_is_not_reported_as_trained_apart(caplog):
     with gossamer.Outer(model := net(), "gasloc", local_steps=4) as loop:
         train(model, loop, 6)
         saved = loop.state_dict()
@@ -1003,7 +1003,7 @@ def test_a_worker_without_others_or_after_earlier_rounds_is_not_said_to_have_tra
         assert f"as a round has 4, and no round ended at all, {words}; let the number" in caplog.messages[-1]
 
 
-def test_steps_of_a_round_that_was_begun_are_told_when_the_loop_is_forgotten(caplog, monkeypatch):
+def test_steps_of_an_incomplete_round_are_reported_when_the_loop_is_dropped(caplog, monkeypatch):
     def forgotten():
         caplog.clear()
         loop = gossamer.Outer(model := net(), "gasloc", local_steps=4)
@@ -1017,14 +1017,14 @@ def test_steps_of_a_round_that_was_begun_are_told_when_the_loop_is_forgotten(cap
     assert not forgotten()
 
 
-def test_who_saves_within_a_round_and_closes_is_told_that_a_resumed_loop_goes_on(caplog):
-    for steps_after_saving, told in ((0, True), (1, False)):
+def test_closing_after_a_save_within_a_round_says_that_a_resumed_loop_continues(caplog):
+    for steps_after_saving, warned in ((0, True), (1, False)):
         caplog.clear()
         with gossamer.Outer(model := net(), "gasloc", local_steps=4) as loop:
             train(model, loop, 2)
             loop.state_dict()
             train(model, loop, steps_after_saving)
-        assert ("a loop that resumes from the state just saved goes on with them" in caplog.text) == told
+        assert ("a loop that resumes from the state just saved goes on with them" in caplog.text) == warned
 
 
 def test_a_refused_state_does_not_make_of_a_loaded_model_a_trained_one(caplog):
@@ -1046,7 +1046,7 @@ def test_an_outer_shows_its_codec_and_its_schedule():
 
 
 @pytest.mark.parametrize("end", ["close", "finish", "forgotten"])
-def test_a_loop_that_never_calls_step_is_told_so(end, caplog):
+def test_a_loop_that_never_calls_step_is_warned(end, caplog):
     model = net()
     loop = gossamer.Outer(model, "gasloc")
     train(model, None, 3)
@@ -1068,8 +1068,8 @@ def test_a_loop_that_never_calls_step_is_told_so(end, caplog):
 
 def test_first_local_phases_are_compared_in_words(caplog):
     assert not warn_of_phases({0: ["7", None]}, 2, "1")
-    for said in ({0: ["7", None], 1: ["8", 0.1]}, {0: ["1", None], 1: ["1", None]}, {0: ["7", 0.1], 1: ["8", 0.1]}):
-        assert warn_of_phases(said, 2, "1") and not caplog.text
+    for entries in ({0: ["7", None], 1: ["8", 0.1]}, {0: ["1", None], 1: ["1", None]}, {0: ["7", 0.1], 1: ["8", 0.1]}):
+        assert warn_of_phases(entries, 2, "1") and not caplog.text
     assert not warn_of_phases({0: ["7", None], 1: "x"}, 2, "1") and not caplog.text
     assert warn_of_phases({0: ["7", 0.1], 1: ["7", 0.1]}, 2, "1")
     assert "all 2 workers came out of their first local phase with the same bits" in caplog.text
@@ -1234,7 +1234,7 @@ class Patient(MemoryTransport):
 # --- what workers must have in common --------------------------------------------------------------------------------
 
 
-def test_workers_that_differ_are_told_in_what_and_what_each_has():
+def test_workers_that_differ_see_the_difference_and_both_values():
     with gossamer.Outer(net(), "gasloc") as loop:
         mine = common_of(loop.method, loop._flat, reduction="ordered", rest="compare", local_steps="30", seed=0)
     must_agree([[*mine], [*mine]], mine)
@@ -1297,14 +1297,14 @@ def reductions():
         assert found.rounds == 3 and found.exchange_s >= found.waiting_s > 0.0
         first, *others = gathered(flat(model))
         assert all(torch.equal(first, other) for other in others)
-    (one, told), (other, heard) = ends.values()
+    (one, measured), (other, other_measured) = ends.values()
     torch.testing.assert_close(one, other)
-    assert (told.bytes_sent, told.bytes_received, told.messages) == (
-        heard.bytes_sent,
-        heard.bytes_received,
-        heard.messages,
+    assert (measured.bytes_sent, measured.bytes_received, measured.messages) == (
+        other_measured.bytes_sent,
+        other_measured.bytes_received,
+        other_measured.messages,
     )
-    torch.testing.assert_close(told.disagreement, heard.disagreement)
+    torch.testing.assert_close(measured.disagreement, other_measured.disagreement)
 
 
 def metrics():
@@ -1359,8 +1359,8 @@ def mean_models():
     assert torch.equal(*ends)  # neither the mean model nor the metrics changed a bit
     with gossamer.Outer(net(), "gasloc", timeout_s=5) as loop:
         if rank != 1:
-            said = r"not all workers entered mean_model\(\): worker 1 did not answer for 5 s"
-            with pytest.raises(PeerError, match=said), loop.mean_model():
+            sentence = r"not all workers entered mean_model\(\): worker 1 did not answer for 5 s"
+            with pytest.raises(PeerError, match=sentence), loop.mean_model():
                 raise AssertionError("it was made without worker 1")
         dist.barrier()
 
@@ -1376,7 +1376,7 @@ def compare_mean_model(model, loop):
 
 
 def states_of_other_steps():
-    """Who continues from another round, step or run, or forgets the state, is told so before anything is exchanged."""
+    """A worker that continues from another round, step or run, or without its state, is refused before anything is exchanged."""
     rank, states = dist.get_rank(), []
 
     def start(rule="diloco"):
@@ -1433,7 +1433,7 @@ class Heard(logging.Handler):
 
 
 def the_same_data_and_other_rates():
-    """Workers that train on the same batches, and those whose learning rates differ, are told so once."""
+    """Workers that train on the same batches, and those whose learning rates differ, are warned once."""
     rank = dist.get_rank()
     for rule, own_data, own_rate in (("diloco", False, False), ("gasloc", False, False), ("gasloc", True, True)):
         model = net()
@@ -1444,7 +1444,7 @@ def the_same_data_and_other_rates():
                 model(torch.randn(8, 3, generator=draw).to(DEVICE)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                if step == 1:  # else one whom nobody waits for may end before the others have told anything
+                if step == 1:  # else a worker that no other waits for may end before the others have reported anything
                     dist.barrier()
         same = [
             line for line in lines if "all 3 workers came out of their first local phase with the same bits" in line
@@ -1460,8 +1460,13 @@ def uneven_data():
     batches = 50 if rank else 47
     model = net()
     if rank:
-        said = r"worker 0 after round 9 and 2 more steps left the loop while this one goes on: .*equally many batches"
-        with gossamer.Outer(model, "diloco", local_steps=5, timeout_s=60) as loop, pytest.raises(PeerError, match=said):
+        sentence = (
+            r"worker 0 after round 9 and 2 more steps left the loop while this one goes on: .*equally many batches"
+        )
+        with (
+            gossamer.Outer(model, "diloco", local_steps=5, timeout_s=60) as loop,
+            pytest.raises(PeerError, match=sentence),
+        ):
             train(model, loop, batches, seed=rank)
     else:
         with gossamer.Outer(model, "diloco", local_steps=5, timeout_s=60) as loop:
@@ -1479,18 +1484,18 @@ def one_finishes_and_stays():
     rank = dist.get_rank()
     with gossamer.Outer(net(), "diloco", local_steps=5, timeout_s=5) as loop:
         train(loop.model, loop, 5, seed=rank)
-        loop.finish()  # all do, and go on, so that nobody has left
+        loop.finish()  # all do, and continue, so that none has left
         assert [loop._peers.published("left").get(rank)] == [[1, 0]]
         train(loop.model, loop, 4 if rank else 2, seed=rank)
         if rank == 0:
             loop.finish()
             dist.barrier()
         else:
-            said = (
+            sentence = (
                 r"^worker 0 after round 1 and 2 more steps left the loop .*did not answer for 5 s.*or raise timeout_s;.*"
                 r"outer\.common_steps\(len\(loader\)\) steps, and call outer\.step\(\) also where a GradScaler skipped"
             )
-            with pytest.raises(PeerError, match=said):
+            with pytest.raises(PeerError, match=sentence):
                 train(loop.model, loop, 1, seed=rank)
             dist.barrier()
 

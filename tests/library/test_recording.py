@@ -32,7 +32,7 @@ def net() -> nn.Sequential:
 
 
 class Loop:
-    """A loop that may stop at any step and go on from what it has saved."""
+    """A loop that may stop at any step and resume from its saved state."""
 
     def __init__(self, folder: Path, saved: dict[str, Any] | None = None, **options: Any) -> None:
         self.model = net()
@@ -112,7 +112,7 @@ def test_two_workers_of_a_loop_record_what_status_report_and_pages_show(
     assert "gossamer" in (tmp_path / "both.html").read_text()
 
 
-def test_a_loop_that_goes_on_from_what_it_saved_leaves_the_record_of_one_that_never_stopped(tmp_path: Path) -> None:
+def test_a_loop_that_resumes_from_its_saved_state_leaves_the_record_of_an_uninterrupted_one(tmp_path: Path) -> None:
     whole = Loop(tmp_path / "whole")
     whole.train(range(STEPS))
     first = Loop(tmp_path / "cut")

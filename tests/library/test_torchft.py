@@ -40,8 +40,8 @@ def trained(python: str, whose: str, folder: Path) -> list[dict[str, torch.Tenso
         )
         for site in range(2)
     ]
-    said = [site.communicate(timeout=120)[0] for site in sites]
-    assert [site.returncode for site in sites] == [0, 0], said
+    output = [site.communicate(timeout=120)[0] for site in sites]
+    assert [site.returncode for site in sites] == [0, 0], output
     return [torch.load(f"{out}.{site}", weights_only=True) for site in range(2)]
 
 

@@ -220,15 +220,15 @@ def test_each_worker_sends_the_bytes_of_a_ring_over_the_holders_of_each_part(run
         values = 2 * (1 - 1 / m) * shared + 2 * (1 - 1 / copies) * resident
         assert held.ring_numbers(worker) == values
         assert trace.sent_bytes[worker] == 4 * values * config.length.rounds
-    said = examine_run(config)
-    assert said.sent_bytes == said.most_bytes == 4 * held.ring_numbers(0)
+    examined = examine_run(config)
+    assert examined.sent_bytes == examined.most_bytes == 4 * held.ring_numbers(0)
     f = 1 - shared / held.layout.numel
-    assert said.experts is not None
-    assert said.experts.payload_ratio == pytest.approx(1 / (1 - f + f * copies / m))
-    assert said.experts.payload_ratio == pytest.approx(held.layout.numel / states(folder, config)[0].numel())
+    assert examined.experts is not None
+    assert examined.experts.payload_ratio == pytest.approx(1 / (1 - f + f * copies / m))
+    assert examined.experts.payload_ratio == pytest.approx(held.layout.numel / states(folder, config)[0].numel())
     (folder / "run.toml").write_text(dump(config))
     assert main(["check", str(folder / "run.toml")]) == 0
-    assert f"{said.experts.payload_ratio:.2f} times smaller" in capsys.readouterr().out
+    assert f"{examined.experts.payload_ratio:.2f} times smaller" in capsys.readouterr().out
 
 
 def test_with_chunks_of_unequal_size_the_bytes_of_all_workers_together_are_those_of_the_rings():

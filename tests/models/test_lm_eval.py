@@ -54,8 +54,8 @@ def test_an_exported_model_is_scored_by_all_kinds_of_tasks(tokenizer: str, tmp_p
         capture_output=True,
         text=True,
     )
-    said = ended.stdout + ended.stderr
-    assert ended.returncode == 0 and "Traceback" not in said, said
-    values = {m[1]: float(m[2]) for m in re.finditer(r"\|gossamer_(\w+) *\|.*?\|[↑↓] *\|([\d.]+)", said)}
+    output = ended.stdout + ended.stderr
+    assert ended.returncode == 0 and "Traceback" not in output, output
+    values = {m[1]: float(m[2]) for m in re.finditer(r"\|gossamer_(\w+) *\|.*?\|[↑↓] *\|([\d.]+)", output)}
     print(f"{tokenizer}: {values}")
-    assert values["choice"] == 1 and 0 < values["text"] < 8 and values.keys() == TASKS.keys(), said
+    assert values["choice"] == 1 and 0 < values["text"] < 8 and values.keys() == TASKS.keys(), output

@@ -45,9 +45,9 @@ def test_the_parameter_count_is_that_of_the_built_model(config: ModelConfig) -> 
 
 def test_every_size_has_about_as_many_parameters_as_its_name_says() -> None:
     for name in SIZES:
-        said = float(name[:-1]) * (1e9 if name.endswith("b") else 1e6)
-        vocab_size = 256 if said < 1e8 else 32_000
-        assert parameter_count(ModelConfig(size=name), vocab_size) == pytest.approx(said, rel=0.15)
+        nominal = float(name[:-1]) * (1e9 if name.endswith("b") else 1e6)
+        vocab_size = 256 if nominal < 1e8 else 32_000
+        assert parameter_count(ModelConfig(size=name), vocab_size) == pytest.approx(nominal, rel=0.15)
 
 
 def test_equal_seeds_give_bitwise_equal_models_and_other_seeds_others() -> None:

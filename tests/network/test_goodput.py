@@ -174,12 +174,12 @@ def test_gossamer_goodput_prints_both_tables_draws_and_refuses(
 ) -> None:
     words = ["goodput", "--set", "interruptions=200", "--plot", str(tmp_path / "goodput.png")]
     assert main(words) == 0
-    said = capsys.readouterr().out
-    assert "53.8%" in said and "assumed: a gossip worker of 8 chips restarts in 72 s" in said
+    output = capsys.readouterr().out
+    assert "53.8%" in output and "assumed: a gossip worker of 8 chips restarts in 72 s" in output
     assert (tmp_path / "goodput.png").read_bytes().startswith(b"\x89PNG")
     assert main(["goodput", "--published", "--set", "downtime_s=30"]) == 0
-    said = capsys.readouterr().out
-    assert "an elastic learner 30 s" in said and "digests of arXiv 2604.21428" in said
+    output = capsys.readouterr().out
+    assert "an elastic learner 30 s" in output and "digests of arXiv 2604.21428" in output
     for given_words, sentence in (
         (["--set", "chip=8"], "did you mean 'chips'"),
         (["--set", "chips=10"], "learners is 8 but must be a divisor of the 10 chips"),

@@ -36,7 +36,7 @@ def steps_of(paces, full, hidden=0.0):
 
 
 @given(PACES, st.integers(1, 200), HIDDEN)
-def test_somebody_takes_all_steps_and_nobody_is_late_who_has_a_step_to_leave_out(paces, full, hidden):
+def test_some_worker_takes_all_steps_and_none_that_could_skip_a_step_is_late(paces, full, hidden):
     together_s = min(cycle_s(pace, full, hidden) for pace in paces)
     steps = steps_of(paces, full, hidden)
     assert max(steps) == full
@@ -72,7 +72,7 @@ def test_one_slow_link_is_matched_as_the_closed_form_says(full, share, exchange_
 
 
 def test_fewer_steps_behind_a_slow_downlink_would_only_be_lost():
-    """Whoever sends through it is delayed, whatever the worker behind it does: why only the uplink counts."""
+    """Every sender through it is delayed, whatever the worker behind it does: so only the uplink counts."""
     targets = np.tile(np.arange(8), (64, 1))
     for r in range(64):
         pairs = random_matchings(8, 1, 0, r).reshape(-1, 2)
@@ -140,7 +140,7 @@ def test_what_is_no_note_counts_as_none(text):
 
 
 @given(st.lists(st.floats(1e3, 1e9), min_size=3, max_size=8), st.data())
-def test_a_link_is_found_from_whoever_hears_through_it_whatever_the_others_downlinks_are(uplinks, data):
+def test_a_link_is_estimated_from_its_receivers_whatever_the_other_downlinks_are(uplinks, data):
     n = len(uplinks)
     downlinks = [data.draw(st.floats(1e3, 1e9)) for _ in range(n)]
     notes = [PaceNote(1.0, 1e6, {j: min(uplinks[j], downlinks[i]) for j in range(n) if j != i}) for i in range(n)]
@@ -149,14 +149,17 @@ def test_a_link_is_found_from_whoever_hears_through_it_whatever_the_others_downl
         assert pace.exchange_s == pytest.approx(1e6 / min(uplinks[i], others))
 
 
-def test_messages_that_nobody_timed_count_as_sent_in_no_time():
+def test_messages_without_a_measured_time_count_as_sent_in_no_time():
     assert paces_of([PaceNote(2.0, 1e6, {}), PaceNote(1.0, 1e6, {0: 5e5})]) == [Pace(2.0, 2.0), Pace(1.0, 0.0)]
 
 
 def test_a_mean_counts_the_way_to_the_owners_and_an_exchange_as_it_is():
-    told = [Operation("exchange", 0, ((1, 30), (2, 30)), ((1, 30),)), Operation("mean", 1, ((1, 20), (2, 20)), ())]
-    assert first_leg_bytes(told) == 80
-    assert first_leg_bytes(told, lambda fragment: {1: 0.25}[fragment]) == 70
+    operations = [
+        Operation("exchange", 0, ((1, 30), (2, 30)), ((1, 30),)),
+        Operation("mean", 1, ((1, 20), (2, 20)), ()),
+    ]
+    assert first_leg_bytes(operations) == 80
+    assert first_leg_bytes(operations, lambda fragment: {1: 0.25}[fragment]) == 70
 
 
 def pacer(steps=30, full=30, worker=0, hidden=0.0):

@@ -295,7 +295,7 @@ def test_a_run_in_stages_is_priced_on_any_network_by_its_folder_and_not_without_
     assert row["wall_s"] == row["utilisation"] == {} and "is a run in stages without pipeline.json" in caplog.text
 
 
-def test_a_run_that_goes_on_in_one_piece_is_priced_as_one(tmp_path):
+def test_a_run_that_continues_in_one_piece_is_priced_as_one(tmp_path):
     simulate(tiny(**FAR, run__checkpoint_every=1), tmp_path)
     assert read_pipeline(tmp_path) is not None
     simulate(tiny(**{**FAR, "run__steps": 6, "pipeline__stages": 1}, run__checkpoint_every=1), tmp_path, resume=True)
@@ -337,8 +337,8 @@ def test_a_check_says_which_share_of_a_round_stages_wait_for_each_other():
     examined = examine_run(tiny(**FAR))
     (network,) = examined.networks
     assert network.utilisation < 0.1 and network.utilisation + network.between_stages > 0.9
-    said = f"{network.utilisation:.1%} of it computing, {network.between_stages:.1%} waiting between stages"
-    assert any(line.endswith(said) for line in lines(examined))
+    sentence = f"{network.utilisation:.1%} of it computing, {network.between_stages:.1%} waiting between stages"
+    assert any(line.endswith(sentence) for line in lines(examined))
 
 
 def test_speeds_of_another_number_of_stages_are_refused():

@@ -314,7 +314,7 @@ def test_a_mean_pays_two_latencies_and_an_exchange_one() -> None:
     assert pair.end_s.tolist() == [[0.5, 0.5, *[0.1] * 6]]
 
 
-def test_a_mean_does_not_hold_those_who_are_not_part_of_it() -> None:
+def test_a_mean_does_not_delay_workers_outside_it() -> None:
     trace = means(1, 4, 3000, steps=30, members=range(1, 4))
     timeline = price(trace, Network(uplink_bps=8e3, downlink_bps=8e3, step_s=1))
     assert timeline.end_s.tolist() == [[30, 34, 34, 34]]
@@ -354,7 +354,7 @@ def test_a_round_with_both_kinds_exchanges_first() -> None:
     assert price(from_entries(entries), Network(uplink_bps=8e3, downlink_bps=8e3)).end_s.tolist() == [[5.0, 5.0]]
 
 
-def test_the_wait_is_put_down_to_who_was_late_or_to_the_slower_link() -> None:
+def test_the_wait_is_attributed_to_the_late_worker_or_to_the_slower_link() -> None:
     pair = np.array([[1, 0]])
     late = price(from_targets(pair, 1000, steps=[1, 100]), Network(uplink_bps=8e3, downlink_bps=8e3, step_s=1))
     assert late.waits_on.tolist() == [[1, 1]]
@@ -372,7 +372,7 @@ def test_the_wait_is_put_down_to_who_was_late_or_to_the_slower_link() -> None:
     assert held.waits_on.tolist() == [[2, 2, 0]], "the last one itself waits for the thinnest link"
 
 
-def test_who_is_late_holds_only_what_needs_it() -> None:
+def test_a_late_worker_delays_only_exchanges_that_need_it() -> None:
     # three workers, chunks of 1000 bytes: all of 0's shares have left at 2 s, 0's sum waits for the shares of 2
     mean = means(1, 3, 3000, steps=1)._replace(compute_s=np.array([[0.0, 0.0, 1.0]]))
     thin = Network(uplink_bps=(8e3, 8e6, 8e6), downlink_bps=8e6)
@@ -471,7 +471,7 @@ def test_streams_that_leave_a_site_together_share_its_uplink_and_one_alone_has_i
     np.testing.assert_allclose(within.end_s, [[0.001] * 4])
 
 
-def test_who_comes_later_takes_half_of_what_is_left() -> None:
+def test_a_later_transfer_takes_half_of_a_shared_link() -> None:
     # 0 sends 2000 bytes from second 0 on, 1 sends 1000 from second 1 on: alone for 1 s, both at half speed until second 3
     sites = {**TWO_SITES, "paris": Site(workers=(0, 1), uplink_bps=8e3)}
     network = Network(uplink_bps=math.inf, downlink_bps=math.inf, step_s=(0, 1, 0, 0), sites=sites)
@@ -703,7 +703,7 @@ def test_an_overlap_longer_than_the_parts_of_a_round_has_several_fragments_under
 
 
 @pytest.mark.usefixtures("replayed_or_by_rounds")
-def test_means_overlap_over_parts_and_who_is_late_holds_both_of_their_halves() -> None:
+def test_means_overlap_over_parts_and_a_late_worker_delays_both_of_their_halves() -> None:
     # a mean through two owners is two exchanges of 2 s: sent at 3 s, there at 7 s, waited for after 3 steps and so at 6 s
     steps = [[3, 3], [3, 3], [4, 4]]
     network = Network(uplink_bps=math.inf, downlink_bps=math.inf, latency_s=2.0, step_s=1.0)
@@ -803,7 +803,7 @@ def test_latency_keeps_no_link_busy_where_large_rounds_overlap() -> None:
     trace = from_targets(everyone, 1000, steps=10)
     trace = trace._replace(messages=trace.messages._replace(overlap_steps=np.full(len(trace.messages.round), 20)))
     network = Network(uplink_bps=1e9, downlink_bps=1e9, latency_s=latency_s, step_s=0.01)
-    # The first messages leave after 0.1 s, come at 0.4 s and are waited for after 30 steps; so it goes on.
+    # The first messages leave after 0.1 s, come at 0.4 s and are waited for after 30 steps; so it continues.
     assert price(trace, network).total_s == pytest.approx(1.0013, rel=1e-3)
 
 

@@ -61,7 +61,7 @@ def test_what_is_no_time_of_a_step_is_refused(fact: Any) -> None:
         step_seconds(1, fact)
 
 
-def test_a_probe_that_nobody_launched_is_told_how(tmp_path: Path) -> None:
+def test_a_probe_without_a_launcher_is_refused_with_the_command(tmp_path: Path) -> None:
     code, output = run("probe", "--out", tmp_path / "network.toml")
     assert code == 2 and "is not set" in output
     assert run("probe", "--local", 1, "--out", tmp_path / "network.toml")[0] == 2

@@ -436,7 +436,7 @@ def test_healthy_workers_of_a_70b_run_by_hand(method: str, alone: float, with_st
     assert straggler_utilisation(method, 10e9, StragglerRun(model=SEVENTY)).healthy == pytest.approx(with_straggler)
 
 
-def test_a_straggler_with_matched_steps_costs_its_own_steps_and_nobody_elses():
+def test_a_straggler_with_matched_steps_costs_only_its_own_steps():
     # An exchange of 5/3 steps: the published 15 of 30 at a tenth of the bandwidth.
     bandwidth = 1120e9 / (20 * 5 / 3)
     got = straggler_utilisation("gasloc_1_peer", bandwidth, StragglerRun(model=SEVENTY, bandwidth_share=0.1))

@@ -241,7 +241,7 @@ def test_what_lies_between_two_numbers_lies_between_them(a: float, b: float, wei
 
 
 @pytest.mark.parametrize("averaging", AVERAGINGS)
-def test_evaluation_mode_shows_the_average_and_training_goes_on_to_the_same_bits(averaging: str) -> None:
+def test_evaluation_mode_shows_the_average_and_training_continues_to_the_same_bits(averaging: str) -> None:
     paused, through = small(), small()
     config = InnerConfig(averaging=averaging, lr=0.02, mu_x=0.9)
     optimizer, other = build_optimizer(config, paused), build_optimizer(config, through)

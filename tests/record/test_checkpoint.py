@@ -89,14 +89,14 @@ def test_any_state_comes_back_with_its_types_order_and_bits(
 
 @settings(max_examples=50, deadline=None)
 @given(parts=st.dictionaries(st.text(max_size=4), tensors().map(Tensor.contiguous), max_size=6))
-def test_a_tensor_file_has_the_bytes_of_safetensors_and_its_size_and_hash_are_told(
+def test_a_tensor_file_has_the_bytes_of_safetensors_and_its_size_and_hash_are_returned(
     tmp_path_factory: pytest.TempPathFactory, parts: dict[str, Tensor]
 ) -> None:
     path = tmp_path_factory.mktemp("file") / "tensors"
-    told = write_tensors(path, parts)
+    returned = write_tensors(path, parts)
     written = path.read_bytes()
     assert written == tensor_bytes(parts) == safetensors.torch.save(parts)
-    assert told == (len(written), hashlib.sha256(written).hexdigest())
+    assert returned == (len(written), hashlib.sha256(written).hexdigest())
 
 
 def test_views_of_one_memory_come_back_equal_and_apart(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_two_generations_of_each_worker_are_kept(tmp_path: Path) -> None:
     }
 
 
-def test_a_checkpoint_that_another_removes_as_it_is_written_is_told_in_a_sentence(
+def test_a_checkpoint_that_is_removed_during_its_write_is_reported_in_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = tmp_path / "checkpoints"
@@ -251,7 +251,7 @@ def test_what_is_no_folder_in_the_place_of_a_round_is_damage_and_is_put_aside_wh
     place = tmp_path / "round-000006"
     shutil.rmtree(place)
     place.write_text("x") if kind == "a file" else place.symlink_to(tmp_path / "gone" / "away")
-    for worker in range(2):  # the second, who never had one, is told too
+    for worker in range(2):  # the second, which never had one, is named too
         found = checkpoint.generation_faults(tmp_path, worker)[6]
         assert found is not None and found.kind == FaultKind.DAMAGED
         assert "round-000006" in found.why

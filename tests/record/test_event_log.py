@@ -1,4 +1,4 @@
-"""The logs of a run: one way to write them, to read them and to go on after half a line."""
+"""The logs of a run: one way to write them, to read them and to continue after half a line."""
 
 import json
 from collections.abc import Callable
@@ -45,7 +45,9 @@ LOGS: dict[str, tuple[Callable[[Path, bool], Path], Callable[[Path], object]]] =
 
 
 @pytest.mark.parametrize("name", LOGS)
-def test_a_log_goes_on_after_half_a_line_of_any_length_as_if_it_had_not_been_begun(name: str, tmp_path: Path) -> None:
+def test_a_log_continues_after_half_a_line_of_any_length_as_if_that_had_not_been_begun(
+    name: str, tmp_path: Path
+) -> None:
     write, read = LOGS[name]
     whole = write(tmp_path / "whole", False).read_bytes()
     write(tmp_path / "whole", True)

@@ -68,7 +68,9 @@ def test_one_that_ends_before_it_has_written_anything_leaves_no_folder_behind(tm
         assert (tmp_path / "run").exists() == bool(written)
 
 
-def test_where_the_file_system_has_no_locks_nobody_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_file_system_has_no_locks_no_process_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise OSError(37, "No locks available")
 
@@ -96,7 +98,7 @@ def saves_after(round: int, folder: Path, owner: int) -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("kind", RUNS)
-def test_a_run_under_way_is_not_resumed_a_second_time_and_goes_on(kind: str, tmp_path: Path) -> None:
+def test_a_run_in_progress_is_not_resumed_a_second_time_and_continues(kind: str, tmp_path: Path) -> None:
     more = {"run__steps": 100_000, "run__checkpoint_every": 4, "run__eval_every": 0, "run__timeout_s": 30.0}
     (tmp_path / "run.toml").write_text(dump(single(**more, **RUNS[kind])))
     folder = tmp_path / "real"
@@ -104,15 +106,15 @@ def test_a_run_under_way_is_not_resumed_a_second_time_and_goes_on(kind: str, tmp
     owner = 3 if kind == "server" else 1
     saves_after(0, folder, owner)
     for words in (["--resume", folder], [tmp_path / "run.toml", "--out", folder]):
-        code, said = run("train", *words, "--local", 3)
-        assert code == 2 and f"the run in '{folder}' is in progress, as process " in said, said
-        assert len(said.splitlines()) == 1, said
-    code, said = run("simulate", "--resume", folder)
-    assert code == 2 and f"the run in '{folder}' is in progress, as process " in said, said
+        code, output = run("train", *words, "--local", 3)
+        assert code == 2 and f"the run in '{folder}' is in progress, as process " in output, output
+        assert len(output.splitlines()) == 1, output
+    code, output = run("simulate", "--resume", folder)
+    assert code == 2 and f"the run in '{folder}' is in progress, as process " in output, output
     saves_after(max(rounds(folder / "checkpoints", owner)) + 8, folder, owner)
     os.kill(first.pid, signal.SIGTERM)
-    code, said = first.finish()
-    assert code == 130 and "Traceback" not in said, said
+    code, output = first.finish()
+    assert code == 130 and "Traceback" not in output, output
     must_be_idle(folder)
 
 
@@ -120,20 +122,20 @@ def test_a_worker_on_its_own_machine_refuses_to_train_what_another_process_here_
     (tmp_path / "run.toml").write_text(dump(single(workers=1, run__elastic=True)))
     with locked(tmp_path / "real", 0):
         words = ("--rank", 0, "--of", 1, "--address", f"127.0.0.1:{free_port()}")
-        code, said = Command("train", tmp_path / "run.toml", "--out", tmp_path / "real", *words).finish()
-        assert code == 2 and f"as process {os.getpid()} on" in said, said
-        code, said = run("simulate", tmp_path / "run.toml", "--out", tmp_path / "simulated")
-        assert code == 0, said
+        code, output = Command("train", tmp_path / "run.toml", "--out", tmp_path / "real", *words).finish()
+        assert code == 2 and f"as process {os.getpid()} on" in output, output
+        code, output = run("simulate", tmp_path / "run.toml", "--out", tmp_path / "simulated")
+        assert code == 0, output
     with locked(tmp_path / "simulated", None):
-        code, said = run("simulate", "--resume", tmp_path / "simulated")
-        assert code == 2 and f"as process {os.getpid()} on" in said, said
+        code, output = run("simulate", "--resume", tmp_path / "simulated")
+        assert code == 2 and f"as process {os.getpid()} on" in output, output
 
 
 def test_a_replay_refuses_a_folder_that_another_process_writes(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(dump(single()))
     with locked(tmp_path / "again", None):
-        code, said = run("simulate", tmp_path / "run.toml", "--out", tmp_path / "again", "--replay", tmp_path)
-        assert code == 2 and f"as process {os.getpid()} on" in said, said
+        code, output = run("simulate", tmp_path / "run.toml", "--out", tmp_path / "again", "--replay", tmp_path)
+        assert code == 2 and f"as process {os.getpid()} on" in output, output
 
 
 @pytest.mark.parametrize(("verb", "more"), [("compare", ""), ("tune", TUNED)])
@@ -142,8 +144,8 @@ def test_an_experiment_under_way_is_not_begun_or_resumed_a_second_time(verb: str
     (tmp_path / "some.toml").write_text(dump(single()) + variant + more)
     with locked(tmp_path / "some", None):
         for resume in ([], ["--resume"]):
-            code, said = run(verb, tmp_path / "some.toml", "--out", tmp_path / "some", *resume)
-            assert code == 2 and f"'{tmp_path / 'some'}' is in progress, as process {os.getpid()} on" in said, said
+            code, output = run(verb, tmp_path / "some.toml", "--out", tmp_path / "some", *resume)
+            assert code == 2 and f"'{tmp_path / 'some'}' is in progress, as process {os.getpid()} on" in output, output
 
 
 def test_a_simulation_under_way_is_not_resumed_from_python(tmp_path: Path) -> None:
@@ -153,7 +155,7 @@ def test_a_simulation_under_way_is_not_resumed_from_python(tmp_path: Path) -> No
     assert simulate(single(), tmp_path, resume=True).over
 
 
-def test_a_simulation_in_python_does_not_go_on_while_another_process_has_its_folder(tmp_path: Path) -> None:
+def test_a_simulation_in_python_does_not_continue_while_another_process_has_its_folder(tmp_path: Path) -> None:
     run_here = simulate(single(), tmp_path, until=1)
     with locked(tmp_path, None), pytest.raises(ConfigError, match="is in progress"):
         run_here.go_on()

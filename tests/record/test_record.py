@@ -150,7 +150,7 @@ def test_a_resumed_run_leaves_the_files_of_an_uninterrupted_one(tmp_path: Path) 
     assert broken == whole and machines == [1, 2], "each process says with what it computed"
 
 
-def test_resuming_an_earlier_round_drops_that_and_later_ones_and_goes_on(tmp_path: Path) -> None:
+def test_resuming_an_earlier_round_drops_that_and_later_ones_and_continues(tmp_path: Path) -> None:
     with RunFolder(tmp_path, "", PLAIN) as run:
         run.log("eval", round=-1, loss=5.0)
         fill(run, range(3))
@@ -420,7 +420,7 @@ def test_a_copy_of_a_run_folder_is_a_run_of_its_own_on_weights_and_biases(tmp_pa
         assert [*service.rows][-1] == "before"
 
 
-def test_the_rows_of_weights_and_biases_go_on_where_a_resumed_run_takes_steps_again_and_none_is_lost(
+def test_the_rows_of_weights_and_biases_continue_where_a_resumed_run_takes_steps_again_and_none_is_lost(
     tmp_path: Path, service: Service
 ) -> None:
     config = RecordConfig(tensorboard=False, wandb_project="p")
@@ -651,9 +651,9 @@ def test_real_workers_train_all_rounds_whatever_becomes_of_their_dashboards(tmp_
     modules.mkdir()
     (modules / "wandb.py").write_text(STAND_IN.format(init="raise OSError('no route')", log="pass", finish="pass"))
     words = ["train", tmp_path / "run.toml", "--out", tmp_path / "out", "--local", 2, "--set", "record.wandb_project=p"]
-    code, said = Command(modules, *words, work=main_beside, OMP_NUM_THREADS="1").finish()
-    assert code == 0 and "Traceback" not in said, said
-    assert said.count("Weights & Biases failed (no route); training continues") == 2, "one for each worker"
+    code, output = Command(modules, *words, work=main_beside, OMP_NUM_THREADS="1").finish()
+    assert code == 0 and "Traceback" not in output, output
+    assert output.count("Weights & Biases failed (no route); training continues") == 2, "one for each worker"
     lines = read_metrics(tmp_path / "out")
     assert {(line["round"], line["worker"]) for line in lines if line["kind"] == "train"} == {
         (r, w) for r in range(6) for w in range(2)

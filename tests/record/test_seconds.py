@@ -84,7 +84,7 @@ def test_a_wait_is_for_the_peer_whose_message_began_to_come_last():
     assert [*held_up([Wait(Ticket(4), 8.0, 9.0)], arrived)] == [(None, 0.0, 1.0)]
 
 
-def test_whoever_is_ready_first_waits_until_the_message_of_the_other_leaves():
+def test_the_worker_that_is_ready_first_waits_until_the_message_of_the_other_leaves():
     trace = from_targets(np.array([[1, 0], [1, 0]]), payload_bytes=1000, steps=10)
     network = Network(uplink_bps=8000, downlink_bps=8000, step_s=(1.0, 3.0))
     fast, slow = (of(i, priced(trace, network, "n")) for i in (0, 1))
@@ -93,7 +93,7 @@ def test_whoever_is_ready_first_waits_until_the_message_of_the_other_leaves():
     assert [one.end_s for one in fast + slow] == [31.0, 62.0] * 2
 
 
-def test_a_mean_waits_for_the_last_of_all_who_sum():
+def test_a_mean_waits_for_the_last_of_all_workers_in_the_sum():
     trace = from_targets(np.array([[[1, 2], [0, 2], [0, 1]]]), payload_bytes=1000, steps=10, kind="mean")
     for i, one in enumerate(priced(trace, Network(uplink_bps=8000, downlink_bps=8000, step_s=(1.0, 2.0, 3.0)), "n")):
         assert one.waiting_for == ({} if i == 2 else {2: 20.0 - 10.0 * i})
@@ -186,7 +186,7 @@ def test_virtual_seconds_add_up_to_the_virtual_clock_exactly(method, tmp_path):
         assert computed[i] == pytest.approx(sum(own))
 
 
-def test_a_full_quorum_waits_for_its_slowest_worker_and_a_lone_push_for_nobody(tmp_path):
+def test_a_full_quorum_waits_for_its_slowest_worker_and_a_lone_push_for_none(tmp_path):
     quorum = timed(DYADIC, server={"name": "decoupled_diloco", "quorum": 3, "merging": "average"})
     simulate(quorum, tmp_path / "quorum")
     whole = read_seconds(tmp_path / "quorum")
@@ -199,7 +199,7 @@ def test_a_full_quorum_waits_for_its_slowest_worker_and_a_lone_push_for_nobody(t
     assert all(one.waiting_for == {} for one in read_seconds(tmp_path / "alone"))
 
 
-def test_who_is_away_neither_computes_nor_waits(tmp_path):
+def test_a_worker_that_is_away_neither_computes_nor_waits(tmp_path):
     absences = [{"worker": 1, "leave_s": 0.6, "return_s": 1.9}]
     result = simulate(timed(DYADIC, server__name="heloco", events={"absences": absences}, run__steps=16), tmp_path)
     seconds = read_seconds(tmp_path)

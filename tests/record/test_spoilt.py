@@ -251,8 +251,8 @@ def test_a_file_that_may_not_be_read_is_a_sentence_of_the_command(
     (tmp_path / "run" / "run.toml").write_text(dump(tiny()))
     (tmp_path / "run" / "metrics.jsonl").mkdir()
     assert main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "page.html")]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("gossamer: [Errno 21] Is a directory") and said.count("\n") == 1, said
+    output = capsys.readouterr().err
+    assert output.startswith("gossamer: [Errno 21] Is a directory") and output.count("\n") == 1, output
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_a_file_that_may_not_be_read_is_a_sentence_of_the_command(
         ),
     ],
 )
-def test_what_is_said_of_a_spoilt_file_is_one_short_line(
+def test_the_error_about_a_spoilt_file_is_one_short_line(
     name: str, content: str, read: Callable[[Path], object], sentence: str, tmp_path: Path
 ) -> None:
     (tmp_path / name).write_text(content)

@@ -228,7 +228,7 @@ def test_a_round_is_found_in_the_files_whatever_came_before_it(tmp_path: Path) -
     assert moment_of(live, 40)["pairs"] == []
 
 
-def test_outcomes_tell_who_is_alive_what_failed_and_who_came(tmp_path: Path) -> None:
+def test_outcomes_show_living_workers_failures_and_newcomers(tmp_path: Path) -> None:
     with RunFolder(tmp_path, RUN_TOML.replace("workers = 2", "workers = 3") + "elastic = true\n", worker=0) as run:
         run.log("train", round=0, worker=0, step=9, loss=1.0, tokens=9)
     with OutcomeWriter(tmp_path, 0) as log, OutcomeWriter(tmp_path, 1) as other:

@@ -75,7 +75,7 @@ def test_a_file_of_another_worker_is_refused_by_its_reader_and_shown_on_the_page
     assert shown and f"{path.name} at byte" in shown[0] and "is of worker 1 in the file of worker 0" in shown[0], shown
 
 
-def test_a_run_file_with_a_byte_that_is_no_text_is_refused_as_by_those_who_train_it(tmp_path: Path) -> None:
+def test_a_run_file_with_a_byte_that_is_no_text_is_refused_as_in_training(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_bytes((SAMPLES / "rounds" / "run.toml").read_bytes().replace(b'"rounds"', b'"rou\xffnds"'))
     for read in (lambda: run_file_of(path), lambda: load_run(tmp_path)):

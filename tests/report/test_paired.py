@@ -153,6 +153,6 @@ def test_equal_arms_are_alike_an_arm_far_above_is_not_and_a_diverged_one_is_neve
     assert diverged.best == others[0] and first not in diverged.above and first not in diverged.alike
 
 
-def test_one_seed_tells_nobody_apart() -> None:
+def test_one_seed_makes_no_difference_significant() -> None:
     found = standing({"a": [1.0], "b": [9.0]})
     assert found.best == "a" and found.alike == ("b",) and not found.decided and found.above["b"].half is None

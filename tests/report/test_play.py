@@ -117,7 +117,7 @@ def test_odd_requests_are_answered_and_leave_the_terminal_alone(
     answers_each_in_a_sentence(playing[0], capsys)
 
 
-def test_only_who_knows_the_address_may_ask_for_anything_even_on_loopback(playing: tuple[Page, Live]) -> None:
+def test_only_a_client_with_the_secret_address_gets_an_answer_even_on_loopback(playing: tuple[Page, Live]) -> None:
     page, _ = playing
     assert len(page.token) > 20 and page.address.endswith(f"/{page.token}/")
     kill = b'{"actions": [["kill", 1]]}'

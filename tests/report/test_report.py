@@ -281,15 +281,15 @@ def test_a_foreign_figure_is_refused_with_a_sentence(tmp_path: Path, evaluation:
         write_report({"a": make_run(tmp_path / "a", **evaluation)}, tmp_path / "report.html", {})
 
 
-def test_a_line_that_cannot_be_drawn_is_refused_by_a_report_and_named_on_the_page_of_a_run_that_goes_on(
+def test_a_line_that_cannot_be_drawn_is_refused_by_a_report_and_named_on_the_page_of_a_live_run(
     tmp_path: Path,
 ) -> None:
-    folder, said = make_run(tmp_path / "a", tokens="many"), "tokens is 'many' but must be a number"
-    with pytest.raises(DataError, match=rf"metrics\.jsonl:1: {said}"):
+    folder, sentence = make_run(tmp_path / "a", tokens="many"), "tokens is 'many' but must be a number"
+    with pytest.raises(DataError, match=rf"metrics\.jsonl:1: {sentence}"):
         page_of({"a": folder}, tmp_path)
     run = FollowedRun("a", folder)
     run.look()
-    assert said in next(iter(run.complaints))
+    assert sentence in next(iter(run.complaints))
 
 
 def test_what_the_table_has_read_is_not_read_again_for_the_page(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is told of a run: who takes part and how far everybody is, from its files and from its workers; and how it ended."""
+"""The status of a run: its workers and their progress, from its files and from its workers; and how it ended."""
 
 import json
 import socket
@@ -54,7 +54,7 @@ def a_worker(slot, others, slots=5):
 
 
 def refused(address, count, slots=5):
-    """What a worker has refused, once these are so many: it counts a connection just after the other end has heard why."""
+    """The refusals of a worker, once there are so many: it counts one just after the other end has received the reason."""
     deadline = time.monotonic() + 30
     while True:
         found = look(address, SECRET, run=RUN, limits=limits(slots), timeout_s=5).refused
@@ -106,8 +106,8 @@ def test_status_says_why_it_knows_nothing_of_workers_of_other_machines(of, is_ki
     status = run_status(tmp_path)
     assert status.kind == of and [one.standing for one in status.workers][1:] == ["unknown", "unknown"]
     assert main(["status", str(tmp_path)]) == 0
-    (said,) = [line for line in capsys.readouterr().out.splitlines() if "no files of worker 1, 2 are here" in line]
-    assert "call gossamer status there too" in said and remedy in said
+    (output,) = [line for line in capsys.readouterr().out.splitlines() if "no files of worker 1, 2 are here" in line]
+    assert "call gossamer status there too" in output and remedy in output
     for slot in (1, 2):
         write_slot(tmp_path, config, slot, 2)
     assert run_status(tmp_path).note is None
@@ -131,7 +131,9 @@ def test_a_worker_that_slows_down_is_named_by_status_and_by_the_page(tmp_path, c
     assert [one for one in followed.happenings if "slowed" in one[1]] == [(9, sentence)]
 
 
-def test_status_tells_who_is_alive_suspect_gone_joining_left_or_has_never_come(tmp_path, monkeypatch, capsys):
+def test_status_shows_which_workers_are_alive_suspect_gone_joining_left_or_have_never_come(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.setenv("GOSSAMER_SECRET", SECRET.decode())
     config = tiny(workers=6, run__elastic=True)
     (tmp_path / "run.toml").write_text(dump(config))
@@ -169,14 +171,14 @@ def test_status_tells_who_is_alive_suspect_gone_joining_left_or_has_never_come(t
             and "refused: 127.0.0.1: secret (1)" in table
         )
     assert main(["status", str(tmp_path), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [one["standing"] for one in told["workers"]] == ["gone", "gone", "left", *["unknown"] * 3], (
+    result = json.loads(capsys.readouterr().out)
+    assert [one["standing"] for one in result["workers"]] == ["gone", "gone", "left", *["unknown"] * 3], (
         "their logs say that all took part"
     )
-    assert told["note"].startswith("no worker answers")
+    assert result["note"].startswith("no worker answers")
 
 
-def test_a_worker_whose_files_are_elsewhere_is_unknown_and_a_slot_that_nobody_has_filled_is_empty(tmp_path):
+def test_a_worker_whose_files_are_elsewhere_is_unknown_and_an_unused_slot_is_empty(tmp_path):
     (tmp_path / "run.toml").write_text(dump(tiny(workers=3, run__elastic=True)))
     with OutcomeWriter(tmp_path, 0) as log:
         log.write(Begun(0, 0, 0, 0, 0))
@@ -185,7 +187,7 @@ def test_a_worker_whose_files_are_elsewhere_is_unknown_and_a_slot_that_nobody_ha
 
 
 @pytest.mark.parametrize("kind", ["elastic", "no waiting", "rounds"])
-def test_a_worker_whose_process_here_has_ended_is_gone_whoever_has_its_port_now(kind, tmp_path):
+def test_a_worker_whose_process_here_has_ended_is_gone_even_if_its_port_is_in_use(kind, tmp_path):
     more = {"elastic": {"run__elastic": True}, "no waiting": {"run__wait": False}, "rounds": {}}
     config = tiny(**more[kind])
     with RunFolder(tmp_path, dump(config), config.record, worker=1) as record:
@@ -204,7 +206,7 @@ def test_a_worker_whose_process_here_has_ended_is_gone_whoever_has_its_port_now(
         assert run_status(tmp_path).workers[1].standing == "unknown"
 
 
-def test_a_worker_shows_its_view_only_to_who_knows_the_secret_of_its_run():
+def test_a_worker_shows_its_view_only_to_a_process_with_the_secret_of_its_run():
     with a_worker(2, [SlotEntry(0, 0, 9, MemberStatus.ALIVE, 0, "", 4, 8)]) as address:
         view = look(address, SECRET, run=RUN, limits=limits(5), timeout_s=5)
         assert view.worker == 2 and [(entry.slot, entry.round) for entry in view.entries] == [(0, 4), (2, 6)]
@@ -254,7 +256,7 @@ def test_a_suspect_that_answers_is_still_suspect_and_one_that_left_after_its_las
     assert standing_of(Sighting(entry._replace(status=MemberStatus.LEFT), finished=True)) == "finished"
 
 
-def test_every_event_of_another_worker_is_told_in_one_sentence():
+def test_every_event_of_another_worker_is_logged_in_one_sentence():
     a = SlotEntry(1, 0, 5, MemberStatus.ALIVE, 0, "10.0.0.1:4000", 3)
     left = a._replace(status=MemberStatus.LEFT)
     suspected, b = a._replace(status=MemberStatus.SUSPECT), SlotEntry(1, 1, 6, MemberStatus.JOINING, 0, "10.0.0.2:4000")
@@ -304,7 +306,7 @@ ROUNDS = st.frozensets(st.integers(1, 9), max_size=5)
 
 
 @given(st.lists(ROUNDS, min_size=1, max_size=5))
-def test_a_calm_run_goes_on_from_the_newest_round_that_all_have_where_there_is_one(owned):
+def test_a_calm_run_resumes_from_the_newest_round_that_all_have_where_there_is_one(owned):
     held = {slot: dict.fromkeys(rounds) for slot, rounds in enumerate(owned)}
     having = [rounds for rounds in owned if rounds]
     common = frozenset.intersection(*having) if having else frozenset()

@@ -90,7 +90,7 @@ def view(page: LiveRuns) -> dict[str, Any]:
     return json.loads(page.data(""))["runs"][0]
 
 
-def test_a_page_shows_rounds_who_took_part_slots_and_bytes_of_a_run_in_a_store(store: Folder, clock: Clock) -> None:
+def test_a_page_shows_rounds_participants_slots_and_bytes_of_a_run_in_a_store(store: Folder, clock: Clock) -> None:
     for round in range(3):
         put(store, commit_name(round), commit(round))
     run = look(FollowedStore(store.root))
@@ -141,7 +141,7 @@ def test_the_age_of_the_last_round_is_negative_where_the_clock_of_its_worker_is_
     assert [store_status(store.root, now_s=1.7e9 + past).age_s for past in (60, -3600)] == [60, -3600]
 
 
-def test_a_page_of_a_run_of_which_nobody_is_alive_shows_what_was_and_says_so(store: Folder, clock: Clock) -> None:
+def test_a_page_of_a_run_without_living_workers_shows_its_past_and_says_so(store: Folder, clock: Clock) -> None:
     put(store, commit_name(0), commit(0))
     page = LiveRuns([], stores=[run := look(FollowedStore(store.root))])
     look(run, clock, 290)
@@ -249,7 +249,7 @@ def test_a_page_says_since_when_its_store_does_not_answer_and_tries_again(
     hangs.set()
 
 
-def test_a_store_that_was_emptied_is_said_to_be_while_what_was_is_shown(store: Folder) -> None:
+def test_an_emptied_store_is_reported_while_the_last_state_stays_on_the_page(store: Folder) -> None:
     for round in range(3):
         put(store, commit_name(round), commit(round))
     run = look(FollowedStore(store.root))
@@ -261,7 +261,7 @@ def test_a_store_that_was_emptied_is_said_to_be_while_what_was_is_shown(store: F
     )
 
 
-def test_a_page_makes_at_most_twenty_requests_a_minute_and_none_while_nobody_reads_it(
+def test_a_page_makes_at_most_twenty_requests_a_minute_and_none_while_it_is_not_open(
     store: Folder, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored, "_FOLDER_PAUSES_S", stored._PAUSES_S)
@@ -292,8 +292,8 @@ def test_the_verb_serves_a_store_beside_run_folders(
         write_round(run_folder, 0)
     served: list[dict[str, Any]] = []
     monkeypatch.setattr(Page, "serve_forever", lambda page: served.append(json.loads(page.answers["data.json"]({}))))
-    code, said = run("watch", tmp_path / "a", f"file://{store.root}", "--port", 0)
-    assert code == 0 and "watch: http://127.0.0.1:" in said, said
+    code, output = run("watch", tmp_path / "a", f"file://{store.root}", "--port", 0)
+    assert code == 0 and "watch: http://127.0.0.1:" in output, output
     (contents,) = served
     assert contents["command"] == f"gossamer watch {tmp_path / 'a'} file://{store.root}"
     assert [(view["name"], view["done"]) for view in contents["runs"]] == [(f"file://{store.root}", 1), ("x", 1)]
@@ -312,7 +312,7 @@ def test_what_can_not_be_watched_is_refused_in_a_sentence(tmp_path: Path) -> Non
         ((tmp_path / "empty", "--peers", tmp_path / "run.toml"), "no run in a store to read with it"),
         ((tmp_path / "big",), "has 5000 workers and a page shows 4096 at most"),
     ):
-        code, said = run("watch", "--port", 0, *words)
-        assert code == 2 and sentence in said and "Traceback" not in said, said
+        code, output = run("watch", "--port", 0, *words)
+        assert code == 2 and sentence in output and "Traceback" not in output, output
     with pytest.raises(ConfigError, match="no run lies in the store"):
         FollowedStore(str(tmp_path / "empty"))

@@ -55,10 +55,10 @@ def test_without_a_terminal_each_evaluation_has_a_line_and_silence_lasts_30_s_at
     out, clock = StringIO(), Clock()
     with RunFolder(tmp_path / "a", RUN_TOML) as run, plain(out, clock) as terminal:
         terminal.follow("a [bold]", tmp_path / "a")
-        for at, told in ((1, 0), (29, 0), (30, 1), (59, 1), (60, 2)):
+        for at, printed in ((1, 0), (29, 0), (30, 1), (59, 1), (60, 2)):
             clock.now_s = at
             terminal.look()
-            assert len(out.getvalue().splitlines()) == told, at
+            assert len(out.getvalue().splitlines()) == printed, at
         write_round(run, 0)
         terminal.look()
         run.log("train", round=1, worker=0, step=18, loss=1.0, lr=1e-3, tokens=64)
@@ -74,7 +74,7 @@ def test_within_a_round_that_trains_here_a_line_moves_from_the_first_second(tmp_
     with RunFolder(tmp_path / "a", RUN_TOML) as run, plain(out, clock) as terminal:
         terminal.follow("a", tmp_path / "a")
         per_worker = 36
-        for at, steps, told in (
+        for at, steps, printed in (
             (0.5, 1, 0),
             (1, 0, 1),
             (2, 2, 1),
@@ -87,7 +87,7 @@ def test_within_a_round_that_trains_here_a_line_moves_from_the_first_second(tmp_
             clock.now_s = at
             note_trained(steps, 32 * steps)
             terminal.look()
-            assert len(out.getvalue().splitlines()) == told, (at, out.getvalue())
+            assert len(out.getvalue().splitlines()) == printed, (at, out.getvalue())
         first, second, third, fourth = out.getvalue().splitlines()
         assert first == f"a: round 0 of 4  step 0/{per_worker}", first
         # Four steps of all since the first was seen, 5.5 s ago, and 2 workers.
@@ -155,7 +155,7 @@ def test_the_line_of_an_earlier_round_has_no_bytes_or_rates_of_a_later_one(tmp_p
     assert second.startswith("a: round 2 of 4  loss ") and "  sent " in second, second
 
 
-def test_runs_that_train_side_by_side_are_told_of_until_each_has_ended(tmp_path: Path) -> None:
+def test_runs_that_train_side_by_side_are_shown_until_each_has_ended(tmp_path: Path) -> None:
     out, clock = StringIO(), Clock()
     with (
         RunFolder(tmp_path / "a", RUN_TOML) as a,
@@ -179,7 +179,7 @@ def test_runs_that_train_side_by_side_are_told_of_until_each_has_ended(tmp_path:
     ]
 
 
-def test_a_run_that_goes_on_says_what_is_new_only_and_one_that_goes_back_says_it_again(tmp_path: Path) -> None:
+def test_a_resumed_run_prints_only_new_lines_and_one_that_goes_back_prints_them_again(tmp_path: Path) -> None:
     out, clock = StringIO(), Clock()
     with RunFolder(tmp_path, RUN_TOML) as run:
         for r in range(4):
@@ -426,5 +426,5 @@ def test_sentences_and_warnings_go_above_the_table(tmp_path: Path, monkeypatch: 
             terminal.look()
     finally:
         logging.getLogger().removeHandler(handler)
-    told = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).strip() for line in out.getvalue().splitlines()]
-    assert "a sentence" in told and "a warning" in told and handler.stream is out
+    output = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).strip() for line in out.getvalue().splitlines()]
+    assert "a sentence" in output and "a warning" in output and handler.stream is out

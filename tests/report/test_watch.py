@@ -220,7 +220,7 @@ def odd_requests(page: Page, count: int = 200) -> Iterator[bytes]:
 
 
 def answers_each_in_a_sentence(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each odd request is answered, none with a server error, and the terminal of whoever serves the page shows nothing."""
+    """Each odd request is answered, none with a server error, and the terminal of the serving process shows nothing."""
     own = f"127.0.0.1:{page.port}".encode()
     base, digits = f"/{page.token}/".encode() if page.token else b"/", b"9" * 5000
     for request in (
@@ -272,7 +272,7 @@ def test_beyond_loopback_everything_needs_the_token(tmp_path: Path) -> None:
         assert get(page, f"/{page.token}/", host="10.0.0.7")[0] == 200
 
 
-def test_idle_connections_are_bounded_and_keep_nobody_out(tmp_path: Path) -> None:
+def test_idle_connections_are_bounded_and_do_not_block_others(tmp_path: Path) -> None:
     with served(tmp_path) as page, contextlib.ExitStack() as open_:
         before, most = threading.active_count(), web._MOST_CONNECTIONS
         for _ in range(2 * most):
@@ -303,7 +303,7 @@ def test_what_cannot_be_served_is_one_sentence(tmp_path: Path, capsys: pytest.Ca
         LiveRuns([tmp_path / "file"], awaited=True)
 
 
-def test_a_page_beside_a_run_ends_when_the_run_has_gone_and_nobody_looks(tmp_path: Path) -> None:
+def test_the_page_of_a_run_ends_when_the_run_has_ended_and_no_browser_is_open(tmp_path: Path) -> None:
     program = "import sys; from pathlib import Path; import gossamer.report.page.web as web\n"
     program += "web._LINGER_S = 0.0; web.serve_beside(Path(sys.argv[1]))"
     words = [sys.executable, "-c", program, str(tmp_path / "later")]
@@ -364,7 +364,7 @@ def test_watch_starts_the_page_of_the_run_folder_and_lets_it_go_at_the_end(
     assert not verb._PAGES
 
 
-def test_the_benchmark_of_the_page_writes_records_that_it_reads_without_a_word(
+def test_the_benchmark_of_the_page_writes_records_that_it_reads_without_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")

@@ -95,7 +95,7 @@ def test_all_workers_choose_alike_though_their_own_steps_differ(overlap):
 
 
 @pytest.mark.full
-def test_a_run_that_chooses_goes_on_from_a_checkpoint_with_fragments_in_flight(tmp_path):
+def test_a_run_that_chooses_resumes_from_a_checkpoint_with_fragments_in_flight(tmp_path):
     run = tiny(
         rule__name="diloco",
         topology__name="complete",

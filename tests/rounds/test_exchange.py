@@ -123,9 +123,9 @@ def test_each_chunk_of_a_lossy_mean_is_encoded_there_and_its_sum_back():
     there, back = int8(), bf16()
     got, _ = play(diloco(1.0, 0.0), make_topology("complete", n), xs, 1, drift, codec=both_ways(there, back))
     moved = [-drift(i, 0, x) for i, x in enumerate(xs)]
-    told = [there.decode(there.encode(m, 0), m) for m in ((xs[i] - (xs[i] - m)) for i, m in enumerate(moved))]
-    heard = mean(told[0], dict(enumerate(told)), 0, make_topology("complete", n).mixing(0).rows[0])
-    assert all(torch.equal(x, xs[0] - heard.bfloat16().float()) for x in got)
+    decoded = [there.decode(there.encode(m, 0), m) for m in ((xs[i] - (xs[i] - m)) for i, m in enumerate(moved))]
+    received = mean(decoded[0], dict(enumerate(decoded)), 0, make_topology("complete", n).mixing(0).rows[0])
+    assert all(torch.equal(x, xs[0] - received.bfloat16().float()) for x in got)
 
 
 BOTH_WAYS = [both_ways(c, b) for c in (fp4(), randomk(4), topk(8, 64)) for b in (fp4(), topk(8, 64))]
@@ -314,7 +314,7 @@ def test_a_mean_is_taken_once_and_only_when_all_have_sent() -> None:
     assert together.take(ticket, total) is together.take(ticket, total) and taken == [1]
 
 
-def test_a_directed_round_needs_no_answer_from_whoever_was_told():
+def test_a_directed_round_needs_no_answer_from_its_receivers():
     mixing = from_edges(3, [(1, 0, 0.5), (2, 1, 0.5)])
     assert [mixing.sends_to(i) for i in range(3)] == [(1,), (2,), ()]
     xs = [torch.full((4,), float(i)) for i in range(3)]
@@ -367,7 +367,7 @@ def test_only_the_exchange_calls_rules_and_only_messages_go_through_codecs():
     assert found == {calls: set(callers) for calls, callers in CALLERS.items()}
 
 
-def test_a_loop_asks_who_takes_part_in_a_round_that_it_announces_and_in_none_before():
+def test_a_loop_asks_for_the_participants_of_a_round_that_it_announces_and_of_none_before():
     asked, network = [], MemoryNetwork(3)
 
     def participants(round: int, fragment: int) -> frozenset[int]:

@@ -35,13 +35,13 @@ def complete(n):
     delay=st.integers(0, 1),
     rounds=st.integers(2, 4),
 )
-def test_every_fragment_is_sent_once_a_round_and_heard_once_after_its_overlap(
+def test_every_fragment_is_sent_once_a_round_and_received_once_after_its_overlap(
     fragments, full_steps, overlap, delay, rounds
 ):
     if fragments > full_steps or overlap > full_steps or (delay and overlap):
         return
     schedule = Schedule(fragments=fragments, overlap_steps=overlap)
-    sent, heard, log = {}, {}, []
+    sent, received, log = {}, {}, []
     for t in range(rounds):
         stops = schedule.stops(t, full_steps, delay)
         assert stops[-1].step == full_steps and list(stops) == sorted(stops, key=lambda stop: stop.step)
@@ -52,12 +52,12 @@ def test_every_fragment_is_sent_once_a_round_and_heard_once_after_its_overlap(
                 log.append(p)
             for p, lag in stop.receives:
                 if t >= lag:
-                    heard[t - lag, p] = t * full_steps + stop.step
+                    received[t - lag, p] = t * full_steps + stop.step
                     log.remove(p)
     assert set(sent) == {(t, p) for t in range(rounds) for p in range(fragments)}
     late = overlap + delay * full_steps
-    assert all(heard[key] - sent[key] == late for key in heard)
-    assert all(key in heard for key in sent if sent[key] + late <= rounds * full_steps)
+    assert all(received[key] - sent[key] == late for key in received)
+    assert all(key in received for key in sent if sent[key] + late <= rounds * full_steps)
 
 
 @given(full=st.integers(1, 40), local=st.integers(1, 40), fragments=st.integers(1, 5), overlap=st.integers(0, 10))

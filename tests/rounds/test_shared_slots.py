@@ -35,7 +35,7 @@ _some = st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.frozensets(
 
 
 @given(_some)
-def test_each_slot_is_trained_by_one_worker_that_is_there_its_own_first_and_nobody_has_two_more_than_another(
+def test_each_slot_is_trained_by_one_living_worker_its_own_first_and_no_worker_has_two_more_than_another(
     some: Some,
 ) -> None:
     n, present = some
@@ -60,7 +60,7 @@ def test_the_weights_of_a_mean_are_the_slots_that_each_has_trained(some: Some, d
 
 
 @given(st.integers(1, 6), st.lists(st.tuples(st.data(), st.integers(1, 3)), max_size=6))
-def test_a_slot_goes_on_after_the_steps_that_are_part_of_a_mean(
+def test_a_slot_continues_after_the_steps_that_are_part_of_a_mean(
     n: int, rounds: list[tuple[st.DataObject, int]]
 ) -> None:
     sharing, behind = first_sharing(n), [0] * n
@@ -84,7 +84,7 @@ def test_a_state_that_is_none_is_refused(state: object) -> None:
         first_sharing(2).restored(state)
 
 
-def test_workers_that_forget_who_was_there_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_forget_the_participants_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def forgets(self: Sharing) -> Sharing:
         return Sharing(frozenset(range(len(self.steps))), self.steps, self.steps, self.last)
 

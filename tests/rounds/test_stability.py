@@ -91,8 +91,8 @@ def test_many_random_pairs_bear_a_momentum_of_one_over_root_two() -> None:
 
 @pytest.mark.parametrize(("gamma", "expected"), EIGHT_WORKERS)
 def test_contraction_and_variance_of_eight_workers_are_those_of_the_table(gamma: float, expected: list) -> None:
-    found = [stability(Consensus(1.0, gamma, s), random(8, peers=k)) for k in (1, 2) for s in ("pre", "post")]
-    for (radius, variance), row in zip(expected, found, strict=True):
+    predicted = [stability(Consensus(1.0, gamma, s), random(8, peers=k)) for k in (1, 2) for s in ("pre", "post")]
+    for (radius, variance), row in zip(expected, predicted, strict=True):
         assert row.method == "closed form"
         assert row.radius == pytest.approx(radius, abs=6e-4)
         assert row.variance == pytest.approx(variance, abs=6e-3)
@@ -114,8 +114,8 @@ def test_heavy_ball_on_a_ring_turns_chi_into_its_root() -> None:
 
 def test_nesterov_gossip_on_a_ring_is_its_closed_form() -> None:
     root = math.sqrt(laplacian_condition(matrix(RING.mixing(0))))
-    found = stability(Consensus(0.5, (root - 1) / (root + 1), "post"), RING)
-    assert found.radius == pytest.approx(1 - 1 / root, abs=1e-6) and round(found.radius, 3) == 0.617
+    predicted = stability(Consensus(0.5, (root - 1) / (root + 1), "post"), RING)
+    assert predicted.radius == pytest.approx(1 - 1 / root, abs=1e-6) and round(predicted.radius, 3) == 0.617
 
 
 @pytest.mark.parametrize(
@@ -138,10 +138,10 @@ def test_more_gossip_than_the_graph_bears_needs_momentum() -> None:
 )
 def test_the_steady_variance_is_that_of_a_simulation(name: str, consensus: Consensus) -> None:
     topology = make_topology(name, 16 if name == "hypercube" else 12)
-    found = stability(consensus, topology)
-    assert found.method == ("closed form" if topology.exchangeable else "companion")
+    predicted = stability(consensus, topology)
+    assert predicted.method == ("closed form" if topology.exchangeable else "companion")
     simulated = simulate(consensus, topology, drift=1.0, rounds=360)[120:].mean()  # a multiple of every period here
-    assert simulated == pytest.approx(found.variance, rel=0.04)
+    assert simulated == pytest.approx(predicted.variance, rel=0.04)
 
 
 @pytest.mark.parametrize("name", sorted(set(GOSSIPED) - {"random", "groups", "complete"}))
@@ -157,9 +157,9 @@ def test_momentum_on_the_drift_contracts_like_the_slower_of_gossip_and_momentum(
     for topology in (random(8), random(7, peers=2), RING, exponential(6), complete(5)):
         alone = stability(Consensus(0.9, 0.0, "post"), topology).radius
         for gamma in (0.0, 0.3, 0.7, 0.99):
-            found = stability(Consensus(0.9, gamma, "drift"), topology)
-            assert found.radius == pytest.approx(max(alone, gamma), abs=1e-6)
-            assert found.stable
+            predicted = stability(Consensus(0.9, gamma, "drift"), topology)
+            assert predicted.radius == pytest.approx(max(alone, gamma), abs=1e-6)
+            assert predicted.stable
         assert largest_stable_gamma(0.9, "drift", topology) == 1.0
 
 
@@ -177,20 +177,20 @@ def test_the_second_moment_of_many_draws_agrees_with_the_closed_form(n: int, pee
     exact = random(n, peers=peers)
     drawn = exact._replace(exchangeable=False)
     for consensus in (Consensus(1.0, 0.5, "pre"), Consensus(0.7, 0.8, "post"), Consensus(1.0, 0.9, "pre")):
-        expected, found = stability(consensus, exact), stability(consensus, drawn)
-        assert found.method == "second moment"
-        assert found.radius == pytest.approx(expected.radius, rel=0.01)
-        assert found.variance == pytest.approx(expected.variance, rel=0.04)
+        expected, predicted = stability(consensus, exact), stability(consensus, drawn)
+        assert predicted.method == "second moment"
+        assert predicted.radius == pytest.approx(expected.radius, rel=0.01)
+        assert predicted.variance == pytest.approx(expected.variance, rel=0.04)
 
 
 def test_the_second_moment_of_a_constant_draw_is_that_of_its_companion() -> None:
     for topology in (RING, exponential(6), complete(5)):
         for consensus in (Consensus(0.7, 0.4, "post"), Consensus(0.9, 0.6, "pre"), Consensus(0.9, 0.0, "post")):
             expected = stability(consensus, topology)
-            found = stability(consensus, topology._replace(period=None))
-            assert (expected.method, found.method) == ("companion", "second moment")
-            assert found.radius == pytest.approx(expected.radius, abs=1e-4)
-            assert found.variance == pytest.approx(expected.variance, rel=1e-4)
+            predicted = stability(consensus, topology._replace(period=None))
+            assert (expected.method, predicted.method) == ("companion", "second moment")
+            assert predicted.radius == pytest.approx(expected.radius, abs=1e-4)
+            assert predicted.variance == pytest.approx(expected.variance, rel=1e-4)
 
 
 def test_a_renamed_static_graph_is_as_stable() -> None:
@@ -229,9 +229,12 @@ def test_islands_never_agree() -> None:
     topology = ring(4)._replace(mixing=lambda round, alive=None: islands)
     assert stability(Consensus(1.0, 0.5, "post"), topology).radius == pytest.approx(1.0)
     assert math.isnan(largest_stable_gamma(1.0, "post", topology))
-    said = stability_warning(gasloc(momentum=0.7), topology)
-    assert said is not None
-    assert "no momentum is stable with gossip step 1" in said and "with momentum 0.7 no gossip step is stable" in said
+    warning = stability_warning(gasloc(momentum=0.7), topology)
+    assert warning is not None
+    assert (
+        "no momentum is stable with gossip step 1" in warning
+        and "with momentum 0.7 no gossip step is stable" in warning
+    )
 
 
 def test_the_best_step_without_momentum_is_known() -> None:
@@ -280,12 +283,12 @@ def test_auto_has_no_stability_before_it_is_settled() -> None:
 
 
 def test_the_warning_says_how_bad_it_is_and_what_would_be_stable() -> None:
-    said = stability_warning(gasloc(momentum=0.9), random(8))
-    assert said is not None
-    assert "rule 'gasloc'" in said and "topology 'random' with 8 workers" in said
-    assert "multiplied by 1.022 per round" in said
-    assert "with gossip step 1 the largest stable momentum is 0.859" in said
-    assert f"with momentum 0.9 the best gossip step is {best_alpha(0.9, 'post', random(8)):g}" in said
+    warning = stability_warning(gasloc(momentum=0.9), random(8))
+    assert warning is not None
+    assert "rule 'gasloc'" in warning and "topology 'random' with 8 workers" in warning
+    assert "multiplied by 1.022 per round" in warning
+    assert "with gossip step 1 the largest stable momentum is 0.859" in warning
+    assert f"with momentum 0.9 the best gossip step is {best_alpha(0.9, 'post', random(8)):g}" in warning
 
 
 def test_rules_whose_replicas_are_equal_are_never_warned_about() -> None:
@@ -301,8 +304,8 @@ def test_a_push_topology_has_no_mean_to_agree_on() -> None:
     topology = make_topology("random_push", 8)
     with pytest.raises(ConfigError, match=r"random_push.*doubly stochastic"):
         stability(Consensus(1.0, 0.5, "post"), topology)
-    found = outlook(topology, alpha=1.0, gamma=0.5)
-    assert found.gossip == () and "sgp" in gossip_table(topology, found)
+    predicted = outlook(topology, alpha=1.0, gamma=0.5)
+    assert predicted.gossip == () and "sgp" in gossip_table(topology, predicted)
 
 
 @pytest.mark.sampled(7)
@@ -310,14 +313,14 @@ def test_a_push_topology_has_no_mean_to_agree_on() -> None:
 @pytest.mark.parametrize("n", [1, 8])
 def test_every_topology_can_be_described(name: str, n: int) -> None:
     topology = make_topology(name, n)
-    found = outlook(topology, alpha=0.8, gamma=0.6)
-    said = gossip_table(topology, found)
+    predicted = outlook(topology, alpha=0.8, gamma=0.6)
+    table = gossip_table(topology, predicted)
     for site in ("post", "pre", "drift"):
         expected = stability(Consensus(0.8, 0.6, site), topology)
-        (line,) = (line for line in said.split("\n") if f'"{site}"' in line)
+        (line,) = (line for line in table.split("\n") if f'"{site}"' in line)
         assert f"x {expected.radius:.3f}" in line and f" {expected.variance:.3g} " in line
-    assert "spectral gap" in said
-    assert [one.consensus.gamma for one in found.gossip] == [0.6, 0.6, 0.6, 0.0]
+    assert "spectral gap" in table
+    assert [one.consensus.gamma for one in predicted.gossip] == [0.6, 0.6, 0.6, 0.0]
 
 
 @pytest.mark.parametrize("wrong", [{"alpha": 0.0, "gamma": 0.5}, {"alpha": 1.0, "gamma": 1.0}])

@@ -55,7 +55,7 @@ def test_workers_whose_messages_are_all_short_enough_have_the_bits_of_the_rule_w
 
 @pytest.mark.parametrize("rule", [gossip(), gasloc()], ids=lambda rule: rule.name)
 @pytest.mark.parametrize("factor", [-1.0, 10.0, 1e6, 1e200])
-def test_a_peer_that_multiplies_its_messages_is_declined_and_moves_nobody(rule, factor):
+def test_a_peer_that_multiplies_its_messages_is_declined_and_moves_no_worker(rule, factor):
     def multiplied(x, t):
         return factor * x
 
@@ -80,7 +80,7 @@ def test_old_messages_are_declined_though_they_are_hardly_further_away_than_thos
     assert s.counted[1].tolist() == [0, 0, 30, 0]
 
 
-def test_workers_that_no_longer_move_on_decline_nobody_though_each_distance_leads_back_to_where_they_were():
+def test_workers_that_no_longer_move_decline_no_message_though_each_distance_leads_back_to_earlier_parameters():
     rule, apart = clipped(gossip()), (one / one.norm() for one in random_vectors(320, P, 5))
     s = rule.init(torch.zeros(P, dtype=torch.float64), Context(0, N, 0, 1, 0.25, layout(P), 1, False, (1, 2, 3)))
     for t in range(80):

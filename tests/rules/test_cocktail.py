@@ -27,7 +27,7 @@ def equal_starts(dtype=torch.float64):
     return random_vectors(1, P, dtype=dtype) * N
 
 
-def test_through_exact_codecs_it_is_the_mean_of_all_and_nobody_is_off_by_a_bit():
+def test_through_exact_codecs_it_is_the_mean_of_all_and_no_worker_is_off_by_a_bit():
     start, drift = equal_starts(torch.float32), random_drift(P, dtype=torch.float32)
     xs, states = play(cocktail(back="exact"), COMPLETE, start, 8, drift)
     ys, _ = play(local_sgd(), COMPLETE, start, 8, drift)
@@ -67,11 +67,11 @@ def test_what_a_worker_did_not_tell_stays_with_it_and_what_was_dropped_on_the_wa
     xs, states = play(rule, COMPLETE, equal_starts(), 3, drift, codec=codec)  # until nothing is zero any more
     ends = [x + drift(i, 3, x) for i, x in enumerate(xs)]
     old, dropped = states[0].shared.clone(), states[0].dropped.clone()
-    told = [codec.decode(codec.encode(end - old, rng.key(0, i, 3, 0, "codec")), end) for i, end in enumerate(ends)]
+    decoded = [codec.decode(codec.encode(end - old, rng.key(0, i, 3, 0, "codec")), end) for i, end in enumerate(ends)]
     xs, states = play(rule, COMPLETE, xs, 1, drift, codec=codec, states=states, first=3)
     moved = states[0].shared - old
-    close(moved + states[0].dropped, sum(told) / N + dropped, rtol=0, atol=1e-12)
-    for x, end, q in zip(xs, ends, told, strict=True):
+    close(moved + states[0].dropped, sum(decoded) / N + dropped, rtol=0, atol=1e-12)
+    for x, end, q in zip(xs, ends, decoded, strict=True):
         close(x, end - q + moved, rtol=0, atol=1e-12)
 
 
@@ -94,7 +94,7 @@ def test_workers_that_stand_still_stay_to_the_last_bit_through_any_codecs(codec,
     assert all(torch.equal(x, start[0]) for x in xs)
 
 
-def test_the_way_back_draws_anew_in_every_round_so_that_all_gets_through():
+def test_the_way_back_draws_again_in_every_round_so_that_all_elements_get_through():
     start, drift = equal_starts(), random_drift(P)
     rule = cocktail({"name": "randomk", "one_in": 4})
     xs, states = play(rule, COMPLETE, start, 1, drift)
@@ -105,7 +105,7 @@ def test_the_way_back_draws_anew_in_every_round_so_that_all_gets_through():
 
 
 @pytest.mark.parametrize(
-    ("back", "said"),
+    ("back", "sentence"),
     [
         ("topkk", "unknown codec 'topkk'; did you mean 'topk'"),
         (3, "rule 'cocktail' got back = 3, which must be a codec's name, or a table with its name and options"),
@@ -115,8 +115,8 @@ def test_the_way_back_draws_anew_in_every_round_so_that_all_gets_through():
         ({"name": "exact", "k": 3}, "codec 'exact' got an unknown option 'k'; Allowed: back"),
     ],
 )
-def test_a_way_back_that_cannot_work_is_refused_in_a_sentence(back, said):
-    with pytest.raises(ConfigError, match=said):
+def test_a_way_back_that_cannot_work_is_refused_in_a_sentence(back, sentence):
+    with pytest.raises(ConfigError, match=sentence):
         cocktail(back=back)
 
 

@@ -46,9 +46,9 @@ def rounds_of(rule, drifts, codec=None, dtype=torch.float32):
     for t, drift in enumerate(drifts):
         ctx, end = context()._replace(rank=rule.adapted(s).rank if rule.adapted else 0), x + drift
         sent = rule.send(end, s, ctx)
-        told = sent if codec is None else decode(codec, encode(codec, sent, t), sent)
-        now = told, ctx
-        arrived, of_round = now if not rule.delay_rounds else before or (map_leaves(torch.zeros_like, told), ctx)
+        decoded = sent if codec is None else decode(codec, encode(codec, sent, t), sent)
+        now = decoded, ctx
+        arrived, of_round = now if not rule.delay_rounds else before or (map_leaves(torch.zeros_like, decoded), ctx)
         x, new = rule.recv(end, s, arrived, arrived, of_round)
         trail.append((end, s, sent, arrived, x, new))
         s, before = new, now
@@ -106,10 +106,10 @@ def test_matrices_arrive_with_the_rank_and_every_error_is_sent_once(form, codec)
         if t >= lag:
             old_end, old, *_ = trail[t - lag]
             assert torch.equal(new.unsent, old.unsent + (old.anchor - old_end) - vector(arrived))
-    told = sum(vector(arrived) for *_, arrived, _, _ in trail[lag:])
+    arrived_sum = sum(vector(arrived) for *_, arrived, _, _ in trail[lag:])
     moved = sum(old.anchor - end for end, old, *_ in trail[: len(trail) - lag])
     left = trail[-1][-1].unsent + (trail[-1][1].unsent if lag else 0.0)  # delayed, there are two errors in turn
-    torch.testing.assert_close(told + left, moved, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(arrived_sum + left, moved, rtol=1e-4, atol=1e-4)
     assert left.norm() > 1.0
 
 
@@ -135,15 +135,15 @@ def test_workers_are_bitwise_equal_after_every_round_and_what_they_hear_is_the_m
     for t in range(4):
         ends = [x + drift for x, drift in zip(xs, random_vectors(n, x.numel(), t, torch.float32), strict=True)]
         sent = [rule.send(end, s, context(i, n)) for i, (end, s) in enumerate(zip(ends, states, strict=True))]
-        told = dict(enumerate(decode(codec, encode(codec, one, 0), one) for one in sent))
+        decoded = dict(enumerate(decode(codec, encode(codec, one, 0), one) for one in sent))
         row = tuple((j, 1 / n) for j in range(n))
-        heard = [rule.combine(told[i], {j: m for j, m in told.items() if j != i}, i, row) for i in range(n)]
+        received = [rule.combine(decoded[i], {j: m for j, m in decoded.items() if j != i}, i, row) for i in range(n)]
         old = states[0]
-        moves = zip(ends, states, heard, strict=True)
-        after = [rule.recv(end, s, told[i], heard[i], context(i, n)) for i, (end, s, _) in enumerate(moves)]
+        moves = zip(ends, states, received, strict=True)
+        after = [rule.recv(end, s, decoded[i], received[i], context(i, n)) for i, (end, s, _) in enumerate(moves)]
         xs, states = [y for y, _ in after], [s for _, s in after]
         assert all(torch.equal(xs[0], y) for y in xs)
-        d = sum(vector(one) for one in told.values()) / n
+        d = sum(vector(one) for one in decoded.values()) / n
         torch.testing.assert_close(xs[0], old.anchor - 0.4 * (d + 0.9 * (0.9 * old.b + d)))
 
 
@@ -239,7 +239,7 @@ def test_no_error_is_lost_where_the_rank_changes(form):
 
 
 @pytest.mark.full
-def test_a_run_whose_rank_changes_goes_on_from_a_checkpoint_with_the_same_bits(tmp_path):
+def test_a_run_whose_rank_changes_resumes_from_a_checkpoint_with_the_same_bits(tmp_path):
     run = tiny(
         rule={"name": "dilocox", "rank": 6, "adapt_every": 1},
         topology__name="complete",

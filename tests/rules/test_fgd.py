@@ -177,7 +177,7 @@ def test_processes_mix_twice_a_round_as_the_simulator_does():
     check_parity(fgd(mix_updates="random"), "random", workers=4, schedule=Schedule(fragments=2))
 
 
-def test_outer_saves_what_was_sent_ahead_and_goes_on_with_the_same_bits():
+def test_outer_saves_messages_sent_ahead_and_continues_with_the_same_bits():
     def run(outer, model, steps):
         for step in steps:
             with torch.no_grad():
@@ -217,7 +217,7 @@ def test_parameters_travel_behind_the_local_phase_and_updates_while_all_wait():
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "sentence"),
     [
         (lambda: fgd(mix_updates="rnadom"), "did you mean 'random'"),
         (lambda: resolve(tiny(rule={"name": "fgd", "mix_updates": "random_push"})), "doubly stochastic"),
@@ -226,6 +226,6 @@ def test_parameters_travel_behind_the_local_phase_and_updates_while_all_wait():
     ],
     ids=["name", "weights", "steps", "anchor"],
 )
-def test_what_cannot_mix_updates_is_refused_in_a_sentence(call, said):
-    with pytest.raises(ConfigError, match=said):
+def test_what_cannot_mix_updates_is_refused_in_a_sentence(call, sentence):
+    with pytest.raises(ConfigError, match=sentence):
         call()

@@ -43,10 +43,10 @@ def data_parallel_sgd(steps):
     """Where SGD ends with the gradient that the rule `data_parallel` hands to its workers."""
     x = START
     for _ in range(steps):
-        heard, _ = play(
+        received, _ = play(
             data_parallel(), make_topology("complete", N), [x] * N, 1, lambda i, t, _, at=x: gradient(i, at)
         )
-        x = x - RATE * heard[0]
+        x = x - RATE * received[0]
     return x
 
 
@@ -87,7 +87,7 @@ def test_with_one_inner_step_of_sgd_gasloc_without_momentum_is_d_psgd():
 
 
 @pytest.mark.parametrize("every", [2, 3])
-def test_gossip_with_nobody_and_a_global_average_every_few_rounds_is_local_sgd_with_longer_rounds(every):
+def test_gossip_without_peers_and_a_global_average_every_few_rounds_is_local_sgd_with_longer_rounds(every):
     complete = make_topology("complete", N)
 
     def plan(round, alive=None):

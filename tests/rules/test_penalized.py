@@ -206,7 +206,7 @@ def test_the_mean_gradient_is_clipped_to_the_cap():
     assert float(xs[0].norm()) == pytest.approx(0.5)
 
 
-def test_the_record_of_a_run_shows_both_norms_and_that_nobody_was_taken(tmp_path):
+def test_the_record_of_a_run_shows_both_norms_and_that_no_message_was_taken(tmp_path):
     settings: dict[str, Any] = {
         "rule__name": "diloco",
         "topology__name": "complete",

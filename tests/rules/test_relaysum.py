@@ -114,13 +114,13 @@ def test_both_ends_of_a_link_hold_the_same_sums_to_the_last_bit_through_any_code
 
 
 def test_errors_of_a_codec_leave_the_tree_instead_of_adding_up():
-    """The sums obey m_t = m_{t-2} + (what was told), in which errors would walk, were they not subtracted by the bit."""
+    """The sums obey m_t = m_{t-2} + (the sent message), in which errors would walk, were they not subtracted by the bit."""
     topology, start, rounds = make_topology("chain", 5), torch.zeros(64, dtype=torch.float64), 150
     halves, (_, states) = watched(topology, start, rounds, random_drift(64), codec=bf16())
     for i in range(1, 5):  # what came to worker i from the lower end of the chain
         true = sum(halves[rounds - 1 - (i - 1 - j)][j] for j in range(i))
         error = float((states[i].came[0] - true).abs().max())
-        largest = 5 * max(float(half.abs().max()) for half in halves[-1])  # of what is told
+        largest = 5 * max(float(half.abs().max()) for half in halves[-1])  # of the sent messages
         assert 0 < error < i * 2**-8 * largest
 
 

@@ -48,7 +48,7 @@ def lying(n=8, seed=0):
 @pytest.mark.parametrize("by", BY)
 @given(st.integers(1, 9), st.integers(0, 10**6), st.integers(1, 4))
 @settings(max_examples=20, deadline=None)
-def test_equal_messages_are_heard_as_they_are_and_the_order_of_the_workers_does_not_matter(by, n, seed, faulty):
+def test_equal_messages_are_combined_unchanged_and_the_order_of_the_workers_does_not_matter(by, n, seed, faulty):
     messages = random_vectors(n, P, seed)
     rule = robust(MEAN, by=by, faulty=faulty)
     close(combined(rule, messages[:1] * n), messages[0])
@@ -91,20 +91,20 @@ def test_the_geometric_median_is_where_the_directions_to_all_messages_cancel():
 
 
 @pytest.mark.parametrize("by", BY)
-def test_one_worker_turned_round_and_ten_times_as_long_does_not_turn_what_is_heard(by):
+def test_one_worker_with_a_flipped_and_ten_times_longer_message_does_not_flip_the_result(by):
     honest, messages = lying()
     low, high = torch.stack(honest).amin(0), torch.stack(honest).amax(0)
-    heard = combined(robust(MEAN, by=by), messages)
+    received = combined(robust(MEAN, by=by), messages)
     if by == "geometric_median":
-        assert (heard - sum(honest) / 7).norm() < 0.3
+        assert (received - sum(honest) / 7).norm() < 0.3
     else:
-        assert (low <= heard).all() and (heard <= high).all()
+        assert (low <= received).all() and (received <= high).all()
     assert (sum(messages) / 8 < 0).all()  # the mean goes the wrong way
 
 
 @pytest.mark.parametrize("scale", [1e6, 1e18, 3e38])
 @pytest.mark.parametrize("by", BY)
-def test_no_length_of_three_wrong_messages_moves_what_is_heard_far(by, scale):
+def test_no_length_of_three_wrong_messages_moves_the_result_far(by, scale):
     honest = [0.01 * one.float() for one in random_vectors(5, P)]
     spread = max(float(one.norm()) for one in honest)
     messages = [torch.full((P,), scale), *honest, torch.full((P,), scale), torch.full((P,), scale)]
@@ -117,12 +117,12 @@ def test_trust_keeps_the_mean_norm_and_turns_from_a_liar_one_round_late():
     norms = [float(one.norm()) for one in messages]
     first, second, later = (combined(trusted(MEAN), messages, t) for t in (1, 2, 40))
     close(first, sum(messages) / 8)
-    for heard in (second, later):
-        assert float(heard.norm()) == pytest.approx(sum(norms) / 8)
+    for received in (second, later):
+        assert float(received.norm()) == pytest.approx(sum(norms) / 8)
     assert float(torch.dot(first, honest[0])) < 0 < float(torch.dot(later, honest[0]))
 
 
-def test_trust_goes_to_those_who_agree_with_what_was_heard_before():
+def test_trust_goes_to_workers_that_agree_with_earlier_results():
     """All are honest in the first round; then one turns round, and loses its weight."""
     honest, messages = lying()
     n, x = 8, torch.zeros(P, dtype=torch.float64)
@@ -177,7 +177,7 @@ def test_robust_rules_send_whole_messages_and_are_refused_where_others_would_sum
             wrap(wrong)
 
 
-def test_gradients_may_be_heard_robustly_and_wrappers_are_named_in_their_order():
+def test_gradients_may_be_combined_robustly_and_wrappers_are_named_in_their_order():
     assert robust(data_parallel()).site == "gradients"
     rule = make_rule("diloco", error_feedback={}, robust={"by": "median"})
     assert rule.name == "robust_error_feedback_diloco" and rule.feeds_back

@@ -235,7 +235,7 @@ def test_the_mean_of_gasloc_follows_the_torch_outer_optimizer_on_any_doubly_stoc
     expected = torch_outer(start[0], averaged, lr=0.6, **TORCH[kind])
     for name in GOSSIPED if (form, kind) == ("post", "nesterov") else ("ring", "random"):
         xs, _ = play(rule, make_topology(name, n), start, 10, drift)
-        torch.testing.assert_close(sum(xs) / n, expected, msg=lambda said, name=name: f"on {name}: {said}")
+        torch.testing.assert_close(sum(xs) / n, expected, msg=lambda text, name=name: f"on {name}: {text}")
 
 
 @pytest.mark.parametrize("form", ["post", "published", "drift"])

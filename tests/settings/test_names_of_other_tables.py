@@ -1,4 +1,4 @@
-"""Who gives a name that is in another table is told what it is, and not only that it is unknown."""
+"""The error about a name of another table names that table, and does not only call the name unknown."""
 
 from collections.abc import Callable
 

@@ -314,7 +314,7 @@ BY_NAME = {promise.__name__: promise for promise in PROMISES}
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_rule_is_told_which_promise_it_breaks_and_what_to_do(name: str):
+def test_the_error_about_a_wrong_rule_names_the_broken_promise_and_the_remedy(name: str):
     promise, rule, words = WRONG[name]
     sentence = rf"(?s)^rule '{rule.name}' breaks '{promise.replace('_', ' ')}': .*{words}"
     with pytest.raises(AssertionError, match=sentence):
@@ -426,7 +426,7 @@ APART = {
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", APART)
-def test_a_rule_that_computes_something_else_in_processes_is_told_where_and_why_and_nobody_is_left(name: str):
+def test_a_rule_that_computes_something_else_in_processes_fails_with_place_and_reason_and_no_process_is_left(name: str):
     rule, options, words = APART[name]
     before = {*multiprocessing.active_children()}
     with pytest.raises(AssertionError, match=rf"(?s)rule 'wrong' on topology 'random'.*{words}"):
@@ -449,7 +449,7 @@ def test_what_cannot_run_together_is_refused_before_any_process_starts():
         check_parity(diloco(), "ring")
 
 
-def test_where_a_process_cannot_be_forked_that_is_said(monkeypatch: pytest.MonkeyPatch):
+def test_where_a_process_cannot_be_forked_the_error_says_so(monkeypatch: pytest.MonkeyPatch):
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(ConfigError, match="in one of 1 already; call destroy_process_group"):

@@ -175,10 +175,10 @@ def both(
         for site in range(2)
     }
     must_end_well(folder, jobs)
-    print(name, said(folder, f"{name}-0"), flush=True)
+    print(name, log_lines(folder, f"{name}-0"), flush=True)
 
 
-def said(folder: Path, name: str) -> list[str]:
+def log_lines(folder: Path, name: str) -> list[str]:
     """What a job has logged of the outer loop."""
     lines = (folder / f"{name}.log").read_text().splitlines()
     return [line.partition("gossamer: ")[2] for line in lines if "gossamer: " in line]
@@ -256,14 +256,14 @@ def elastic(folder: Path, begin: Path) -> bool:
         odd = [key for key in weights if not torch.equal(tensors[key], ends["elastic-0"][key])]
         print(
             f"{name}: {len(weights)} tensors of weights and outer state, {len(odd)} differ from site 0 {odd[:3]};",
-            said(folder, name)[-2:],
+            log_lines(folder, name)[-2:],
         )
         alike &= bool(weights) and not odd
     return alike and in_tensorboard(folder / "elastic-0")
 
 
 def in_tensorboard(folder: Path) -> bool:
-    """Whether torchtitan's own log has what is told of the outer loop."""
+    """Whether torchtitan's own log has the metrics of the outer loop."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     [events] = {path.parent for path in folder.glob("**/events.out.*")}

@@ -31,34 +31,34 @@ def messages(n: int, size: int = 13, dtype: torch.dtype = torch.float32) -> list
     return [torch.randn(size, generator=generator).to(dtype) for _ in range(n)]
 
 
-def pulled(mixing: Mixing, told: list) -> list:
-    return [pull(told[i], {j: told[j] for j in mixing.receives_from(i)}, i, row) for i, row in enumerate(mixing.rows)]
+def pulled(mixing: Mixing, sent: list) -> list:
+    return [pull(sent[i], {j: sent[j] for j in mixing.receives_from(i)}, i, row) for i, row in enumerate(mixing.rows)]
 
 
-def averaged(mixing: Mixing, told: list) -> list:
-    return [mean(told[i], {j: told[j] for j in mixing.receives_from(i)}, i, row) for i, row in enumerate(mixing.rows)]
+def averaged(mixing: Mixing, sent: list) -> list:
+    return [mean(sent[i], {j: sent[j] for j in mixing.receives_from(i)}, i, row) for i, row in enumerate(mixing.rows)]
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_pull_is_exactly_zero_at_consensus(name: str, dtype: torch.dtype) -> None:
-    told = messages(1, dtype=dtype) * 8
-    assert all((p == 0).all() for p in pulled(make_topology(name, 8).mixing(1), told))
+    sent = messages(1, dtype=dtype) * 8
+    assert all((p == 0).all() for p in pulled(make_topology(name, 8).mixing(1), sent))
 
 
 @pytest.mark.parametrize("name", DOUBLY_STOCHASTIC)
 def test_the_pull_sums_to_zero_over_the_workers(name: str) -> None:
-    told = [message.double() for message in messages(8)]
-    total = torch.stack(pulled(make_topology(name, 8).mixing(2, frozenset({0, 1, 2, 4, 6, 7})), told)).sum(0)
+    sent = [message.double() for message in messages(8)]
+    total = torch.stack(pulled(make_topology(name, 8).mixing(2, frozenset({0, 1, 2, 4, 6, 7})), sent)).sum(0)
     assert total.abs().max() < 1e-14
 
 
 @pytest.mark.parametrize("name", DOUBLY_STOCHASTIC)
 def test_pull_and_mean_agree_with_the_matrix(name: str) -> None:
-    mixing, told = make_topology(name, 8).mixing(1), [message.double() for message in messages(8)]
-    expected = torch.from_numpy(matrix(mixing)) @ torch.stack(told)
-    assert torch.allclose(torch.stack(averaged(mixing, told)), expected, atol=1e-14)
-    assert torch.allclose(torch.stack(pulled(mixing, told)) + torch.stack(told), expected, atol=1e-14)
+    mixing, sent = make_topology(name, 8).mixing(1), [message.double() for message in messages(8)]
+    expected = torch.from_numpy(matrix(mixing)) @ torch.stack(sent)
+    assert torch.allclose(torch.stack(averaged(mixing, sent)), expected, atol=1e-14)
+    assert torch.allclose(torch.stack(pulled(mixing, sent)) + torch.stack(sent), expected, atol=1e-14)
 
 
 def test_the_mean_over_everyone_is_bitwise_the_same_on_every_worker() -> None:
@@ -67,46 +67,46 @@ def test_the_mean_over_everyone_is_bitwise_the_same_on_every_worker() -> None:
 
 
 def test_the_sums_run_over_ascending_peers_one_product_and_one_sum_at_a_time() -> None:
-    mixing, told = make_topology("complete", 7).mixing(0), messages(7, size=1001)
+    mixing, sent = make_topology("complete", 7).mixing(0), messages(7, size=1001)
 
     def by_hand(peers: list[int]) -> Tensor:
         acc = torch.zeros(1001)
         for j in peers:
-            acc = acc + 1 / 7 * (told[j] - told[2])
+            acc = acc + 1 / 7 * (sent[j] - sent[2])
         return acc
 
-    assert torch.equal(pulled(mixing, told)[2], by_hand([0, 1, 3, 4, 5, 6]))
-    assert not torch.equal(pulled(mixing, told)[2], by_hand([6, 5, 4, 3, 1, 0]))
+    assert torch.equal(pulled(mixing, sent)[2], by_hand([0, 1, 3, 4, 5, 6]))
+    assert not torch.equal(pulled(mixing, sent)[2], by_hand([6, 5, 4, 3, 1, 0]))
 
 
 def test_half_precision_messages_are_summed_in_single() -> None:
-    told = messages(8, dtype=torch.bfloat16)
+    sent = messages(8, dtype=torch.bfloat16)
     mixing = make_topology("complete", 8).mixing(0)
-    assert pulled(mixing, told)[0].dtype == averaged(mixing, told)[0].dtype == torch.float32
-    exact = torch.stack([message.double() for message in told]).mean(0)
-    assert (averaged(mixing, told)[3] - exact).abs().max() < 1e-6
+    assert pulled(mixing, sent)[0].dtype == averaged(mixing, sent)[0].dtype == torch.float32
+    exact = torch.stack([message.double() for message in sent]).mean(0)
+    assert (averaged(mixing, sent)[3] - exact).abs().max() < 1e-6
 
 
 def test_messages_may_be_nested_tuples() -> None:
-    told = [(a, (a * 2, ())) for a in messages(4)]
+    sent = [(a, (a * 2, ())) for a in messages(4)]
     mixing = make_topology("ring", 4).mixing(0)
     plain = pulled(mixing, messages(4))
-    for (a, (b, nothing)), p in zip(pulled(mixing, told), plain, strict=True):
+    for (a, (b, nothing)), p in zip(pulled(mixing, sent), plain, strict=True):
         assert torch.equal(a, p) and torch.equal(b, 2 * p) and nothing == ()
 
 
-def test_each_lists_what_the_others_said_in_order() -> None:
-    told, row = messages(4), make_topology("ring", 4).mixing(0).rows[1]
-    first, second = each(told[1], {2: told[2], 0: told[0]}, 1, row)
-    assert first is told[0] and second is told[2]
+def test_each_worker_lists_the_messages_of_the_others_in_order() -> None:
+    sent, row = messages(4), make_topology("ring", 4).mixing(0).rows[1]
+    first, second = each(sent[1], {2: sent[2], 0: sent[0]}, 1, row)
+    assert first is sent[0] and second is sent[2]
 
 
 def test_inputs_are_never_written_to() -> None:
-    told = messages(5)
-    before = [t._version for t in told]
+    sent = messages(5)
+    before = [t._version for t in sent]
     mixing = make_topology("ring", 5).mixing(0)
-    pulled(mixing, told), averaged(mixing, told)
-    assert [t._version for t in told] == before
+    pulled(mixing, sent), averaged(mixing, sent)
+    assert [t._version for t in sent] == before
 
 
 def test_edges_complete_each_row_with_the_own_weight() -> None:

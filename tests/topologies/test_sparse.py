@@ -88,7 +88,7 @@ def test_a_round_with_too_many_messages_is_refused(name: str, options: dict) -> 
 
 
 @pytest.mark.parametrize("name", ["chain", "torus", "star", "hypercube", "pga", "tree"])
-def test_what_is_too_large_to_predict_is_not_predicted_and_said_so(
+def test_a_gap_that_is_too_large_to_predict_is_reported_as_unknown(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     topology = make_topology(name, 2**14)

@@ -1,4 +1,4 @@
-"""Topologies: what their tags say holds, whoever is alive, and every worker plans the same rounds without talking."""
+"""Topologies: their tags hold for every set of living workers, and all workers plan the same rounds without messages."""
 
 import math
 from collections.abc import Iterable
@@ -73,7 +73,7 @@ def test_most_topologies_allow_every_number_of_workers_and_the_others_say_which(
 
 
 @each_topology
-def test_the_tags_hold_for_every_size_and_whoever_is_alive(name: str, options: dict) -> None:
+def test_the_tags_hold_for_every_size_and_every_set_of_workers_that_are_alive(name: str, options: dict) -> None:
     for topology in sizes(name, options):
         for alive in subsets(topology.n):
             for round in (0, 1, 5):
@@ -133,8 +133,8 @@ def test_rows_and_columns_say_the_same_and_the_lost_are_alone(name: str, options
                 peers = [j for j, _ in row]
                 assert peers == sorted(set(peers)) and i in peers
                 assert all(w != 0 for j, w in row if j != i)
-            heard = {(i, j) for j in range(topology.n) for i in mixing.sends_to(j)}
-            assert heard == links(mixing)
+            received = {(i, j) for j in range(topology.n) for i in mixing.sends_to(j)}
+            assert received == links(mixing)
             assert all(list(column) == sorted(column) for column in mixing.columns)
             for i in set() if alive is None else set(range(topology.n)) - alive:
                 assert mixing.rows[i] == ((i, 1.0),) and mixing.columns[i] == (i,)
@@ -339,7 +339,9 @@ def test_whom_a_worker_pushes_to_is_uniform_and_whom_it_receives_from_is_not() -
 
 @given(n=st.integers(1, 40), round=st.integers(0, 10**6), name=st.sampled_from(["grid", "groups"]), data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_groups_average_exactly_whoever_is_alive(n: int, round: int, name: str, data: st.DataObject) -> None:
+def test_groups_average_exactly_with_every_set_of_workers_that_are_alive(
+    n: int, round: int, name: str, data: st.DataObject
+) -> None:
     options = {"groups": {"size": data.draw(st.integers(2, 9))}, "grid": {"dimension": data.draw(st.integers(1, 4))}}[
         name
     ]
@@ -431,7 +433,7 @@ def test_those_alive_close_up_in_a_chain_and_in_a_tree() -> None:
     assert [make_topology("tree", 7).mixing(0, alive).receives_from(i) for i in (0, 2, 6)] == [(2, 3), (0, 5, 6), (2,)]
 
 
-def test_a_torus_is_as_square_as_it_can_be_unless_told() -> None:
+def test_a_torus_is_as_square_as_possible_unless_its_shape_is_given() -> None:
     assert make_topology("torus", 12).mixing(0).receives_from(0) == (1, 3, 4, 8)  # 3 rows of 4
     assert make_topology("torus", 12, rows=2).mixing(0).receives_from(0) == (1, 5, 6)
     assert make_topology("torus", 12, rows=6).mixing(0).receives_from(0) == (1, 2, 10)
@@ -443,7 +445,7 @@ def test_a_corner_of_the_hypercube_without_a_partner_waits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "n", "options", "said"),
+    ("name", "n", "options", "sentence"),
     [
         ("rign", 4, {}, "unknown topology 'rign'; did you mean 'ring'"),
         ("random", 4, {"peer": 2}, "topology 'random' got an unknown option 'peer'; did you mean 'peers'"),
@@ -478,8 +480,8 @@ def test_a_corner_of_the_hypercube_without_a_partner_waits() -> None:
         ("ring", 4, {"edge_weight": "half"}, "got edge_weight = 'half'"),
     ],
 )
-def test_what_cannot_work_is_refused_in_a_sentence(name: str, n: int, options: dict, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_cannot_work_is_refused_in_a_sentence(name: str, n: int, options: dict, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
         make_topology(name, n, **options)
 
 

@@ -34,7 +34,7 @@ def bucket(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
         yield opened_bucket("s3://bucket/run")
 
 
-def test_of_many_who_create_an_object_at_once_one_does_and_all_read_what_it_wrote(bucket: Bucket) -> None:
+def test_of_many_concurrent_creates_of_an_object_one_succeeds_and_all_read_its_bytes(bucket: Bucket) -> None:
     created: list[int] = []
 
     def create(k: int) -> None:

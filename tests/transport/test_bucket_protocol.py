@@ -102,7 +102,7 @@ class Chain:
         self._disk, self._disks, self._every = disk, disk, every
         self._x, self._steps, self._kept = "", 0, (0, "")
         self.leaves = False
-        self.said: list[str] = []
+        self.sentences: list[str] = []
         self.history: list[tuple[int, str]] = []
         self.begun: list[tuple[int, Basis, str]] = []
 
@@ -178,7 +178,7 @@ class Chain:
         return self.leaves
 
     def say(self, sentence: str) -> None:
-        self.said.append(sentence)
+        self.sentences.append(sentence)
 
 
 class Stranger(Chain):
@@ -416,7 +416,7 @@ def must_hold(world: World) -> None:
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_no_round_is_lost_and_no_state_is_wrong_whoever_dies_and_however_the_store_fails(
+def test_no_round_is_lost_and_no_state_is_wrong_for_any_deaths_and_faults_of_the_store(
     part: int, request: pytest.FixtureRequest
 ) -> None:
     for seed in (FULL if request.config.getoption("--full") else SCHEDULES)[part::PARTS]:
@@ -469,7 +469,7 @@ def packed_sha(after: int, x: str) -> str:
 
 
 @pytest.mark.parametrize("part", range(2))
-def test_in_gossip_no_round_is_lost_and_both_ends_of_an_exchange_count_it_whoever_dies(
+def test_in_gossip_no_round_is_lost_and_both_ends_of_an_exchange_count_it_for_any_deaths(
     part: int, request: pytest.FixtureRequest
 ) -> None:
     for seed in (FULL if request.config.getoption("--full") else range(8))[part::2]:
@@ -585,7 +585,7 @@ def states_of(world: World, seal: KeySeal) -> dict[int, str]:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_who_closes_rounds_with_another_mean_is_named_by_each_other_worker_and_changes_nothing_for_them(
+def test_a_worker_that_closes_rounds_with_another_mean_is_named_by_each_other_worker_and_changes_nothing_for_them(
     seals: list[KeySeal], seed: int
 ) -> None:
     world = World(seed, workers=3, rounds=9, faults=0.02)
@@ -601,8 +601,8 @@ def test_who_closes_rounds_with_another_mean_is_named_by_each_other_worker_and_c
     assert len(histories[0]) >= 9 and histories[2], "one was there all the time, and one came later"
     assert all(state == states[finished] for history in histories for finished, state in history)
     for work in honest:
-        assert any("worker 1 has closed it with what does not follow" in one for one in work.said), work.said
-        assert not any("worker 0 has closed" in one or "worker 2 has closed" in one for one in work.said)
+        assert any("worker 1 has closed it with what does not follow" in one for one in work.sentences), work.sentences
+        assert not any("worker 0 has closed" in one or "worker 2 has closed" in one for one in work.sentences)
 
 
 class FalseDonor(Chain):
@@ -631,16 +631,18 @@ def test_a_newcomer_passes_over_a_state_that_most_others_do_not_have_and_names_i
         states, late = states_of(world, seals[0]), world.works[3]
         assert late.begun and all(begun.after and begun.donor != 1 for _, begun, _ in late.begun), late.begun
         assert all(state == states[finished] for work in (world.works[0], late) for finished, state in work.history)
-        said = [one for one in late.said if "is passed over for another" in one]
-        assert all("worker 1 has written it, and 2 of 2 workers had another one after round" in one for one in said), (
-            said
-        )
-        passed += bool(said)
+        warnings = [one for one in late.sentences if "is passed over for another" in one]
+        assert all(
+            "worker 1 has written it, and 2 of 2 workers had another one after round" in one for one in warnings
+        ), warnings
+        passed += bool(warnings)
     assert bool(passed) == (every == 1)
 
 
 @pytest.mark.parametrize("what", ["a message that is not there", "a message that is not sound"])
-def test_who_closes_a_round_over_what_cannot_count_ends_it_by_name(seals: list[KeySeal], what: str) -> None:
+def test_a_round_closed_over_invalid_messages_ends_the_run_with_the_name_of_its_closer(
+    seals: list[KeySeal], what: str
+) -> None:
     world = World(0, workers=3, rounds=2, faults=0.0)
     for seal in (seals[0], seals[2]):
         world.start({}, seal)
@@ -656,14 +658,14 @@ def test_who_closes_a_round_over_what_cannot_count_ends_it_by_name(seals: list[K
             world.store.take(Create(name, seals[1].sealed(name, head, body)))
 
     world.at(10.0, write)
-    told = (
+    sentence = (
         "over messages, or with a mean, that are not in the store" if "there" in what else "worker 1 sent, which is not"
     )
-    with pytest.raises(PeerError, match=f"worker 1 has closed round 1 .*{told}"):
+    with pytest.raises(PeerError, match=f"worker 1 has closed round 1 .*{sentence}"):
         world.run()
 
 
-def test_who_was_stopped_while_it_waited_for_a_listing_takes_nobody_for_dead_by_it() -> None:
+def test_a_worker_that_was_stopped_while_it_waited_for_a_listing_declares_no_other_dead() -> None:
     world = World(0, workers=2, rounds=2, faults=0.0)
     world.terms = world.terms._replace(deadline_s=1e6, rest_s=2.0)
     world.training_s[1] = 3_000.0
@@ -748,7 +750,7 @@ def test_a_store_that_refuses_is_asked_for_a_timeout_and_one_that_fails_for_ten(
     ):
         work = Chain({}, 1)
         waited_s, sentence = patience(work, lambda _, error=error: error)
-        assert str(error) in sentence and any(str(error) in one for one in work.said)
+        assert str(error) in sentence and any(str(error) in one for one in work.sentences)
         if refuses:
             assert (
                 waited_s < 1.5 * TIMEOUT_S and "the store has refused for" in sentence and "to create 'run'" in sentence
@@ -833,8 +835,8 @@ def test_a_newcomer_passes_over_a_damaged_state_for_an_older_one(kind: type[Chai
     (must_hold_in_gossip if gossip else must_hold)(world)
     late = [work for work in world.works[2:] if work.begun]
     assert len(late) == 2 and all(work.begun[0][1].after > 0 for work in late), [work.begun for work in late]
-    said = [one for work in late for one in work.said if "is passed over for another" in one]
-    assert said and len(said) <= len(late) * len(broken), "each names it once"
+    warnings = [one for work in late for one in work.sentences if "is passed over for another" in one]
+    assert warnings and len(warnings) <= len(late) * len(broken), "each names it once"
 
 
 def test_with_no_sound_state_left_the_damaged_one_ends_a_newcomer() -> None:
@@ -872,7 +874,7 @@ BASIS = {"after": 0, "donor": 0, "sha256": "", "steps": 0}
     ],
     ids=repr,
 )
-def test_no_message_makes_an_honest_worker_write_an_outcome_that_nobody_can_read(head: dict[str, Any]) -> None:
+def test_no_message_makes_an_honest_worker_write_an_unreadable_outcome(head: dict[str, Any]) -> None:
     world = World(0, workers=3, rounds=4, faults=0.0)
     objects = {"t00002-0000": {"nonce": ""}, "r00000000-from-00002-0000": head, "v00002-0000": {}}
     for name, head_there in objects.items():
@@ -909,7 +911,7 @@ def test_what_strangers_write_and_what_members_write_for_others_is_named_and_pas
     for round in range(6):
         commit = commit_in(round, seals[0].opened(name := f"r{round:08d}-commit", world.store.ever[name]).head, 3)
         assert commit is not None and sorted(commit.parts) == [0, 1, 2]
-    said = " ".join(works[1].said)
-    assert "'t00000-0007' of the store does not count: nobody in the run's [peers] has signed it" in said
-    assert "'t00002-0004' of the store does not count: peer 'berlin' has signed it, and may not be worker 2" in said
-    assert "'v00002-0000'" in said and "'r00000050-commit'" in said and "'v00001-0000'" in said
+    warnings = " ".join(works[1].sentences)
+    assert "'t00000-0007' of the store does not count: nobody in the run's [peers] has signed it" in warnings
+    assert "'t00002-0004' of the store does not count: peer 'berlin' has signed it, and may not be worker 2" in warnings
+    assert "'v00002-0000'" in warnings and "'r00000050-commit'" in warnings and "'v00001-0000'" in warnings

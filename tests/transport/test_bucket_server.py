@@ -82,7 +82,7 @@ class Replica:
         self.one: ServerAttendance
         self.leaves = False
         self.answers: list[Send] = []
-        self.said: list[str] = []
+        self.sentences: list[str] = []
         self.history: list[tuple[int, str]] = []
         self.acknowledged: list[tuple[int, int, int]] = []
 
@@ -92,7 +92,7 @@ class Replica:
         return self.leaves
 
     def say(self, sentence: str) -> None:
-        self.said.append(sentence)
+        self.sentences.append(sentence)
 
     def take(self, number: int, event: ServerEvent, message: memoryview) -> None:
         actions = applied(self.core, event, bytes(message))
@@ -214,7 +214,7 @@ def must_hold(world: World, rule: ServerRule) -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("part", range(PARTS))
-def test_no_acknowledged_push_is_lost_and_all_have_one_server_whoever_dies_and_however_the_store_fails(
+def test_no_acknowledged_push_is_lost_and_all_have_one_server_for_any_deaths_and_faults_of_the_store(
     part: int, request: pytest.FixtureRequest
 ) -> None:
     for seed in (FULL if request.config.getoption("--full") else SCHEDULES)[part::PARTS]:
@@ -285,11 +285,11 @@ def test_a_newcomer_passes_over_a_damaged_state_of_the_server_for_an_older_one(
     world.run()
     must_hold(world, rule)
     assert len(loaded) == 2, "each of the newcomers begins with a state"
-    said = [one for work in world.works[2:] for one in work.said if "is passed over for another" in one]
-    assert len(said) == 2, said
+    warnings = [one for work in world.works[2:] for one in work.sentences if "is passed over for another" in one]
+    assert len(warnings) == 2, warnings
 
 
-def test_an_event_that_is_listed_and_can_not_be_read_ends_who_waits_for_it() -> None:
+def test_an_event_that_is_listed_and_cannot_be_read_ends_the_worker_that_waits_for_it() -> None:
     rule, world = decoupled_diloco(quorum=2, grace_s=1e6), World(4, workers=2, rounds=20, faults=0.0)
     served(world, rule)
 

@@ -233,9 +233,9 @@ def test_workers_that_agree_and_do_not_learn_stay_where_they_are_to_the_last_bit
         if i != j:
             for k in (i, j):
                 pairs[k].advance(dt)
-            told = pairs[i].tell(), pairs[j].tell()
-            pairs[i].meet(told[0], told[1])
-            pairs[j].meet(told[1], told[0])
+            sent = pairs[i].tell(), pairs[j].tell()
+            pairs[i].meet(sent[0], sent[1])
+            pairs[j].meet(sent[1], sent[0])
         number, mixing = phases[i], topology.mixing(phases[i])
         phases[i] += 1
         own = published[i][phases[i]] = gossips[i].message(number, mixing)
@@ -268,7 +268,7 @@ def test_a_peer_answers_with_its_newest_message_or_that_it_has_none_and_what_is_
     assert not cores[0].accepts(Letter(LetterKind.MESSAGE, 1), 3)
 
 
-def test_who_has_taken_its_last_step_waits_until_all_that_are_alive_have():
+def test_a_worker_that_has_taken_its_last_step_waits_until_all_living_workers_have():
     cores = [Fetches(members(i), 2, limit_s=1.0) for i in range(N)]
     mail = Mail(cores)
     cores[0].finish()
@@ -288,7 +288,7 @@ def newcomer(cores, slot, nonce):
         core.members.merge([before._replace(incarnation=before.incarnation + 1, nonce=nonce)])
 
 
-def test_who_fills_the_slot_of_a_worker_that_is_done_is_waited_for():
+def test_a_newcomer_in_the_slot_of_a_finished_worker_is_waited_for():
     cores = [Fetches(members(i), 2, limit_s=1.0) for i in range(N)]
     mail = Mail(cores)
     for core in cores[:2]:

@@ -144,8 +144,8 @@ def test_thousands_of_requests_and_offers_of_newcomers_are_answered_or_refused(
     sent: list[Letter] = []
     monkeypatch.setattr(newcomer, "send_letter", lambda sock, letter, run: sent.append(letter))
 
-    def says(*said: Letter) -> None:
-        queue = iter(said)
+    def says(*news: Letter) -> None:
+        queue = iter(news)
 
         def receive(
             sock: object, run: int, limits: Limits, accepts: Callable[[Letter, int], bool], **options: Any
@@ -219,8 +219,8 @@ def test_thousands_of_outcomes_files_are_lives_or_refused(count: int, tmp_path: 
     whole = path.read_bytes()
     lines = [json.loads(line) for line in whole.splitlines()]
     for number in range(count):
-        told = swapped(lines, draw)
-        some = [json.dumps(line) for line in told] if isinstance(told, list) else [json.dumps(told)]
+        damaged = swapped(lines, draw)
+        some = [json.dumps(line) for line in damaged] if isinstance(damaged, list) else [json.dumps(damaged)]
         path.write_bytes(changed(whole, draw) if number % 2 else "\n".join(some).encode())
         planned(lambda: read_outcomes(tmp_path))
 
@@ -235,8 +235,8 @@ def test_hundreds_of_orders_of_events_are_lives_or_refused(count: int, tmp_path:
     whole = path.read_bytes()
     lines = [json.loads(line) for line in whole.splitlines()]
     for number in range(count // 10):
-        told = swapped(lines, draw)
-        some = [json.dumps(line) for line in told] if isinstance(told, list) else [json.dumps(told)]
+        damaged = swapped(lines, draw)
+        some = [json.dumps(line) for line in damaged] if isinstance(damaged, list) else [json.dumps(damaged)]
         path.write_bytes(changed(whole, draw) if number % 2 else "\n".join(some).encode())
         planned(lambda: read_order(tmp_path))
 
@@ -254,11 +254,11 @@ def test_thousands_of_states_and_facts_of_asynchronous_workers_are_read_or_refus
             assert all(type(one) is int and one >= 0 for one in numbers)
             assert all(slot < 3 and steps <= most.steps for slot, steps in found.held.items())
         with contextlib.suppress(PeerError):
-            said = fact_of(0, swapped(fact, draw), start_facts).fact
-            assert all(0 <= slot < 3 and 0 <= steps <= most.steps for slot, steps in said.held.items())
+            decoded = fact_of(0, swapped(fact, draw), start_facts).fact
+            assert all(0 <= slot < 3 and 0 <= steps <= most.steps for slot, steps in decoded.held.items())
 
 
-def test_what_one_worker_claims_above_the_limits_of_the_run_is_told_to_no_other(tmp_path: Path) -> None:
+def test_claims_of_a_worker_above_the_limits_of_the_run_are_not_forwarded(tmp_path: Path) -> None:
     run = resolve(tiny(run__wait=False), real=True)
     most, start_facts = limits_of(run), OwnState(run, tmp_path)
     state = {"x": torch.zeros(2), "outer": [], "inner": {}, "phases": 3, "place": [1, 7, 6], "held": {0: most.steps}}

@@ -92,8 +92,8 @@ def exchange(transport: ElasticTransport, round: int, peers: Sequence[int]) -> d
     for peer in peers:
         transport.post(ticket, peer, [torch.full((4,), float(transport.worker))])
     transport.wait(ticket)
-    heard = transport.collect(ticket)
-    assert all(frames[0].tolist() == [float(peer)] * 4 for peer, frames in heard.items())
+    received = transport.collect(ticket)
+    assert all(frames[0].tolist() == [float(peer)] * 4 for peer, frames in received.items())
     return transport.outcomes()[ticket]
 
 
@@ -164,7 +164,7 @@ def test_a_peer_that_vanishes_amid_its_payload_is_missed_at_once_and_by_all() ->
             assert transport.members.entries[2].status == MemberStatus.SUSPECT
 
 
-def test_a_peer_that_accepts_and_never_answers_costs_those_who_wait_for_it_its_deadline_and_no_others() -> None:
+def test_a_peer_that_accepts_and_never_answers_costs_only_the_workers_that_wait_for_it_its_deadline() -> None:
     with crew(3, timeout_s=4.0, mute=2) as (transports, _), ThreadPoolExecutor(2) as pool:
         waits = pool.submit(exchange, transports[0], 0, [1, 2])
         other = pool.submit(exchange, transports[1], 0, [0])
@@ -238,7 +238,7 @@ def test_two_parts_of_a_network_that_have_replaced_each_other_meet_again() -> No
         until(lambda: one.members.replaced and other.members.replaced)
 
 
-def test_who_needs_a_state_asks_again_as_long_as_its_donor_has_not_come_up_and_no_longer_once_it_has_ended() -> None:
+def test_a_worker_that_needs_a_state_asks_again_until_its_donor_has_started_or_ended() -> None:
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
     address = f"127.0.0.1:{listeners[1].getsockname()[1]}"
     entries = [SlotEntry(0, 0, 5, MemberStatus.ALIVE, 0), SlotEntry(1, 0, 6, MemberStatus.ALIVE, 0, address)]
@@ -255,7 +255,7 @@ def test_who_needs_a_state_asks_again_as_long_as_its_donor_has_not_come_up_and_n
         offer, state = asking.result(LIMIT_S)
     assert (offer.donor, offer.after, state["x"].tolist()) == (1, 6, [1.0, 1.0])
     donor.close()
-    with pytest.raises(PeerError, match="nobody to take a state from"):
+    with pytest.raises(PeerError, match="no worker gives it a state"):
         fetch_state(members, endpoint._replace(timeout_s=1e6), first=1, behind=0, accept=lambda _, state: state)
     listeners[0].close()
 
@@ -324,7 +324,7 @@ def test_where_a_fault_of_its_own_ends_the_thread_that_writes_a_worker_loses_the
         assert together(transports, 9) == [{Outcome.MADE}] * 2
 
 
-def test_what_nobody_waits_for_any_more_does_not_leave() -> None:
+def test_a_message_that_is_no_longer_awaited_is_not_sent() -> None:
     """Over a link that is slower than its rounds: what counts there would come behind all payloads that do not."""
     with crew(2, timeout_s=60.0, mute=1) as (transports, entries):
         (transport,) = transports
@@ -368,7 +368,7 @@ def test_all_workers_may_fetch_their_states_from_one_address_at_once() -> None:
 
 
 def test_two_that_reach_the_others_and_not_each_other_hold_up_no_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As two behind routers at home, who dial and cannot be dialled: one of them is left out, whoever leads."""
+    """As two behind routers at home, which dial and cannot be dialled: one of them is left out under every leader."""
     dial = elastic_transport.dial
 
     def cut(address: str, secret: bytes, *, me: int, whom: int, **more: Any) -> Channel:
@@ -495,7 +495,7 @@ def test_where_small_messages_pass_and_large_ones_never_do_an_exchange_is_missed
         assert all(each.result(LIMIT_S) in ({Outcome.MISSED}, {Outcome.UNSURE}) for each in waits)
 
 
-def test_two_that_have_never_heard_of_each_other_meet_by_the_addresses_of_their_run() -> None:
+def test_two_workers_that_do_not_know_each_other_meet_by_the_addresses_of_their_run() -> None:
     with crew(2, timeout_s=4.0) as (transports, entries):
         for transport, other in zip(transports, (1, 0), strict=True):
             with transport.changed:  # as where all have died through whom they could know each other

@@ -140,11 +140,11 @@ def test_merging_is_commutative_associative_and_idempotent(a: SlotEntry, b: Slot
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(entries(), max_size=8), st.randoms(use_true_random=False))
-def test_views_are_equal_whatever_the_order_of_the_news(said: list[SlotEntry], random) -> None:
+def test_views_are_equal_whatever_the_order_of_the_news(letters_of: list[SlotEntry], random) -> None:
     me = SlotEntry(9, 0, 0, MemberStatus.ALIVE, 0)
     a, b = Members(limits(10), 9, [me]), Members(limits(10), 9, [me])
-    a.merge(said)
-    for entry in random.sample(said, len(said)) + random.sample(said, len(said)):
+    a.merge(letters_of)
+    for entry in random.sample(letters_of, len(letters_of)) + random.sample(letters_of, len(letters_of)):
         b.merge([entry])
     assert a.entries == b.entries
     assert read_membership_update(membership_update(a.entries), limits(10)) == [
@@ -240,11 +240,11 @@ def test_an_exchange_that_is_under_way_keeps_the_view_of_the_round_that_it_was_p
 # What the seeds have found
 
 
-def said(core: ElasticCore) -> list[tuple[int, LetterKind]]:
+def letters_of(core: ElasticCore) -> list[tuple[int, LetterKind]]:
     return [(peer, letter.kind) for peer, letter in core.outbox]
 
 
-def test_a_worker_that_knows_nobody_to_be_alive_goes_on_from_its_own_round() -> None:
+def test_a_worker_that_knows_no_living_peer_continues_from_its_own_round() -> None:
     members = Members(
         limits(3),
         1,
@@ -283,8 +283,8 @@ def test_of_a_process_that_was_replaced_only_the_news_count() -> None:
     core.members.merge([SlotEntry(1, 1, 77, MemberStatus.ALIVE, 0, "host:2")])
     core.post(TICKET, 1, BODY, 0.0)
     core.outbox.clear()
-    assert core.receive(payload, 0.1, 11) == 11 and said(core) == []
-    assert core.receive(payload, 0.1, 77) == 77 and said(core) == [(1, LetterKind.COMMIT)]
+    assert core.receive(payload, 0.1, 11) == 11 and letters_of(core) == []
+    assert core.receive(payload, 0.1, 77) == 77 and letters_of(core) == [(1, LetterKind.COMMIT)]
     greeting = Letter(
         LetterKind.MEMBERSHIP,
         1,
@@ -310,17 +310,17 @@ def test_news_that_may_have_been_lost_with_one_of_two_connections_are_sent_again
     core.tell(1)
     core.outbox.clear()
     core.tell(1)
-    assert said(core) == []
+    assert letters_of(core) == []
     core.resend_view(1)
-    assert said(core) == [(1, LetterKind.MEMBERSHIP)]
+    assert letters_of(core) == [(1, LetterKind.MEMBERSHIP)]
 
 
-def test_who_hears_older_news_than_it_has_tells_its_own() -> None:
+def test_a_worker_that_receives_older_news_than_its_own_sends_its_own() -> None:
     core, other = pair()
     stale = body_of(membership_update(other.members.entries))
     core.members.merge([SlotEntry(1, 2, 11, MemberStatus.ALIVE, 5, "host:1")])
     core.receive(Letter(LetterKind.MEMBERSHIP, 1, body=stale), 0.1, 11)
-    assert said(core) == [(1, LetterKind.MEMBERSHIP)]
+    assert letters_of(core) == [(1, LetterKind.MEMBERSHIP)]
 
 
 def test_a_worker_that_sees_no_majority_gives_no_slot_away_whose_worker_may_live_elsewhere() -> None:
@@ -333,7 +333,7 @@ def test_a_worker_that_sees_no_majority_gives_no_slot_away_whose_worker_may_live
     core.members.merge([known[3]._replace(status=MemberStatus.LEFT)])
     entry = core.give_slot(9, "host:9")
     assert entry is not None and entry.slot == 3
-    core.limit_bytes = None  # gossip goes on in both halves
+    core.limit_bytes = None  # gossip continues in both halves
     entry = core.give_slot(8, "host:8")
     assert entry is not None and entry.slot == 2
 
@@ -378,7 +378,7 @@ def test_a_worker_that_has_taken_the_state_of_another_may_begin_its_round_once_m
 
 
 @pytest.mark.parametrize("due_s", [0.0, 3.0, 7.0])
-def test_a_peer_that_falls_silent_holds_nobody_up_for_longer_than_the_timeout_whenever_its_payload_is_due(
+def test_a_peer_that_falls_silent_delays_no_worker_for_longer_than_the_timeout_whenever_its_payload_is_due(
     due_s: float,
 ) -> None:
     core, _ = pair()
@@ -397,7 +397,7 @@ def test_a_worker_that_was_itself_stopped_does_not_suspect_those_whom_it_has_not
     core.tick(0.0)
     core.outbox.clear()
     core.tick(20.0)
-    assert core.members.entries[1].status is MemberStatus.ALIVE and said(core) == [(1, LetterKind.PING)]
+    assert core.members.entries[1].status is MemberStatus.ALIVE and letters_of(core) == [(1, LetterKind.PING)]
     for step in range(16):
         core.tick(20.0 + 0.5 * step)
     assert core.members.entries[1].status is MemberStatus.SUSPECT

@@ -51,10 +51,10 @@ def flipped(proof: bytes, place: int) -> bytes:
 
 
 def test_a_proof_holds_for_one_connection_and_every_byte_of_it_counts():
-    said: list[bytes] = []
-    assert taken(lambda sock: said.append(proof_from(sock, bytes))) == (3, True)
-    assert taken(lambda sock: sock.sendall(said[0])) is None  # another time
-    for place in range(len(said[0])):
+    sent: list[bytes] = []
+    assert taken(lambda sock: sent.append(proof_from(sock, bytes))) == (3, True)
+    assert taken(lambda sock: sock.sendall(sent[0])) is None  # another time
+    for place in range(len(sent[0])):
         assert taken(partial(proof_from, change=partial(flipped, place=place))) is None, place
 
 

@@ -23,7 +23,7 @@ OWN_NAME = "127.1"
 
 
 @pytest.fixture(autouse=True)
-def told() -> None:
+def choices_are_reported_again() -> None:
     interfaces._tell.cache_clear()
 
 
@@ -32,7 +32,7 @@ def test_the_interfaces_of_this_machine_are_listed_with_their_addresses() -> Non
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_who_asks_for_loopback_gets_it(host: str) -> None:
+def test_a_request_for_loopback_is_granted(host: str) -> None:
     assert address_towards(host) in ("127.0.0.1", "::1")
 
 
@@ -44,7 +44,7 @@ def test_a_name_that_leads_to_loopback_stands_for_the_only_address_in_a_network(
     assert address_towards(OWN_NAME) == "10.0.0.7"
 
 
-def test_of_several_addresses_the_one_towards_far_away_is_taken_and_the_choice_is_told(
+def test_of_several_addresses_the_one_with_the_default_route_is_taken_and_the_choice_is_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     here = [LOOPBACK, Interface("wg0", "10.8.0.1"), Interface("eth0", "10.0.0.7")]
@@ -79,7 +79,7 @@ def test_a_name_that_leads_to_loopback_is_refused_where_no_address_is_known_to_d
         ("0.0.0.0", [], "127.0.0.1"),
     ],
 )
-def test_who_listens_on_all_interfaces_is_announced_at_an_address_of_its_machine(
+def test_a_worker_that_listens_on_all_interfaces_is_announced_at_an_address_of_its_machine(
     monkeypatch: pytest.MonkeyPatch, host: str, here: list[str], announced: str
 ) -> None:
     monkeypatch.setattr(interfaces, "interfaces", lambda: [LOOPBACK, *(Interface("eth", one) for one in here)])
@@ -88,7 +88,7 @@ def test_who_listens_on_all_interfaces_is_announced_at_an_address_of_its_machine
     assert announced_address("0.0.0.0", "10.8.0.5") == "10.8.0.1", "the one from which it reaches whom it joins"
 
 
-def test_of_several_addresses_the_announced_one_is_said_or_asked_for(
+def test_of_several_addresses_the_announced_one_is_printed_or_requested(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     here = [LOOPBACK, Interface("wg0", "10.8.0.1"), Interface("eth0", "10.0.0.7")]

@@ -172,7 +172,9 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_a_key_is_for_its_owner_alone_and_its_certificate_names_nobody(files: dict[str, Path], tmp_path: Path) -> None:
+def test_a_key_is_for_its_owner_alone_and_its_certificate_contains_no_name(
+    files: dict[str, Path], tmp_path: Path
+) -> None:
     assert stat.S_IMODE(files["berlin"].stat().st_mode) == 0o600
     raw = certificate_of(files["berlin"])
     assert b"berlin" not in raw
@@ -197,7 +199,7 @@ def test_a_command_that_a_sentence_gives_can_be_typed_for_a_key_of_any_name(tmp_
     ("content", "sentence"),
     [(b"", "holds no certificate"), (b"-----BEGIN CERTIFICATE-----\n?\n-----END CERTIFICATE-----", "is damaged")],
 )
-def test_a_key_file_that_is_none_is_told(tmp_path: Path, content: bytes, sentence: str) -> None:
+def test_a_key_file_without_a_key_is_refused(tmp_path: Path, content: bytes, sentence: str) -> None:
     path = tmp_path / "key.pem"
     path.touch(0o600)
     path.write_bytes(content)
@@ -255,8 +257,8 @@ def test_a_key_without_the_private_key_of_its_certificate_fails_at_the_start_of_
         ["keys", "show", "berlin", "--out", str(key)],
     ):
         assert main(words) in (1, 2), words
-        said = capsys.readouterr()
-        assert re.search(sentence, " ".join((said.out + said.err).split())), said
+        output = capsys.readouterr()
+        assert re.search(sentence, " ".join((output.out + output.err).split())), output
     assert not (tmp_path / "run").exists(), "nothing was begun"
     (tmp_path / "peers.toml").write_text(peers_toml(listed))
     with pytest.raises(ConfigError, match=sentence):
@@ -306,13 +308,13 @@ def test_letters_pass_in_both_directions_at_once_while_a_relay_reads_nothing(key
             assert keys[0].name(far.channel.certificate) == "peer 'paris'"
             accepts = lambda letter, size: True  # noqa: E731
             with ThreadPoolExecutor(4) as pool:
-                told = [
+                threads = [
                     pool.submit(send_letter, end, one, RUN)
                     for end, one in zip((near, far.channel), letters, strict=True)
                 ]
                 read = [pool.submit(receive_letter, end, RUN, run_limits, accepts) for end in (far.channel, near)]
                 assert [one.result(TIMEOUT_S).content for one in read] == [content, content]
-                assert [one.result(TIMEOUT_S) for one in told] == [None, None]
+                assert [one.result(TIMEOUT_S) for one in threads] == [None, None]
         assert len(relay.seen) > 2 * len(content)
         hello = b"GOSS" + WIRE_VERSION.to_bytes(2, "little")
         # Of the ten million bytes of a cipher, any four that are looked for are among them once in four hundred runs.
@@ -349,7 +351,7 @@ def test_a_stranger_with_a_key_that_is_not_listed_is_refused_at_both_ends(
     assert not opened.came
 
 
-def test_who_is_listed_does_not_talk_to_a_listener_that_is_not(files: dict[str, Path], keys: list[Keys]) -> None:
+def test_a_listed_worker_does_not_talk_to_an_unlisted_listener(files: dict[str, Path], keys: list[Keys]) -> None:
     his = Keys(files["stranger"], peers_of(files, *NAMES, "stranger"), 4)
     with contextlib.closing(Opened(his)) as opened:
         with pytest.raises(RefusedError, match=r"showed a certificate that is not in the run's \[peers\]"):
@@ -428,7 +430,7 @@ def test_an_entry_is_one_certificate_and_a_certificate_is_one_entry_in_whatever_
 
 
 @pytest.mark.parametrize("late", [True, False], ids=["expired", "not valid yet"])
-def test_who_shows_a_listed_certificate_out_of_its_time_is_told_so_and_to_set_the_clock(
+def test_a_listed_certificate_outside_its_period_is_refused_with_the_advice_to_set_the_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
     class Clock(datetime):
@@ -446,13 +448,13 @@ def test_who_shows_a_listed_certificate_out_of_its_time_is_told_so_and_to_set_th
             dial(opened.address, b"", run=RUN, me=1, timeout_s=TIMEOUT_S, keys=there)
         assert caught.value.kind == "key"
         until(lambda: opened.refusals.counts == {"127.0.0.1: key": 1})
-    told = r"does not hold at \d{4}-.* UTC, which is the time on .* set the clock"
-    with contextlib.closing(Opened(there)) as opened, pytest.raises(RefusedError, match=told):
+    sentence = r"does not hold at \d{4}-.* UTC, which is the time on .* set the clock"
+    with contextlib.closing(Opened(there)) as opened, pytest.raises(RefusedError, match=sentence):
         dial(opened.address, b"", run=RUN, me=0, timeout_s=TIMEOUT_S, keys=here)
 
 
-def test_who_reads_waits_for_no_writer(keys: list[Keys], opened: Opened) -> None:
-    """Both ends may be stuck in writing, and each goes on once the other one reads."""
+def test_a_reader_waits_for_no_writer(keys: list[Keys], opened: Opened) -> None:
+    """Both ends may be stuck in writing, and each continues once the other one reads."""
     with dial(opened.address, b"", run=RUN, me=1, timeout_s=TIMEOUT_S, keys=keys[1], whom=0) as near:
         far = opened.arrival().channel
         sock = near._sock
@@ -474,7 +476,9 @@ def test_who_reads_waits_for_no_writer(keys: list[Keys], opened: Opened) -> None
         assert looked and all(looked)
 
 
-def test_who_starts_a_run_has_the_key_of_its_first_workers(files: dict[str, Path], keys: list[Keys]) -> None:
+def test_the_machine_that_starts_a_run_has_the_key_of_its_first_workers(
+    files: dict[str, Path], keys: list[Keys]
+) -> None:
     keys[0].must_start(1)
     with pytest.raises(ConfigError, match=r"peer 'berlin' in \[peers\], with the workers 0; give --local at most 1"):
         keys[0].must_start(2)
@@ -539,7 +543,7 @@ def test_floods_and_slow_connections_cost_no_descriptor_for_good(keys: list[Keys
             sock.recv(1)
     for sock in slow:
         sock.close()
-    until(lambda: descriptors() <= before + 1)  # that of the peer; the listener goes on
+    until(lambda: descriptors() <= before + 1)  # that of the peer; the listener continues
     opened.close()
     until(lambda: descriptors() <= before)
 
@@ -580,7 +584,7 @@ BEGINNINGS = {False: b"GOS", True: b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x0
 def test_honest_dials_get_in_while_idle_and_slow_connections_come_from_their_address(
     keys: list[Keys], encrypted: bool, per_s: float, slow: bool
 ) -> None:
-    """Honest workers behind the same router as whoever floods, 200 ms of round trip away."""
+    """Honest workers behind the same router as the flood, 200 ms of round trip away."""
     ours, theirs = (keys[0], keys[1]) if encrypted else (None, None)
     with (
         contextlib.closing(Opened(ours)) as opened,
@@ -599,7 +603,7 @@ def test_honest_dials_get_in_while_idle_and_slow_connections_come_from_their_add
 
 
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
-def test_who_has_begun_a_handshake_outlives_any_number_of_silent_connections_and_threads_are_bounded(
+def test_a_handshake_in_progress_outlives_any_number_of_silent_connections_and_threads_are_bounded(
     keys: list[Keys], encrypted: bool
 ) -> None:
     def arrivals() -> int:
@@ -664,8 +668,8 @@ def test_workers_exchange_over_encrypted_connections(keys: list[Keys]) -> None:
                 worker.post(ticket, other, [torch.full((4,), float(worker.worker))])
         for worker in workers:
             worker.wait(ticket)
-            heard = worker.collect(ticket)
-            assert all(frames[0].tolist() == [float(peer)] * 4 for peer, frames in heard.items())
+            received = worker.collect(ticket)
+            assert all(frames[0].tolist() == [float(peer)] * 4 for peer, frames in received.items())
             assert set(worker.outcomes()[ticket].values()) == {Outcome.MADE}
 
 
@@ -736,8 +740,8 @@ def test_what_a_listed_peer_makes_up_about_another_slot_changes_nothing(keys: li
             say(before[0])
             for worker, was in zip(workers, before, strict=True):
                 entry = worker.members.entries[about]
-                said = ("nonce", "status", "since", "address", "round", "steps")
-                assert [getattr(entry, one) for one in said] == [getattr(was, one) for one in said]
+                names = ("nonce", "status", "since", "address", "round", "steps")
+                assert [getattr(entry, one) for one in names] == [getattr(was, one) for one in names]
             assert exchanged(workers, 1) == [{Outcome.MADE}] * 2
         assert not any(worker.members.replaced for worker in workers)
         assert exchanged(workers, 2) == [{Outcome.MADE}] * 2
@@ -805,7 +809,7 @@ def test_a_key_has_a_few_connections_whatever_addresses_they_come_from(
         assert exchanged(workers, 1) == [{Outcome.MADE}] * 2
 
 
-def test_a_slot_is_its_own_keys_whatever_others_have_said_of_it(keys: list[Keys]) -> None:
+def test_a_slot_belongs_to_its_own_key_whatever_others_claim_about_it(keys: list[Keys]) -> None:
     with crew(keys[:2], absent=1) as workers, liar(workers, keys, slot=1) as say:
         known = workers[0].members.entries
         say(SlotEntry(2, 1 << 16, 5, MemberStatus.ALIVE, 0, "127.0.0.1:9"))
@@ -819,7 +823,7 @@ def test_a_slot_is_its_own_keys_whatever_others_have_said_of_it(keys: list[Keys]
             until(lambda: known[2].nonce == 100)
 
 
-def test_a_process_that_is_said_to_be_where_nobody_can_look_takes_no_slot(keys: list[Keys]) -> None:
+def test_a_process_claimed_at_an_unreachable_address_takes_no_slot(keys: list[Keys]) -> None:
     with crew(keys, absent=2) as workers, liar(workers, keys) as say:
         before = workers[0].members.own
         say(before._replace(incarnation=9, nonce=7, address="there.invalid:1"))
@@ -828,7 +832,7 @@ def test_a_process_that_is_said_to_be_where_nobody_can_look_takes_no_slot(keys: 
         assert exchanged(workers, 0) == [{Outcome.MADE}] * 2
 
 
-def test_who_hears_that_another_one_is_gone_finds_out_itself(keys: list[Keys]) -> None:
+def test_a_worker_checks_itself_whether_another_one_is_gone(keys: list[Keys]) -> None:
     with crew(keys) as workers:
         assert exchanged(workers, 0) == [{Outcome.MADE}] * 3
         ended = workers[1]
@@ -889,7 +893,7 @@ def test_a_newcomer_gets_a_slot_of_its_own_key_and_no_other(files: dict[str, Pat
         at_most = {"limits": limits(3), "timeout_s": TIMEOUT_S, "keys": keys[2], "most_bytes": 4}
         with pytest.raises(PeerError, match="worker 0 offers a state of 5 bytes, and one of this run has at most 4"):
             ask(listener.address, b"", place._replace(slot=2), run=RUN, **at_most)
-        # What a worker says it is must be what its certificate says, and whoever wants another one is not given this one's.
+        # A worker must be the one in its certificate, and a request for another one does not get this one's.
         with pytest.raises(PeerError, match="peer 'berlin' calls itself worker 1"):
             ask(listener.address, b"", place, run=RUN, limits=limits(3), timeout_s=TIMEOUT_S, keys=keys[2], whom=1)
         # The state of a slot is for its own key too.
@@ -922,7 +926,7 @@ def test_an_old_connection_played_again_changes_nothing(keys: list[Keys], opened
     assert len(opened.came) == came
 
 
-def test_a_store_behind_keys_is_read_by_their_owners_and_by_nobody_on_the_path(
+def test_a_store_behind_keys_is_readable_for_their_owners_and_not_on_the_path(
     files: dict[str, Path], keys: list[Keys]
 ) -> None:
     port, word = free_port(), secrets.token_hex(16)

@@ -42,7 +42,7 @@ def torchrun(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
-def test_a_process_that_nobody_launched_is_told_how_to_launch(torchrun: pytest.MonkeyPatch, name: str):
+def test_a_process_without_a_launcher_is_refused_with_the_launch_command(torchrun: pytest.MonkeyPatch, name: str):
     torchrun.delenv(name)
     with pytest.raises(ConfigError, match=f"{name} is not set.*--rank I --of N"):
         join(2, timeout_s=1.0)
@@ -133,20 +133,22 @@ def test_all_workers_hear_the_facts_of_all():
 
 
 def test_workers_of_another_configuration_are_named_by_all():
-    said = agreement(["old", "new", "new", "new"], [None] * 4)
-    assert len(set(said)) == 1
-    assert said[0].startswith("worker 0 run configuration 'old'; workers 1, 2, 3 run configuration 'new'")
+    errors = agreement(["old", "new", "new", "new"], [None] * 4)
+    assert len(set(errors)) == 1
+    assert errors[0].startswith("worker 0 run configuration 'old'; workers 1, 2, 3 run configuration 'new'")
 
 
 def test_the_keys_in_which_workers_differ_are_named_with_their_values():
     odd, most = {"rule.lr": "0.7", "seed": "0"}, {"rule.lr": "0.5", "seed": "0"}
-    said = agreement(["a", "b", "a"], [None] * 3, [most, odd, most])
-    assert len(set(said)) == 1
-    assert said[0].startswith(
+    errors = agreement(["a", "b", "a"], [None] * 3, [most, odd, most])
+    assert len(set(errors)) == 1
+    assert errors[0].startswith(
         "worker 1 has rule.lr = 0.7 and worker 0 has 0.5: start all workers with the same run file"
     )
-    said = agreement(["a", "b"], [None] * 2, [{**most, "only": "1"}, {f"key{i}": "1" for i in range(5)}])
-    assert "worker 1 has key0 = 1 and worker 0 has none" in said[0] and "and 5 more keys differ" in said[0], said[0]
+    errors = agreement(["a", "b"], [None] * 2, [{**most, "only": "1"}, {f"key{i}": "1" for i in range(5)}])
+    assert "worker 1 has key0 = 1 and worker 0 has none" in errors[0] and "and 5 more keys differ" in errors[0], errors[
+        0
+    ]
 
 
 @pytest.mark.parametrize(
@@ -154,8 +156,8 @@ def test_the_keys_in_which_workers_differ_are_named_with_their_values():
     [{"rule.lr": 0.7}, {"rule.lr": "0.7\n\x1b[31m"}, {"k" * 200: "1"}, {"k": "v" * 200}, [1], {"rule.lr": "0.5"}],
 )
 def test_settings_that_no_worker_sends_are_not_repeated(settings: Any):
-    said = agreement(["old", "new"], [None] * 2, [settings, {"rule.lr": "0.5"}])
-    assert said[0].startswith("worker 1 run configuration 'new'; worker 0 run configuration 'old'"), said[0]
+    errors = agreement(["old", "new"], [None] * 2, [settings, {"rule.lr": "0.5"}])
+    assert errors[0].startswith("worker 1 run configuration 'new'; worker 0 run configuration 'old'"), errors[0]
 
 
 def test_a_worker_that_says_nothing_or_nonsense_is_named():
@@ -398,9 +400,9 @@ def launch_two(argv: Sequence[str]) -> int:
 def started(*words: str) -> tuple[Command, list[int]]:
     """A launcher of two workers that print their process ids, once they have."""
     launcher = Command(*words, work=launch_two)
-    said = (re.fullmatch(r"\[[01]\] (\d+)\n", line) for line in launcher.lines())
-    told = (found for found in said if found)
-    return launcher, [int(next(told)[1]) for _ in range(2)]
+    lines = (re.fullmatch(r"\[[01]\] (\d+)\n", line) for line in launcher.lines())
+    matches = (found for found in lines if found)
+    return launcher, [int(next(matches)[1]) for _ in range(2)]
 
 
 def wait_until_gone(pids: list[int], launcher: Command) -> None:

@@ -1,4 +1,4 @@
-"""All processes of a run stop after one and the same round, whoever is asked and wherever the others are."""
+"""All processes of a run stop after one and the same round, whichever process is asked and wherever the others are."""
 
 import random
 import threading
@@ -55,7 +55,7 @@ def test_processes_that_are_rounds_apart_stop_after_the_same_one(seed: int) -> N
     assert len({*ends}) == 1 and min(asked.values()) <= ends[0] < ROUNDS, (ends, asked)
 
 
-def test_nobody_stops_before_somebody_is_asked_and_the_entry_of_a_stranger_counts_for_nothing() -> None:
+def test_no_worker_stops_before_one_is_asked_and_the_entry_of_a_stranger_has_no_effect() -> None:
     store = HashStore()
     [member] = members(1, store, b"ours")
     members(1, store, b"a guess")[0].entries.under("gossamer").set(stopping.ENTRY, '{"0": 1}')
@@ -67,7 +67,7 @@ def test_nobody_stops_before_somebody_is_asked_and_the_entry_of_a_stranger_count
         assert stops.after(6) and stops.after(7)
 
 
-def test_a_process_goes_on_where_the_store_is_gone_and_says_so(
+def test_a_process_continues_where_the_store_is_gone_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def gone(*_: object) -> None:

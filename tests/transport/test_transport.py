@@ -270,7 +270,7 @@ def circulated(board: Board, text: str, wanted: set[int]) -> dict[int, bytes]:
     return known
 
 
-def test_a_note_goes_round_and_one_that_is_missing_holds_up_nobody():
+def test_a_note_reaches_all_and_a_missing_one_delays_no_worker():
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     boards = [Board(Entries(TCPStore("127.0.0.1", server.port), b"s"), i, 3, patience_s=5.0) for i in range(3)]
     assert boards[0].circulate("zero") == {}
@@ -357,7 +357,7 @@ LIMIT_S = 60.0
 
 
 def member_main(worker: int, n: int, port: int, pipe: Connection) -> None:
-    """A process that does what it is told until it is told to end."""
+    """A process that obeys commands until it is asked to end."""
     os.environ.update(
         RANK=str(worker),
         WORLD_SIZE=str(n),
@@ -482,9 +482,9 @@ def everyone_to_everyone(member: Member, checksum: bool, batched: bool, polled: 
     for j in peers:
         transport.post(ticket, j, frames_of(member.worker))
     transport.wait(ticket)
-    heard = transport.collect(ticket)
+    received = transport.collect(ticket)
     transport.close()
-    return sorted(heard) == peers and all(same(heard[j], frames_of(j)) for j in peers)
+    return sorted(received) == peers and all(same(received[j], frames_of(j)) for j in peers)
 
 
 @pytest.mark.parametrize(
@@ -605,7 +605,7 @@ def held_memory(member: Member) -> tuple[bool, bool]:
     return len(places) < 10, [frame[0].item() for frame in kept] == [20.0, 21.0, 22.0, 23.0, 24.0]
 
 
-def test_memory_is_used_again_only_when_nobody_holds_its_frames(crew: Crew):
+def test_memory_is_used_again_only_when_its_frames_are_released(crew: Crew):
     assert crew.values(held_memory) == [(True, True)] * 3
 
 
@@ -681,7 +681,7 @@ def test_the_worker_that_stopped_is_named_by_those_that_wait_for_others(stopped:
 
 
 def send_and_leave(member: Member) -> float:
-    """Worker 1 stops when it has announced what it expects, and goes on when worker 0 has left."""
+    """Worker 1 stops when it has announced what it expects, and continues when worker 0 has left."""
     transport, ticket, numbers = transport_of(member, "leave"), Ticket(0), torch.arange(20_000.0)
     if member.worker == 1:
         transport.expect(ticket, 0, [numbers])
@@ -706,7 +706,7 @@ def test_what_was_sent_before_its_sender_left_still_arrives():
 
 
 def meet(member: Member) -> None:
-    """Everyone has heard everyone, so every pair has a lifeline."""
+    """Each has received from each, so every pair has a lifeline."""
     transport, ticket = transport_of(member, "meet"), Ticket(0)
     for j in range(member.workers):
         if j != member.worker:

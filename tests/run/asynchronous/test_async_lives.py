@@ -225,12 +225,12 @@ def test_a_worker_comes_back_into_its_slot_and_the_record_gives_the_bits_of_both
     assert (second.begun.source[:2] == (2, first.life)) == own == (second.begun.source[0] == 2)
     theirs = [event for i in (0, 1) for one in order[i] for event in one.events]
     if kind == "gossip":
-        heard = [one for event in theirs if isinstance(event, Mixed) for one in event.heard if one[0] == 2]
-        counted = [version for _, version, life in heard if life == first.life]
+        received = [one for event in theirs if isinstance(event, Mixed) for one in event.heard if one[0] == 2]
+        counted = [version for _, version, life in received if life == first.life]
         assert second.begun.number == max([saved.phases, *counted]), (
             "nobody counts a local phase twice, and none is lost"
         )
-        assert second.life in [life for _, _, life in heard]
+        assert second.life in [life for _, _, life in received]
     else:
         met = [event for event in second.events if isinstance(event, Met)]
         assert met and {event[1:4] for event in met} <= {event[1:4] for event in theirs if isinstance(event, Met)}
@@ -248,7 +248,7 @@ def test_a_worker_comes_back_into_its_slot_and_the_record_gives_the_bits_of_both
             replay_asynchronous(resolve(config, real=True), tmp_path / "nothing", folder)
 
 
-def test_who_has_left_in_the_first_round_goes_on_from_there_when_the_run_does(tmp_path):
+def test_a_worker_that_has_left_in_the_first_round_resumes_from_there_with_the_run(tmp_path):
     config = tiny(
         run__checkpoint_every=3, run__rejoin_rounds=20, run__timeout_s=LIMIT_S, run__eval_every=0, **KINDS["gossip"]
     )

@@ -54,7 +54,7 @@ def train_but_kill_worker_2_and_ask_worker_1_to_leave(argv):
 
 
 def train_but_kill_worker_2_and_wait_for_another(argv):
-    """`gossamer train`, in which one worker is killed, and the others go on once somebody fills its slot."""
+    """`gossamer train`, in which one worker is killed, and the others continue once another process fills its slot."""
     after_round_2({2: signal.SIGKILL}, lambda folder: (folder / "order-002.jsonl").read_text().count('"begin"') == 2)
     return main(argv)
 
@@ -87,7 +87,7 @@ def must_be_the_same(folder, again, config, workers):
         assert all(map(torch.equal, ours["outer"], theirs["outer"])), worker
 
 
-def test_gossip_that_waits_for_nobody_goes_on_without_the_dead_and_its_record_gives_the_same_bits(
+def test_asynchronous_gossip_continues_without_the_dead_and_its_record_gives_the_same_bits(
     tmp_path, monkeypatch, caplog
 ):
     folder, config, output, order = trained(
@@ -136,8 +136,8 @@ def test_gossip_that_waits_for_nobody_goes_on_without_the_dead_and_its_record_gi
         assert first == order[i][0] and second.begun.source[0] == (0 if i in (1, 2) else i)
         assert i in (1, 2) or second.begun.source[1] == first.life
     for i in (1, 2):
-        heard = [version for event in mixed[0] + mixed[3] for j, version, _ in event.heard if j == i]
-        assert lives[i][1].begun.number >= max(heard, default=0), "what others have heard of it is not trained again"
+        received = [version for event in mixed[0] + mixed[3] for j, version, _ in event.heard if j == i]
+        assert lives[i][1].begun.number >= max(received, default=0), "what others have heard of it is not trained again"
     behind = sum(one[-1].phases for one in lives.values())
     # As above: a phase of which the others knew, and that is in no state any more, may be counted.
     assert 4 * 10 - 2 <= behind < 4 * 10 + 4, "what died with it is"
@@ -203,7 +203,9 @@ def test_pairs_meet_while_they_train_and_their_record_gives_the_same_bits(tmp_pa
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("tolerance", [20, 2], ids=["its own", "another's"])
-def test_who_goes_on_from_the_end_of_a_run_trains_what_others_have_lost_in_its_last_round(tolerance, tmp_path):
+def test_a_worker_that_resumes_from_the_end_of_a_run_trains_the_steps_that_others_have_lost_in_its_last_round(
+    tolerance, tmp_path
+):
     config = tiny(
         pair__name="ad_psgd",
         topology__name="complete",

@@ -91,7 +91,7 @@ def test_a_round_that_is_evaluated_again_has_one_figure(tmp_path: Path) -> None:
     assert evaluated(tmp_path) == lines
 
 
-def test_a_figure_of_a_branch_that_the_run_has_left_is_read_by_nobody(tmp_path: Path) -> None:
+def test_a_figure_of_a_branch_that_the_run_has_left_is_not_read(tmp_path: Path) -> None:
     """As on a machine that took no part when the run went back."""
     simulate(silent(), tmp_path, until=3)
     evaluate(tmp_path)
@@ -127,8 +127,8 @@ def test_a_model_is_pushed_to_the_hub_with_a_card_that_says_how_it_was_trained(
     monkeypatch.setattr(HfApi, "upload_folder", lambda self, **options: calls.append(("uploaded", options)))
     simulate(silent(name="a | b"), tmp_path / "run", until=3)
     assert main(["evaluate", str(tmp_path / "run"), "--push", "me/small", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["pushed"] == "hub/me/small" and calls[0] == ("me/small", {"private": True, "exist_ok": True})
+    result = json.loads(capsys.readouterr().out)
+    assert result["pushed"] == "hub/me/small" and calls[0] == ("me/small", {"private": True, "exist_ok": True})
     assert calls[1] == (
         "uploaded",
         {
@@ -139,7 +139,7 @@ def test_a_model_is_pushed_to_the_hub_with_a_card_that_says_how_it_was_trained(
     )
     card = (tmp_path / "run" / "model" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: text-generation\n")
-    assert f"| validation loss | {said['loss']:.4f} nats a token |" in card and "| rounds | 3 of " in card
+    assert f"| validation loss | {result['loss']:.4f} nats a token |" in card and "| rounds | 3 of " in card
     assert ModelCard(card).data.library_name == "transformers"
     assert str(tmp_path) not in card, "nothing of this machine"
 

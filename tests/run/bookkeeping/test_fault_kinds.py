@@ -1,4 +1,4 @@
-"""What kind of fault a checkpoint has decides how a run goes on, in every kind of run."""
+"""The kind of fault of a checkpoint decides how a run continues, in every kind of run."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ from tiny import tiny
 
 
 def started(store: Store, kept: dict[int, KeptRounds]) -> Start:
-    """Where a run begins or goes on whose owners have kept this."""
+    """The round at which a run starts or resumes from these checkpoints."""
     past = resumed(store.run, store.folder, "auto")
     task = task_of(resolve(tiny()))  # whose text is compared where a round counts
     return begin_or_resume(store, task, past, Agreement(kept, lambda round: {}))

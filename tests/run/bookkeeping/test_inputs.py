@@ -90,16 +90,16 @@ def files_in(folder: Path) -> dict[str, bytes]:
 
 
 def done(*words: object) -> str:
-    code, said = run(*words)
-    assert code == 0, said
-    return said
+    code, output = run(*words)
+    assert code == 0, output
+    return output
 
 
 def refused(*words: object) -> str:
-    code, said = run(*words)
-    assert code == 2, said
-    assert "Traceback" not in said
-    return said
+    code, output = run(*words)
+    assert code == 2, output
+    assert "Traceback" not in output
+    return output
 
 
 LACKING: dict[str, str] = {"this version": "", "0.2.0": "inputs*.json", "the part of a second machine": "*.json"}
@@ -128,12 +128,16 @@ def test_a_text_that_has_changed_is_named_and_no_worker_is_accused_and_nothing_i
         if kind == "virtual time" and of == "the part of a second machine":
             verbs.pop(0)  # a checkpoint of all workers together
         for words in verbs:
-            said = refused(*words)
-            assert "the text of data.source 'text.txt' is " in said and "restore its files as they were" in said, (
+            output = refused(*words)
+            assert "the text of data.source 'text.txt' is " in output and "restore its files as they were" in output, (
                 of,
-                said,
+                output,
             )
-            assert "differs in what it sent" not in said and "remove the checkpoint" not in said and "rule" not in said
+            assert (
+                "differs in what it sent" not in output
+                and "remove the checkpoint" not in output
+                and "rule" not in output
+            )
         assert files_in(folder) == before
         done("evaluate", folder, "--source", "text.txt")
         Path("text.txt").write_text(text)
@@ -158,8 +162,8 @@ def test_real_workers_record_what_they_begin_with_and_resume_on_the_same_text_al
     owners = {0, 1, 2} if kind == "server" else {0, 1}
     assert {path.name for path in read_inputs(Path("k"))} == {f"inputs-{owner:03}.json" for owner in owners}
     Path("text.txt").write_text(Path("text.txt").read_text().replace("worker", "walker"))
-    said = refused("train", "--resume", "k", "--local", 2, *(() if kind == "no waiting" else STEPS), "--quiet")
-    assert "the text of data.source 'text.txt' is not the one that the run in 'k' had" in said, said
+    output = refused("train", "--resume", "k", "--local", 2, *(() if kind == "no waiting" else STEPS), "--quiet")
+    assert "the text of data.source 'text.txt' is not the one that the run in 'k' had" in output, output
 
 
 @pytest.mark.timeout(120)
@@ -176,9 +180,9 @@ def test_workers_of_an_elastic_run_that_start_with_other_texts_name_the_text() -
     first = Command("train", file, "--out", "k0", work=None, **place, RANK="0")
     os.chdir("other")
     second = Command("train", Path("..") / file, "--out", "k1", work=None, **place, RANK="1")
-    codes, said = zip(*[one.finish(60) for one in (first, second)], strict=True)
-    assert codes == (2, 2), said
-    assert all("the text of data.source = " in one for one in said), said
+    codes, output = zip(*[one.finish(60) for one in (first, second)], strict=True)
+    assert codes == (2, 2), output
+    assert all("the text of data.source = " in one for one in output), output
 
 
 def test_a_tokenizer_that_has_changed_is_named() -> None:
@@ -204,8 +208,8 @@ def test_a_tokenizer_that_has_changed_is_named() -> None:
         ["audit", "k"],
         ["simulate", "--resume", "k", *STEPS],
     ):
-        said = refused(*words)
-        assert "the tokenizer of data.tokenizer 'tok.json' is not the one that the run in 'k' had" in said, said
+        output = refused(*words)
+        assert "the tokenizer of data.tokenizer 'tok.json' is not the one that the run in 'k' had" in output, output
 
 
 @pytest.mark.full
@@ -225,10 +229,10 @@ def test_code_that_has_changed_is_named_and_taken_for_a_resume_and_a_score_alone
     replays = ["simulate", file, "--replay", "k", "--out", "r"]
     resumes = [simulated, ["simulate", file, "--resume", "auto", "--out", "k"]]
     for words in (["evaluate", "k"], ["audit", "k"], ["audit", "k", "--allow-code"], replays, *resumes):
-        said = refused(*words)
-        assert f"the code of data.source '{module}:batch' has changed since the run in 'k' began" in said, said
-        assert f"{module}.py'" in said
-        assert ("give --allow-code" in said) is (words[0] == "evaluate" or "--resume" in words), said
+        output = refused(*words)
+        assert f"the code of data.source '{module}:batch' has changed since the run in 'k' began" in output, output
+        assert f"{module}.py'" in output
+        assert ("give --allow-code" in output) is (words[0] == "evaluate" or "--resume" in words), output
     assert files_in(Path("k")) == before
     assert "has changed since" in done("evaluate", "k", "--allow-code") or "has changed since" in caplog.text
     assert not evaluated.exists() or evaluated.read_bytes() == before[str(evaluated)]
@@ -236,7 +240,7 @@ def test_code_that_has_changed_is_named_and_taken_for_a_resume_and_a_score_alone
     done("evaluate", "k")  # what it resumed with is recorded
 
 
-def test_what_an_older_version_did_not_record_is_said_once_and_not_compared(
+def test_facts_that_an_older_version_did_not_record_are_named_once_and_not_compared(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     done("simulate", code_file(monkeypatch, "own_c"), "--out", "k", "--quiet")
@@ -257,13 +261,13 @@ def test_a_run_file_takes_nothing_of_the_standard_library(name: str) -> None:
     )
     Path("evil.toml").write_text(text)
     for words in (["simulate", "evil.toml"], ["train", "evil.toml", "--local", 2]):
-        said = refused(*words)
-        assert f"rule.name is '{name}', which is of Python's standard library" in said, said
-        assert f"names Python code, which runs with your rights: {name}" in said, "it says so first"
+        output = refused(*words)
+        assert f"rule.name is '{name}', which is of Python's standard library" in output, output
+        assert f"names Python code, which runs with your rights: {name}" in output, "it says so first"
     assert not Path("gone-wrong").exists()
 
 
-def test_a_folder_from_elsewhere_runs_nothing_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_from_elsewhere_runs_no_code_silently(monkeypatch: pytest.MonkeyPatch) -> None:
     file = code_file(monkeypatch, "own_d")
     done("simulate", file, "--out", "k", "--quiet")
     Path("own_e.py").write_text("open('gone-wrong', 'w').close()\n" + Path("own_d.py").read_text())
@@ -279,8 +283,10 @@ def test_a_folder_from_elsewhere_runs_nothing_without_a_word(monkeypatch: pytest
         ["train", "--resume", sent, "--local", 2, *STEPS],
     ]
     for words in verbs:
-        said = refused(*words)
-        assert f"'{sent}' names Python code" in said and "own_e:batch" in said and "give --allow-code" in said, said
+        output = refused(*words)
+        assert f"'{sent}' names Python code" in output and "own_e:batch" in output and "give --allow-code" in output, (
+            output
+        )
     with pytest.raises(ConfigError, match="names Python code"):
         gossamer.simulate(sent)
     assert files_in(Path()) == before
@@ -349,17 +355,17 @@ def test_a_digest_that_differs_is_explained_by_what_differs() -> None:
     edit("seed = 0", "seed = 7")
     assert "run.toml was changed since: seed was 0 and is 7 in run.toml; put it back" in refused(*resume)
     edit("lr = 0.001", "lr = 0.01")
-    said = refused(*resume)
-    assert "inner.lr was 0.001 and is 0.01 in run.toml; put it back, and resume with --set inner.lr=0.01" in said
-    assert said.count("has digest") == 1  # not for each worker and round
+    output = refused(*resume)
+    assert "inner.lr was 0.001 and is 0.01 in run.toml; put it back, and resume with --set inner.lr=0.01" in output
+    assert output.count("has digest") == 1  # not for each worker and round
     path = folder() / "inputs.json"
     older = {**json.loads(path.read_text()), "gossamer": "0.9.0", "digest": "0" * 16}
     path.write_text(json.dumps(older))
     for manifest in Path("k/checkpoints").rglob("*.json"):
         _sealed_anew(manifest, older["digest"])
-    said = refused(*resume)
-    assert "gossamer 0.9.0 wrote them and computed the digest 0000000000000000 from the same settings" in said, said
-    assert "run.toml was changed" not in said and "--out" not in said
+    output = refused(*resume)
+    assert "gossamer 0.9.0 wrote them and computed the digest 0000000000000000 from the same settings" in output, output
+    assert "run.toml was changed" not in output and "--out" not in output
     path.unlink()
     assert "run.toml was changed by hand, or they are of another run, or of another version of gossamer" in refused(
         *resume

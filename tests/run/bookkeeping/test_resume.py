@@ -74,9 +74,9 @@ def test_a_resume_walks_back_over_rounds_that_are_spoilt_and_says_once_which(
         caplog.clear()
         assert simulate(config, folder, resume=True).loss == whole.loss
         assert same(parameters(folder, config), parameters(tmp_path / "whole", config))
-        (said,) = [record.message for record in caplog.records if "skipped" in record.message]
+        (output,) = [record.message for record in caplog.records if "skipped" in record.message]
         what = "worker-001.safetensors' has changed" if kind == "flipped" else "state.x of checkpoint file"
-        assert said.startswith("round 2 is skipped: ") and what in said, said
+        assert output.startswith("round 2 is skipped: ") and what in output, output
 
 
 def test_a_run_without_a_sound_round_is_refused_with_the_fault_of_each(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_run_without_a_sound_round_is_refused_with_the_fault_of_each(tmp_path:
             simulate(config, tmp_path, resume=resume)
 
 
-def test_a_run_goes_on_with_another_learning_rate_and_its_folder_says_since_when(
+def test_a_run_continues_with_another_learning_rate_and_its_folder_records_since_when(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = single(run__steps=12)
@@ -146,12 +146,12 @@ def test_a_round_that_the_other_verb_trains_again_is_recorded_once(first: str, t
     (tmp_path / "run.toml").write_text(dump(config))
     more = {"train": ["--local", 3], "simulate": []}
     second = "simulate" if first == "train" else "train"
-    code, said = run(first, tmp_path / "run.toml", "--out", folder, *more[first])
-    assert code == 0, said
+    code, output = run(first, tmp_path / "run.toml", "--out", folder, *more[first])
+    assert code == 0, output
     # As of one that was killed before it had saved: what it has recorded of its last rounds is trained again.
     shutil.rmtree(folder / "checkpoints" / f"round-{config.length.rounds:06}")
-    code, said = run(second, "--resume", folder, *more[second])
-    assert code == 0, said
+    code, output = run(second, "--resume", folder, *more[second])
+    assert code == 0, output
     trained = [(line["round"], line["worker"]) for line in read_metrics(folder) if line["kind"] == "train"]
     assert trained == [(r, i) for r in range(config.length.rounds) for i in range(3)]
     assert len(read_trace(folder).compute_s) == config.length.rounds
@@ -159,7 +159,7 @@ def test_a_round_that_the_other_verb_trains_again_is_recorded_once(first: str, t
 
 
 @pytest.mark.parametrize("kind", ["a server", "without waiting"])
-def test_real_processes_refuse_to_go_on_from_a_simulation_over_virtual_time(kind: str, tmp_path: Path) -> None:
+def test_real_processes_refuse_to_continue_from_a_simulation_over_virtual_time(kind: str, tmp_path: Path) -> None:
     links = {"uplink_bps": 1e8, "downlink_bps": 1e8, "step_s": 0.1}
     settings = document(model__layers=1, run__checkpoint_every=1) | {"network": {"even": links}}
     more = {"server.name": "heloco"} if kind == "a server" else {"run.wait": False}
@@ -167,9 +167,11 @@ def test_real_processes_refuse_to_go_on_from_a_simulation_over_virtual_time(kind
     simulate(config, tmp_path)
     shutil.rmtree(tmp_path / "checkpoints" / f"round-{config.length.rounds:06}")
     before = (tmp_path / "metrics.jsonl").read_bytes()
-    code, said = run("train", "--resume", tmp_path, "--local", 3)
-    assert code == 2 and "of a simulation over virtual time" in said and "gossamer simulate --resume" in said, said
-    assert "Traceback" not in said and (tmp_path / "metrics.jsonl").read_bytes() == before, said
+    code, output = run("train", "--resume", tmp_path, "--local", 3)
+    assert code == 2 and "of a simulation over virtual time" in output and "gossamer simulate --resume" in output, (
+        output
+    )
+    assert "Traceback" not in output and (tmp_path / "metrics.jsonl").read_bytes() == before, output
 
 
 def simulated(folder: Path, config: RunConfig) -> Path:
@@ -177,7 +179,7 @@ def simulated(folder: Path, config: RunConfig) -> Path:
     return folder
 
 
-def test_more_steps_go_on_where_a_run_had_ended_and_fewer_than_it_has_are_refused(tmp_path: Path) -> None:
+def test_more_steps_continue_where_a_run_had_ended_and_fewer_than_it_has_are_refused(tmp_path: Path) -> None:
     simulate(single(run__steps=4, inner__schedule="constant"), tmp_path)
     assert simulate(single(run__steps=8, inner__schedule="constant"), tmp_path, resume=True).tokens == 8 * 3 * 2 * 16
     whole = tmp_path / "whole"
@@ -188,15 +190,15 @@ def test_more_steps_go_on_where_a_run_had_ended_and_fewer_than_it_has_are_refuse
         simulate(single(run__steps=6, inner__schedule="constant"), tmp_path, resume=True)
 
 
-@pytest.mark.parametrize(("schedule", "told"), [("cosine", True), ("constant", False)])
+@pytest.mark.parametrize(("schedule", "warned"), [("cosine", True), ("constant", False)])
 def test_a_finished_run_that_gets_more_steps_says_where_its_learning_rate_goes(
-    schedule: str, told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    schedule: str, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = {"inner__schedule": schedule, "inner__warmup_steps": 0}
     simulate(single(run__steps=4, **settings), tmp_path)
     simulate(single(run__steps=8, **settings), tmp_path, resume=True)
     assert "run.steps from 4 to 8" in caplog.text
-    assert ("goes on at 0.00055, where it would have been 0.0001, as inner.schedule 'cosine'" in caplog.text) == told
+    assert ("goes on at 0.00055, where it would have been 0.0001, as inner.schedule 'cosine'" in caplog.text) == warned
     caplog.clear()
     simulate(single(run__steps=12, inner__lr=5e-4, **settings), tmp_path, resume=True)
     assert "the learning rate goes on at" in caplog.text and "as inner.schedule" not in caplog.text
@@ -224,10 +226,10 @@ def test_keys_that_may_not_change_are_refused_with_those_that_may(
     simulate(single(run__steps=8), tmp_path / "run", until=2)
     for word in ("workers=4", "rule=diloco", "run.local_steps=4", "data.batch_size=3", "inner.weight_decay=0.2"):
         assert main(["train", "--resume", str(tmp_path / "run"), "--set", word]) == 2
-        said = capsys.readouterr().err.splitlines()[-1]
-        assert said.startswith("gossamer: ") and "but a resumed run keeps it; may change: " in said, said
+        output = capsys.readouterr().err.splitlines()[-1]
+        assert output.startswith("gossamer: ") and "but a resumed run keeps it; may change: " in output, output
         for key in ("inner.clip", "inner.lr", "run.steps", "run.eval_every", "network", "rule.lr"):
-            assert key in said.partition("may change: ")[2]
+            assert key in output.partition("may change: ")[2]
     # The file of another run differs in the method first.
     assert main(["train", "--resume", str(tmp_path / "run"), "--set", "data.batch_size=3", "--set", "rule=diloco"]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("gossamer: rule.name is 'gasloc'")
@@ -240,7 +242,7 @@ def test_the_marks_of_the_schema_are_the_keys_that_may_change() -> None:
     assert not {"seed", "workers", "run", "inner", "inner.betas", "run.local_steps", "rule"} & {*keys}
 
 
-def test_auto_starts_goes_on_or_says_that_the_run_has_ended(tmp_path: Path) -> None:
+def test_auto_starts_resumes_or_says_that_the_run_has_ended(tmp_path: Path) -> None:
     config = single(run__steps=6, run__checkpoint_every=4)
     simulate(config, tmp_path / "whole")
     kept = ("kind", "round", "worker", "step", "loss", "tokens")
@@ -272,7 +274,7 @@ def test_auto_starts_again_when_some_never_had_a_checkpoint_and_not_when_one_has
                 simulate(config, folder, resume="auto")
 
 
-def test_auto_of_an_asynchronous_simulation_goes_on_until_it_has_ended(
+def test_auto_of_an_asynchronous_simulation_continues_until_it_has_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slow = {"slow": {"step_s": 0.1, "uplink_bps": 1e8, "downlink_bps": 1e8}}
@@ -366,7 +368,7 @@ def test_a_simulation_whose_first_checkpoint_is_of_some_workers_is_started_again
     for path in (folder / "checkpoints").glob("round-*/worker-00[12].*"):  # as of a disk that was full
         path.unlink()
     assert main(["simulate", "--resume", str(folder)]) == 2
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     again = f"gossamer simulate {folder / 'run.toml'} --out {folder} --resume auto"
-    assert f"start it again there with {again}" in said and "elastic" not in said, said
+    assert f"start it again there with {again}" in output and "elastic" not in output, output
     assert main([*again.split()[1:], "--quiet"]) == 0

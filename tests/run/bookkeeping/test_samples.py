@@ -33,19 +33,19 @@ def test_a_run_folder_of_0_1_0_is_evaluated_reported_and_gone_on_with(
     folder = tmp_path / "k"
     shutil.copytree(SAMPLES / "0.1.0" / kind, folder)
     caplog.set_level(logging.WARNING)
-    code, said = run("evaluate", folder, "--allow-code")
-    assert code == 0 and "round 4: mean model 1." in said, said
+    code, output = run("evaluate", folder, "--allow-code")
+    assert code == 0 and "round 4: mean model 1." in output, output
     assert caplog.text.count("were saved by gossamer 0.1.0 or soon after") == 1, (
         "it says once that it could not compare"
     )
     assert {one.standing for one in run_status(folder).workers} == {"finished"}
     for words in (["report", folder, "--out", tmp_path / "page.html"], ["status", folder]):
-        code, said = run(*words)
-        assert code == 0, said
+        code, output = run(*words)
+        assert code == 0, output
     more = [] if kind == "asynchronous" else ["--set", "run.steps=12"]
     words = ["simulate", "--resume", folder] if kind == "simulated" else ["train", "--resume", folder, "--local", 2]
-    code, said = run(*words, *more, "--allow-code", "--quiet")
-    assert code == 0, said
+    code, output = run(*words, *more, "--allow-code", "--quiet")
+    assert code == 0, output
     assert max(line["round"] for line in read_metrics(folder)) == (3 if kind == "asynchronous" else 5)
 
 
@@ -90,11 +90,11 @@ def test_every_verb_works_on_a_run_folder_of_0_2_0_or_says_why_not(
     for verb, words in verbs.items():
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(original, folder)
-        code, said = run(*words)
-        if verb == "audit" and "audit it where it was computed" in said:
+        code, output = run(*words)
+        if verb == "audit" and "audit it where it was computed" in output:
             continue  # on a processor like that of the samples, or another
-        assert code == (2 if verb in why else 0), (verb, said)
-        assert why.get(verb, "") in said and "Traceback" not in said, (verb, said)
+        assert code == (2 if verb in why else 0), (verb, output)
+        assert why.get(verb, "") in output and "Traceback" not in output, (verb, output)
         if verb in ("simulate", "train") and verb not in why:
             assert max(line["round"] for line in read_metrics(folder)) == 5, verb
             assert [*folder.glob("inputs*.json")], "what it went on with is recorded"

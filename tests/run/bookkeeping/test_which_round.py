@@ -1,4 +1,4 @@
-"""Which round counts: damaged checkpoints are never taken for none, in any kind of run, and going back is told."""
+"""Which round counts: damaged checkpoints are never taken for none, in any kind of run, and going back is reported."""
 
 import hashlib
 import itertools
@@ -92,13 +92,13 @@ def test_a_simulation_whose_checkpoints_are_damaged_does_not_begin_again_over_th
     for resume in ("auto", True):
         with pytest.raises(CheckpointError) as refused:
             simulate(config, tmp_path, resume=resume)
-        said = str(refused.value)
+        sentence = str(refused.value)
         what = {"tensors": "is cut short: it has 100 of ", "manifests of one": "is cut short"}.get(
             damage, f"worker {owner} has no checkpoint of it"
         )
-        assert what in said and ("round 2: " in said) and "another --out" in said, said
+        assert what in sentence and ("round 2: " in sentence) and "another --out" in sentence, sentence
         if damage != "all files of one":
-            assert f"worker-{owner:03}." in said
+            assert f"worker-{owner:03}." in sentence
     assert contents(tmp_path) == before, "nothing was written over"
 
 
@@ -146,7 +146,9 @@ def test_a_round_that_is_skipped_is_put_aside_with_what_is_sound_of_it(
     assert same(parameters(folder, config), parameters(tmp_path / "whole", config))
 
 
-def test_a_round_of_which_a_worker_has_nothing_is_told_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_round_of_which_a_worker_has_nothing_is_reported_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = single(run__steps=8)
     simulate(config, tmp_path, until=3)
     for path in tmp_path.glob("checkpoints/round-000003/worker-002.*"):
@@ -215,7 +217,7 @@ def test_an_evaluation_goes_back_and_says_so_and_refuses_a_damaged_round_by_its_
     assert f"round {newest} is skipped: " in caplog.text and f"round {older} counts" in caplog.text
 
 
-def test_a_finished_run_whose_last_checkpoint_is_damaged_is_not_said_to_have_ended(
+def test_a_finished_run_whose_last_checkpoint_is_damaged_is_not_reported_as_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     config = single(run__steps=6)
@@ -289,7 +291,7 @@ def test_the_choice_reads_what_is_picked_and_picks_again_without_what_is_spoilt(
     assert (elastic.round, [*elastic.skipped]) == (20, [30]), "the newest that all have, as they all took part"
 
 
-def test_who_has_only_taken_over_the_state_of_a_round_says_nothing_of_who_took_part_in_it(tmp_path: Path) -> None:
+def test_a_worker_that_only_took_over_the_state_of_a_round_says_nothing_about_its_participants(tmp_path: Path) -> None:
     config, nobody, both = settings_of(tiny(workers=4, run__elastic=True)), frozenset[int](), frozenset({0, 1})
     store = Store(config, tmp_path)
     for slot in range(4):
@@ -335,5 +337,5 @@ def test_a_folder_in_a_command_to_copy_is_quoted_for_the_shell(tmp_path: Path) -
     with pytest.raises(ConfigError) as refused:
         must_be_new(folder, None)
     unreadable = saved_when_unreadable(DataError("the stream is gone"), folder, 3)
-    assert all(f"'{folder}'" in said for said in (ended(folder, 3), ended(folder, 3, kept=False)))
-    assert all(said.endswith(f"--resume '{folder}'") for said in (str(refused.value), unreadable))
+    assert all(f"'{folder}'" in sentence for sentence in (ended(folder, 3), ended(folder, 3, kept=False)))
+    assert all(sentence.endswith(f"--resume '{folder}'") for sentence in (str(refused.value), unreadable))

@@ -121,17 +121,17 @@ def test_all_faults_of_a_run_file_are_found_at_once_and_parse_raises_the_first()
         "network.wan.changes[0]: a change names worker None and site None but must name one of the two",
         "unknown key 'modle'; did you mean 'model'?",
     ]
-    found = survey(wrong).faults
-    assert len(found) == len(expected), found
-    assert all(one.startswith(start) for one, start in zip(found, expected, strict=True)), found
+    faults = survey(wrong).faults
+    assert len(faults) == len(expected), faults
+    assert all(one.startswith(start) for one, start in zip(faults, expected, strict=True)), faults
     with pytest.raises(ConfigError) as caught:
         parse(wrong)
-    assert str(caught.value) == found[0]
+    assert str(caught.value) == faults[0]
     assert survey(document()).faults == []
 
 
-def test_faults_of_one_table_hide_none_of_another_and_what_rests_on_a_fault_is_not_said():
-    found = document_faults(
+def test_faults_of_one_table_hide_none_of_another_and_consequences_of_a_fault_are_not_reported():
+    fault = document_faults(
         {**document(), "run": {"steps": 7, "local_steps": 4}, "data": {"bach_size": 2}, "rule": "diloco"}
     )
     starts = (
@@ -139,13 +139,13 @@ def test_faults_of_one_table_hide_none_of_another_and_what_rests_on_a_fault_is_n
         "run.steps is 7, which is not a multiple",
         "rule 'diloco' on topology 'random'",
     )
-    assert len(found) == 3 and all(one.startswith(start) for one, start in zip(found, starts, strict=True)), found
+    assert len(fault) == 3 and all(one.startswith(start) for one, start in zip(fault, starts, strict=True)), fault
     # 24 steps are 6 rounds of the 4 local steps that were meant, and no whole number of the 15 that hold without the key.
-    (found,) = document_faults({**document(), "run": {"steps": 24, "local_step": 4}})
-    assert "did you mean 'local_steps'?" in found
+    (fault,) = document_faults({**document(), "run": {"steps": 24, "local_step": 4}})
+    assert "did you mean 'local_steps'?" in fault
     # Of an unknown rule nobody knows what it needs.
-    (found,) = document_faults({**document(), "rule": "dilocco", "topology": "ring"})
-    assert found.startswith("unknown rule 'dilocco'")
+    (fault,) = document_faults({**document(), "rule": "dilocco", "topology": "ring"})
+    assert fault.startswith("unknown rule 'dilocco'")
 
 
 def test_a_table_yields_all_of_its_own_faults():
@@ -174,22 +174,22 @@ def test_a_table_yields_all_of_its_own_faults():
     ],
 )
 def test_a_mistaken_key_or_value_is_named_by_its_place_and_by_where_it_belongs(document, sentence):
-    (found,) = survey(document).faults
-    assert found.startswith(sentence)
+    (fault,) = survey(document).faults
+    assert fault.startswith(sentence)
 
 
 def test_an_unknown_key_names_the_tables_of_experiments_among_the_allowed():
-    (found,) = survey({"variants": {}}).faults
-    assert "did you mean 'variant'?" in found
+    (fault,) = survey({"variants": {}}).faults
+    assert "did you mean 'variant'?" in fault
     assert {"variant", "sweep", "figure", "tune", "scale", "method"} <= {
-        *found.partition("Allowed: ")[2].split("; ")[0].split(", ")
+        *fault.partition("Allowed: ")[2].split("; ")[0].split(", ")
     }
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/../b", "/tmp/x", "a//b", "..\\x", "a\nb", "a\0b"])
 def test_a_name_that_leads_out_of_the_folder_of_runs_is_refused(name):
-    (found,) = survey({"name": name}).faults
-    assert found.startswith(f"name is {name!r} but must be a name for the folder of the run")
+    (fault,) = survey({"name": name}).faults
+    assert fault.startswith(f"name is {name!r} but must be a name for the folder of the run")
     assert folder_name(name) not in (".", "..")
 
 
@@ -227,11 +227,11 @@ def test_a_file_may_begin_with_a_byte_order_mark_and_one_in_utf_16_is_called_so(
     ],
 )
 def test_what_is_no_run_at_all_is_a_fault_too(document, sentence):
-    (found,) = survey(document).faults
-    assert sentence in found
+    (fault,) = survey(document).faults
+    assert sentence in fault
     with pytest.raises(ConfigError) as caught:
         parse(document)
-    assert str(caught.value) == found
+    assert str(caught.value) == fault
 
 
 def settings_below(kind):
@@ -334,7 +334,7 @@ def test_naming_another_rule_drops_the_options_of_the_old_one():
     assert changed["rule"] == {"name": "diloco", "lr": 0.5}
 
 
-def test_a_codec_without_a_way_back_is_said_with_none():
+def test_back_none_removes_the_way_back_of_a_codec():
     one_way = parse(with_settings({"method": "opendiloco"}, {"codec.back": "none"}))
     assert one_way.codec == Choice("fp16") and make_codec("fp16", back="none").back is None
     assert parse(with_settings({}, {"method": "opendiloco"})).codec == Choice("fp16", {"back": "fp16"})
@@ -358,14 +358,14 @@ def test_an_experiment_is_its_variants_times_its_grid():
 def test_a_variant_may_sweep_keys_of_its_own():
     experiment = {**document(), "sweep": {"inner.lr": [0.1, 0.2]}}
     experiment["variant"] = [{"label": "a"}, {"label": "b", "sweep": {"run.local_steps": [1, 3]}}]
-    found = points(experiment, seeds=[4, 5])
-    assert [dict(p.at) for p in found[::2]] == [
+    runs = points(experiment, seeds=[4, 5])
+    assert [dict(p.at) for p in runs[::2]] == [
         {"inner.lr": 0.1},
         {"inner.lr": 0.2},
         *({"run.local_steps": h} for h in (1, 3)),
     ]
-    assert [p.seed for p in found] == [4, 5] * 4 and all(p.config.seed == p.seed for p in found)
-    assert found[-1].label == "b local_steps=3 seed=5" and found[-1].config.inner.lr == InnerConfig().lr
+    assert [p.seed for p in runs] == [4, 5] * 4 and all(p.config.seed == p.seed for p in runs)
+    assert runs[-1].label == "b local_steps=3 seed=5" and runs[-1].config.inner.lr == InnerConfig().lr
     with pytest.raises(ConfigError, match="lists of values"):
         points({**document(), "variant": [{"label": "a", "sweep": {"inner.lr": 0.1}}]})
 
@@ -373,9 +373,9 @@ def test_a_variant_may_sweep_keys_of_its_own():
 def test_settings_that_change_together_are_swept_as_one_table():
     experiment = {**document(), "sweep": {"rule": [{"lr": 1.0, "momentum": 0.0}, {"lr": 0.7, "momentum": 0.5}]}}
     experiment["variant"] = [{"label": "a", "rule": {"name": "gasloc", "form": "drift"}}]
-    found = points(experiment)
-    assert [p.label for p in found] == ["a rule=lr=1.0,momentum=0.0", "a rule=lr=0.7,momentum=0.5"]
-    assert [p.config.rule.options for p in found] == [{"form": "drift", **p.at["rule"]} for p in found]
+    runs = points(experiment)
+    assert [p.label for p in runs] == ["a rule=lr=1.0,momentum=0.0", "a rule=lr=0.7,momentum=0.5"]
+    assert [p.config.rule.options for p in runs] == [{"form": "drift", **p.at["rule"]} for p in runs]
 
 
 def test_a_scale_changes_the_base_and_a_variants_own_scale_what_it_says():

@@ -82,7 +82,7 @@ def test_a_method_names_its_source_and_when_it_fails(name):
     assert sum(f"{kind}.name" in row.settings for kind in ("rule", "server", "pair")) == 1
 
 
-def test_what_is_said_under_a_label_is_the_whole_paragraph():
+def test_the_text_under_a_label_is_the_whole_paragraph():
     def factory():
         """A sentence.
 
@@ -98,7 +98,7 @@ def test_what_is_said_under_a_label_is_the_whole_paragraph():
     )
 
 
-def test_a_method_gives_way_to_what_is_said_beside_it_and_not_to_what_is_said_below_it():
+def test_settings_next_to_a_method_override_it_and_earlier_settings_do_not():
     file = {"method": "muloco", "rule": {"lr": 0.5}, "network": {"a.b": {"uplink_bps": 1}}}
     run = with_settings(file, {"workers": 4})
     assert run["rule"] == {"name": "diloco", "momentum": 0.6, "lr": 0.5}
@@ -259,14 +259,14 @@ def test_a_method_trains_and_sends_and_keeps_what_the_page_counts_and_a_check_sa
 
 def sends_the_bytes_and_takes_the_seconds_that_a_check_says(run, trace):
     slow = from_options(SLOW, "slow")
-    said = examine_run(dataclasses.replace(run, network={"slow": slow}))
-    assert said.sent_bytes == pytest.approx(trace.sent_bytes.mean() / run.length.rounds, rel=1e-12)
-    assert said.most_bytes == trace.sent_bytes.max() / run.length.rounds
-    (priced,) = said.networks
+    examined = examine_run(dataclasses.replace(run, network={"slow": slow}))
+    assert examined.sent_bytes == pytest.approx(trace.sent_bytes.mean() / run.length.rounds, rel=1e-12)
+    assert examined.most_bytes == trace.sent_bytes.max() / run.length.rounds
+    (priced,) = examined.networks
     timeline = price(trace, slow)
     assert priced.round_s == pytest.approx(timeline.total_s / run.length.rounds)
     assert priced.utilisation == pytest.approx(timeline.mean_utilisation)
-    assert said.tokens == trace.steps.sum() * run.length.step_tokens and said.rounds == run.length.rounds
+    assert examined.tokens == trace.steps.sum() * run.length.step_tokens and examined.rounds == run.length.rounds
 
 
 def sends_after_a_phase_what_the_page_counts(run, folder):
@@ -274,7 +274,7 @@ def sends_after_a_phase_what_the_page_counts(run, folder):
     counted = traffic(resolve(run), layout_for(run.model, 256))
     lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     sizes = {line["fragment"]: line["bytes"] for line in lines if line.get("source", -1) >= 0}  # -1 is the server
-    if sizes or run.server is not None or run.pair is not None:  # what is published for whoever reads it is no transfer
+    if sizes or run.server is not None or run.pair is not None:  # a message published for any reader is no transfer
         assert len(sizes) == run.events.fragments
         assert counted.sent_bytes == sum(sizes.values()) / len(sizes)
 

@@ -69,32 +69,32 @@ def written(folder: Path, **overrides: Any) -> Path:
 
 def test_a_package_of_somebody_else_runs_simulated_real_and_in_reports(stranger: Path, tmp_path: Path):
     file = written(tmp_path, **METHOD)
-    code, said = run("simulate", file, "--out", tmp_path / "simulated")
-    assert code == 0 and said.count("imported stranger.parts:") == 8, said
-    code, said = run("train", file, "--local", 3, "--out", tmp_path / "real")
-    assert code == 0 and said.count("imported stranger.parts:halfway") == 1, said
-    code, said = run("evaluate", tmp_path / "real")
-    assert code == 0, said
+    code, output = run("simulate", file, "--out", tmp_path / "simulated")
+    assert code == 0 and output.count("imported stranger.parts:") == 8, output
+    code, output = run("train", file, "--local", 3, "--out", tmp_path / "real")
+    assert code == 0 and output.count("imported stranger.parts:halfway") == 1, output
+    code, output = run("evaluate", tmp_path / "real")
+    assert code == 0, output
     last = [line for line in read_metrics(tmp_path / "simulated") if line["kind"] == "eval"][-1]
     again = [line for line in read_metrics(tmp_path / "real") if line["kind"] == "eval"][-1]
     assert (last["loss"], last["worker_losses"]) == (again["loss"], again["worker_losses"])
     assert (tmp_path / "real" / "model" / "model.safetensors").is_file()
-    code, said = run("report", tmp_path / "simulated", tmp_path / "real", "--out", tmp_path / "both.html")
-    assert code == 0 and "stranger.parts:halfway" in (tmp_path / "both.html").read_text(), said
+    code, output = run("report", tmp_path / "simulated", tmp_path / "real", "--out", tmp_path / "both.html")
+    assert code == 0 and "stranger.parts:halfway" in (tmp_path / "both.html").read_text(), output
 
 
 def test_a_server_and_a_sweep_with_code_of_somebody_else_run_too(stranger: Path, tmp_path: Path):
     network = {"slow": {"step_s": 0.1, "uplink_bps": 1e6, "downlink_bps": 1e6}}
     file = written(tmp_path, server={"name": "stranger.parts:averaging", "share": 0.3}, network=network)
-    code, said = run("simulate", file, "--out", tmp_path / "virtual")
-    assert code == 0, said
-    code, said = run("train", file, "--local", 3, "--out", tmp_path / "served")
-    assert code == 0, said
+    code, output = run("simulate", file, "--out", tmp_path / "virtual")
+    assert code == 0, output
+    code, output = run("train", file, "--local", 3, "--out", tmp_path / "served")
+    assert code == 0, output
     experiment = tmp_path / "compare.toml"
     variants = [{"label": name, "rule.name": name} for name in ("stranger.parts:damped", "gasloc")]
     experiment.write_text(tomli_w.dumps({**document(**STEPS), "variant": variants}))
-    code, said = run("compare", experiment, "--out", tmp_path / "compared")
-    assert code == 0 and said.count("imported stranger.parts:small") == 1, said
+    code, output = run("compare", experiment, "--out", tmp_path / "compared")
+    assert code == 0 and output.count("imported stranger.parts:small") == 1, output
 
 
 def test_an_own_rule_with_wrappers_and_options_is_that_rule(stranger: Path):
@@ -155,10 +155,10 @@ def test_no_other_verb_imports_code(verb: str, trapped: Path, monkeypatch: pytes
         "topology": ["ring", "--workers", "4"],
         "list": [],
     }[verb]
-    code, said = run(verb, *words)
-    assert code == 0 and "trap" not in sys.modules, said
+    code, output = run(verb, *words)
+    assert code == 0 and "trap" not in sys.modules, output
     if verb == "check":
-        assert "Python code" in said and "trap:rule, which is not imported here" in said
+        assert "Python code" in output and "trap:rule, which is not imported here" in output
 
 
 WRONG = {
@@ -210,14 +210,14 @@ DRIVERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("driver", DRIVERS)
-def test_real_workers_that_train_on_the_same_batches_are_told_once(stranger: Path, tmp_path: Path, driver: str):
+def test_real_workers_that_train_on_the_same_batches_are_warned_once(stranger: Path, tmp_path: Path, driver: str):
     settings = {**STEPS, "data": {**STEPS["data"], "source": "stranger.parts:same_for_all"}, "run__steps": 2}
-    code, said = run(
+    code, output = run(
         "train", written(tmp_path, **settings, **DRIVERS[driver]), "--local", 3, "--out", tmp_path / "real"
     )
     # Of a server's run two may have taken all steps before the third has come.
-    found = re.findall("all [23] workers begin with the same batch", said)
-    assert code == 0 and len(found) == 1, said
+    found = re.findall("all [23] workers begin with the same batch", output)
+    assert code == 0 and len(found) == 1, output
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -228,9 +228,9 @@ def test_each_mistake_has_its_sentence(stranger: Path, name: str):
 
 
 def test_an_exception_shows_the_users_traceback_and_no_frame_of_ours(stranger: Path, tmp_path: Path):
-    code, said = run("simulate", written(tmp_path, rule="stranger.parts:broken"), "--out", tmp_path / "run")
-    assert code == 2 and 'raise ZeroDivisionError(f"lr is {lr}")' in said and said.count("Traceback") == 1
-    assert "gossamer/code.py" not in said and said.rstrip().splitlines()[-1].startswith("gossamer: rule.name")
+    code, output = run("simulate", written(tmp_path, rule="stranger.parts:broken"), "--out", tmp_path / "run")
+    assert code == 2 and 'raise ZeroDivisionError(f"lr is {lr}")' in output and output.count("Traceback") == 1
+    assert "gossamer/code.py" not in output and output.rstrip().splitlines()[-1].startswith("gossamer: rule.name")
 
 
 def test_a_module_that_fails_while_it_is_imported_shows_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -240,7 +240,7 @@ def test_a_module_that_fails_while_it_is_imported_shows_why(tmp_path: Path, monk
         imported("rule.name", "spoilt:rule")
 
 
-def test_workers_with_other_code_are_told_which_file_differs(stranger: Path):
+def test_workers_with_other_code_learn_which_file_differs(stranger: Path):
     config = parse(document(**{**STEPS, **METHOD}))
     ours = own_parts(config)
     theirs = ours._replace(codes=tuple(code._replace(sha256="0" * 64) for code in ours.codes[-1:]))

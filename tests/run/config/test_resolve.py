@@ -458,7 +458,7 @@ def test_local_steps_that_change_are_refused_by_the_entry_at_fault():
     assert "run.local_steps reaches 3; set run.local_steps = 1" in sentence
 
 
-def test_what_is_not_known_is_in_nobodys_way():
+def test_unknown_facts_make_no_combination_invalid():
     for facts in (
         Combination(),
         SERVER,
@@ -471,7 +471,7 @@ def test_what_is_not_known_is_in_nobodys_way():
         assert combination_faults(facts) == []
 
 
-def test_all_faults_of_a_run_are_told_at_once_and_the_first_is_raised():
+def test_all_faults_of_a_run_are_reported_at_once_and_the_first_is_raised():
     config = tiny(
         rule__name="diloco",
         topology__name="ring",
@@ -489,7 +489,7 @@ def test_all_faults_of_a_run_are_told_at_once_and_the_first_is_raised():
     assert str(caught.value) == found[0]
 
 
-def test_an_option_that_cannot_be_is_told_with_the_pairings_that_are_known_without_it():
+def test_an_impossible_option_is_reported_with_the_pairings_that_are_known_without_it():
     found = faults_of(tiny(rule__lr=-1.0, schedule__fragments=3))
     assert len(found) == 2 and "lr" in found[0] and "schedule.fragments is 3" in found[1]
 
@@ -540,7 +540,7 @@ def test_hashes_that_no_audit_will_compare_are_warned_of_before_the_run(settings
     assert not resolve(tiny(**means, **settings), real=real).warnings
 
 
-def test_every_rule_goes_with_the_topology_that_is_chosen_where_nobody_names_one():
+def test_every_rule_goes_with_its_default_topology():
     for name, factory in RULES.items():
         if missing(factory):
             continue
@@ -550,11 +550,11 @@ def test_every_rule_goes_with_the_topology_that_is_chosen_where_nobody_names_one
             assert Outer(torch.nn.Linear(2, 1), rule, local_steps=2).method.topology.name == FITTING[rule.needs]
 
 
-def test_text_that_only_workers_with_few_local_steps_have_is_told_of():
+def test_text_that_only_workers_with_few_local_steps_have_gives_a_warning():
     uneven = {"workers": 4, "run__local_steps": [8, 2, 1, 8], "run__steps": 16}
     both = {"data__source": [str(TEXT), str(TEXT.parent / "json")]}
     (sentence,) = resolve(tiny(**uneven, **both, data__shards=[0, 1, 1, 0])).warnings
     assert "/json' is only on workers that take 2 of 8 local steps" in sentence and "run.weigh_steps" in sentence
-    for heard in ({}, {"data__shards": "contiguous"}, {**both, "data__shards": [0, 1, 1, 1]}):
-        assert not resolve(tiny(**uneven, **heard)).warnings
+    for settings in ({}, {"data__shards": "contiguous"}, {**both, "data__shards": [0, 1, 1, 1]}):
+        assert not resolve(tiny(**uneven, **settings)).warnings
     assert not resolve(tiny(**uneven, **both, data__shards=[0, 1, 1, 0], run__weigh_steps=True)).warnings

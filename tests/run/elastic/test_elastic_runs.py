@@ -1,4 +1,4 @@
-"""Elastic runs as a user starts them: who dies on the way, what is scored and told then, and how the run goes on."""
+"""Elastic runs as a user starts them: deaths on the way, scores and reports after them, and how the run continues."""
 
 import json
 import os
@@ -93,7 +93,7 @@ def without_disk(folder, worker):
 
 
 @pytest.mark.timeout(600)  # its waits together: a busy machine needs them
-def test_a_run_ends_well_without_a_worker_that_died_and_goes_on_with_fewer_and_with_newcomers(
+def test_a_run_ends_well_without_a_worker_that_died_and_resumes_with_fewer_and_with_newcomers(
     tmp_path, monkeypatch, caplog
 ):
     folder, config = tmp_path / "run", tiny(run__elastic=True, run__timeout_s=60)
@@ -142,7 +142,7 @@ def test_a_run_ends_well_without_a_worker_that_died_and_goes_on_with_fewer_and_w
     assert min(with_all) > 6, "they have saved when they left"
 
 
-def test_a_run_that_all_have_left_in_its_first_round_is_not_said_to_be_one_to_resume(tmp_path, monkeypatch, caplog):
+def test_a_run_that_all_have_left_in_its_first_round_is_not_offered_for_resuming(tmp_path, monkeypatch, caplog):
     folder, config = tmp_path / "run", tiny(run__elastic=True, run__timeout_s=60)
     (tmp_path / "run.toml").write_text(dump(config))
     command = "train", tmp_path / "run.toml", "--out", folder, "--local", 3
@@ -173,15 +173,15 @@ def test_the_first_machine_of_a_run_of_means_waits_for_others_that_come_or_come_
     join = (*words, tmp_path / "1", "--join", address)
     first = Command(*words, tmp_path / "0", "--listen", address, **secret)
     waits = (line for line in first.lines() if "waits for others to join" in line)
-    assert "round 1 waits" in (told := next(waits)) and "more than half of the 2 workers, and here is one" in told
+    assert "round 1 waits" in (waiting := next(waits)) and "more than half of the 2 workers, and here is one" in waiting
     second = Command(*join, **secret)
     eventually(second, lambda: len(rounds_of(tmp_path / "1", 1)) > 1, 100)
     os.kill(second.pid, signal.SIGTERM)
     assert second.finish()[0] == 0
-    assert next(waits) != told
+    assert next(waits) != waiting
     third = Command(*join, **secret)
-    (code, said), (of_first, output) = third.finish(), first.finish()
-    assert (code, of_first) == (0, 0), said + output
+    (code, printed), (of_first, output) = third.finish(), first.finish()
+    assert (code, of_first) == (0, 0), printed + output
     ours, theirs = (
         checkpoint.load(tmp_path / str(worker) / "checkpoints", config.length.rounds, worker, digest(config))["x"]
         for worker in range(2)
@@ -197,17 +197,17 @@ def test_the_first_machine_of_a_run_of_gossip_waits_for_another_and_says_so(tmp_
     words, secret = ("train", tmp_path / "run.toml", "--out"), {"GOSSAMER_SECRET": "of both " * 5}
     address = f"127.0.0.1:{free_port()}"
     first = Command(*words, tmp_path / "0", "--listen", address, **secret)
-    told = next(line for line in first.lines() if "waits for another to join" in line)
-    assert "worker 0 waits" in told and "of 3 workers it is the only one here" in told
+    waits_line = next(line for line in first.lines() if "waits for another to join" in line)
+    assert "worker 0 waits" in waits_line and "of 3 workers it is the only one here" in waits_line
     assert not [line for line in read_metrics(tmp_path / "0") if line["kind"] == "train"]
     second = Command(*words, tmp_path / "1", "--join", address, **secret)
-    (code, said), (of_first, output) = second.finish(), first.finish()
-    assert (code, of_first) == (0, 0), said + output
+    (code, printed), (of_first, output) = second.finish(), first.finish()
+    assert (code, of_first) == (0, 0), printed + output
     alone = [line for line in output.splitlines() if "local phases alone" in line]
     assert not alone, "the second took part from the first round or the next one on"
 
 
-def test_a_calm_elastic_run_goes_on_with_the_same_bits_and_a_worker_that_lagged_sets_the_round(tmp_path):
+def test_a_calm_elastic_run_resumes_with_the_same_bits_and_a_worker_that_lagged_sets_the_round(tmp_path):
     """Within a stretch of more local steps than there were at the start, and with another momentum."""
     steps = {"run__steps": 15, "run__local_steps": {"0": 1, "3": 4}, "run__checkpoint_every": 1}
     config = tiny(run__elastic=True, run__timeout_s=60, rule__momentum={"0": 0.5, "7": 0.3}, **steps)
@@ -229,12 +229,12 @@ def test_a_calm_elastic_run_goes_on_with_the_same_bits_and_a_worker_that_lagged_
     assert code == 0 and f"the run has ended after {config.length.rounds} rounds" in output
 
 
-def test_an_encrypted_run_has_the_bits_of_one_that_is_not_and_takes_who_is_listed(tmp_path, monkeypatch):
+def test_an_encrypted_run_has_the_bits_of_a_plain_one_and_accepts_listed_keys(tmp_path, monkeypatch):
     pytest.importorskip("cryptography")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    code, said = run("keys", "new", "berlin", "--json")
-    assert code == 0, said
-    certificate = json.loads(said)["keys"][0]["certificate"]
+    code, printed = run("keys", "new", "berlin", "--json")
+    assert code == 0, printed
+    certificate = json.loads(printed)["keys"][0]["certificate"]
     config = tiny(run__elastic=True, run__timeout_s=60, peers={"berlin": {"certificate": certificate, "workers": 3}})
     plain, folder = tiny(run__elastic=True), tmp_path / "run"
     assert digest(config) == digest(plain), "who takes part decides no number"

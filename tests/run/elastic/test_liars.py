@@ -63,9 +63,9 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     def of(**settings: Any) -> Machines:
         peers = {}
         for name in NAMES:
-            code, said = run("keys", "new", name, "--out", tmp_path / f"{name}.pem", "--json")
-            assert code == 0, said
-            peers[name] = {"certificate": json.loads(said)["keys"][0]["certificate"]}
+            code, output = run("keys", "new", name, "--out", tmp_path / f"{name}.pem", "--json")
+            assert code == 0, output
+            peers[name] = {"certificate": json.loads(output)["keys"][0]["certificate"]}
         config = single(
             run__elastic=True,
             run__steps=2 * ROUNDS,
@@ -87,29 +87,29 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
             command.finish(1)
 
 
-def test_who_says_that_it_is_ahead_is_left_out_and_named_and_the_others_keep_their_states(
+def test_a_worker_that_claims_to_be_ahead_is_left_out_and_named_and_the_others_keep_their_states(
     machines: Callable[..., Machines], tmp_path: Path
 ) -> None:
     some = machines()
     joined, lied, looked = (tmp_path / name for name in ("joined", "lied", "looked"))
     honest = partial(liars.held, {2: joined, liars.FROM_ROUND + 1: lied, ROUNDS - 1: looked})
     some.start(0, partial(honest, main))
-    some.until(0, lambda said: "listens on" in said)
+    some.until(0, lambda printed: "listens on" in printed)
     some.start(1, partial(honest, main))
     some.start(2, partial(liars.ahead, lied))
-    some.until(2, lambda said: "joins at round" in said)
+    some.until(2, lambda printed: "joins at round" in printed)
     joined.touch()
-    some.until(0, lambda said: "worker 2 says that it is in round" in said)
+    some.until(0, lambda printed: "worker 2 says that it is in round" in printed)
     code, shown = run("status", some.folder)
     assert code == 0 and "worker 2: ahead of the others" in shown, shown
     looked.touch()
-    said = {}
+    printed = {}
     for worker in range(2):
-        code, said[worker] = some.commands[worker].finish(120)
+        code, printed[worker] = some.commands[worker].finish(120)
         # Before it lies it may give its state to one that was late; the last such state is that with which it enters its round.
-        taken = [int(after) for after in re.findall(r"takes the state of worker 2 after round (\d+)", said[worker])]
-        assert code == 0 and all(after <= liars.FROM_ROUND for after in taken), said[worker]
-    assert "alone; worker 0 keeps its own state, and does not wait for it" in said[0]
+        taken = [int(after) for after in re.findall(r"takes the state of worker 2 after round (\d+)", printed[worker])]
+        assert code == 0 and all(after <= liars.FROM_ROUND for after in taken), printed[worker]
+    assert "alone; worker 0 keeps its own state, and does not wait for it" in printed[0]
     (life,) = read_outcomes(some.folder)[0]  # another one would begin with another's state
     assert [one.round for one in life.rounds] == [*range(some.config.length.rounds)]
     assert {one.alive for one in life.rounds if one.round > liars.FROM_ROUND + 1} == {frozenset({0, 1})}
@@ -133,8 +133,8 @@ def test_a_clock_that_jumps_by_an_hour_changes_no_bit(over: str, tmp_path: Path)
     else:
         stored = [*words, "--store", str(tmp_path / "store")]
         for one in (Command(*stored), Command(*stored, work=liars.wrong_clock)):
-            code, said = one.finish(120)
-            assert code == 0, said
+            code, output = one.finish(120)
+            assert code == 0, output
     code, shown = run("simulate", "--replay", tmp_path / "run", "--out", tmp_path / "again")
     assert code == 0, shown
     assert len(read_outcomes(tmp_path / "run")) == 2
@@ -154,17 +154,17 @@ def test_a_newcomer_does_not_take_a_state_that_does_not_fit_and_asks_another(
     joined = tmp_path / "joined"
     held = partial(liars.held, {liars.FROM_ROUND + 2: joined})
     some.start(0, partial(liars.started_by, partial(held, liar)))
-    some.until(0, lambda said: "listens on" in said)
+    some.until(0, lambda output: "listens on" in output)
     some.start(1, partial(held, main))
     some.until_closed(1, liars.FROM_ROUND + 1)
     some.start(2, main)
-    some.until(2, lambda said: "joins at round" in said)
+    some.until(2, lambda output: "joins at round" in output)
     joined.touch()
-    code, said = 0, ""
+    code, output = 0, ""
     for worker in range(3):
-        code, said = some.commands[worker].finish(120)
-        assert code == 0 and "Traceback" not in said, said
-    assert "worker 2 does not take the state that worker 0 gave: " in said, said
-    assert "worker 2 takes the state of worker 1 after round" in said and "checkpoint" not in said.lower(), said
-    assert "word alone" not in said, said  # both have the same parameters and outer state
+        code, output = some.commands[worker].finish(120)
+        assert code == 0 and "Traceback" not in output, output
+    assert "worker 2 does not take the state that worker 0 gave: " in output, output
+    assert "worker 2 takes the state of worker 1 after round" in output and "checkpoint" not in output.lower(), output
+    assert "word alone" not in output, output  # both have the same parameters and outer state
     assert torch.equal(some.x(some.folder, 1), some.x(some.folder, 2))

@@ -1,4 +1,4 @@
-"""Runs whose whole state lies in a folder: workers die, others come, all die, and the run goes on."""
+"""Runs whose whole state lies in a folder: workers die, others come, all die, and the run continues."""
 
 import base64
 import contextlib
@@ -80,14 +80,14 @@ def test_a_run_outlives_all_its_workers_and_its_replay_has_their_bits(tmp_path: 
     until(lambda: lives() == 3, first, third)
     there = closed()
     until(lambda: closed() > there + 3, first, third)
-    code, said = run("status", out, "--json")
-    assert code == 0 and [one["standing"] for one in json.loads(said)["workers"]] == ["alive", "alive"], said
-    assert json.loads(said)["note"].endswith("gossamer status URL shows all of them")
+    code, output = run("status", out, "--json")
+    assert code == 0 and [one["standing"] for one in json.loads(output)["workers"]] == ["alive", "alive"], output
+    assert json.loads(output)["note"].endswith("gossamer status URL shows all of them")
     for one in (first, third):
         one.kill()
-    code, said = run("status", store, "--json")
-    assert code == 0 and json.loads(said)["round"] == closed() and json.loads(said)["states"], said
-    assert [slot["standing"] for slot in json.loads(said)["workers"]] == ["held", "held"], "nobody has said goodbye"
+    code, output = run("status", store, "--json")
+    assert code == 0 and json.loads(output)["round"] == closed() and json.loads(output)["states"], output
+    assert [slot["standing"] for slot in json.loads(output)["workers"]] == ["held", "held"], "nobody has said goodbye"
     page = LiveRuns([], stores=[look(FollowedStore(str(store)))])
     shown = json.loads(page.data(""))["runs"][0]
     assert (shown["done"], shown["rounds"], shown["method"]) == (closed(), config.length.rounds, "diloco")
@@ -99,10 +99,10 @@ def test_a_run_outlives_all_its_workers_and_its_replay_has_their_bits(tmp_path: 
     assert ended == [-signal.SIGKILL] * 3
     fast = (*words, "--set", "run.pace_s=0")
     fourth, fifth = Command(*fast), Command(*(tmp_path / "new" if word is out else word for word in fast))
-    (code, said), (of_fifth, of_fifth_said) = fourth.finish(), fifth.finish()
-    assert (code, of_fifth) == (0, 0), said
-    assert "a worker that has died frees its own within 3 s" in said
-    assert said.count("is not encrypted") == of_fifth_said.count("is not encrypted") == 1
+    (code, output), (of_fifth, of_fifth_said) = fourth.finish(), fifth.finish()
+    assert (code, of_fifth) == (0, 0), output
+    assert "a worker that has died frees its own within 3 s" in output
+    assert output.count("is not encrypted") == of_fifth_said.count("is not encrypted") == 1
     logged = read_outcomes(out)
     assert logged == read_outcomes(tmp_path / "new"), "each has that of all"
     assert sorted(logged) == [0, 1]
@@ -110,8 +110,8 @@ def test_a_run_outlives_all_its_workers_and_its_replay_has_their_bits(tmp_path: 
     assert {one.round for some in logged.values() for life in some for one in life.rounds} == {
         *range(config.length.rounds)
     }
-    code, said = run("simulate", "--replay", out, "--out", tmp_path / "again")
-    assert code == 0, said
+    code, output = run("simulate", "--replay", out, "--out", tmp_path / "again")
+    assert code == 0, output
     for worker in range(2):
         (place,) = tmp_path.glob(f"[on]*/checkpoints/round-{config.length.rounds:06}/worker-{worker:03}.json")
         real, again = (
@@ -121,13 +121,13 @@ def test_a_run_outlives_all_its_workers_and_its_replay_has_their_bits(tmp_path: 
         assert torch.equal(real["x"], again["x"]) and all(map(torch.equal, real["outer"], again["outer"]))
     shown = json.loads(LiveRuns([], stores=[look(FollowedStore(str(store)))]).data(""))["runs"][0]
     assert (shown["state"], shown["done"]) == ("finished", config.length.rounds)
-    code, said = run(*words[:-1], tmp_path / "late")
-    assert code == 0 and f"the run in the store has ended after {config.length.rounds} rounds" in said, said
+    code, output = run(*words[:-1], tmp_path / "late")
+    assert code == 0 and f"the run in the store has ended after {config.length.rounds} rounds" in output, output
     assert read_outcomes(tmp_path / "late") == logged and (tmp_path / "late" / "run.toml").exists(), (
         "it can be replayed"
     )
-    code, said = run("train", tmp_path / "run.toml", "--set", "rule.lr=0.5", *words[2:-1], tmp_path / "other")
-    assert code == 2 and "the store holds another run: rule.lr is" in said, said
+    code, output = run("train", tmp_path / "run.toml", "--set", "rule.lr=0.5", *words[2:-1], tmp_path / "other")
+    assert code == 2 and "the store holds another run: rule.lr is" in output, output
 
 
 @pytest.mark.full
@@ -179,8 +179,8 @@ def test_a_run_in_a_store_continues_without_the_dead_and_its_replay_has_the_bits
     logged = read_outcomes(tmp_path / sorted(alive)[0])
     assert logged == read_outcomes(tmp_path / sorted(alive)[-1]) and sorted(logged) == [0, 1, 2]
     assert any(one.alive is not None for lives in logged.values() for life in lives for one in life.rounds)
-    code, said = run("simulate", "--replay", tmp_path / sorted(alive)[0], "--out", tmp_path / "again")
-    assert code == 0 and "this is not what was computed" not in said, said
+    code, output = run("simulate", "--replay", tmp_path / sorted(alive)[0], "--out", tmp_path / "again")
+    assert code == 0 and "this is not what was computed" not in output, output
     for worker in range(3):
         (place,) = tmp_path.glob(f"out*/checkpoints/round-{config.length.rounds:06}/worker-{worker:03}.json")
         real, again = (
@@ -209,13 +209,13 @@ def test_with_keys_a_store_shows_nothing_and_only_listed_machines_take_part(
         return ("train", run_file, "--store", store, "--out", tmp_path / name, "--key", keys[name])
 
     first, second = Command(*words("berlin")), Command(*words("paris"))
-    (code, said), (of_second, by_second) = first.finish(), second.finish()
-    assert (code, of_second) == (0, 0), said + by_second
-    assert "is not encrypted" not in said and "worker 0 takes part" in said and "worker 1 takes part" in by_second
+    (code, output), (of_second, by_second) = first.finish(), second.finish()
+    assert (code, of_second) == (0, 0), output + by_second
+    assert "is not encrypted" not in output and "worker 0 takes part" in output and "worker 1 takes part" in by_second
     logged = read_outcomes(tmp_path / "berlin")
     assert all(one.alive is None for lives in logged.values() for life in lives for one in life.rounds), "of both"
-    code, said = run("simulate", "--replay", tmp_path / "berlin", "--out", tmp_path / "again")
-    assert code == 0, said
+    code, output = run("simulate", "--replay", tmp_path / "berlin", "--out", tmp_path / "again")
+    assert code == 0, output
     for place in (tmp_path / "berlin", tmp_path / "paris"):
         worker = int(place.name == "paris")
         real, again = (
@@ -223,42 +223,42 @@ def test_with_keys_a_store_shows_nothing_and_only_listed_machines_take_part(
             for where in (place, tmp_path / "again")
         )
         assert torch.equal(real["x"], again["x"]), worker
-    code, said = run("audit", tmp_path / "berlin")
-    assert code == 2 and "copy metrics-001.jsonl and machines-001.jsonl from its --out" in said, said
+    code, output = run("audit", tmp_path / "berlin")
+    assert code == 2 and "copy metrics-001.jsonl and machines-001.jsonl from its --out" in output, output
     for name in ("metrics-001.jsonl", "machines-001.jsonl"):
         shutil.copy(tmp_path / "paris" / name, tmp_path / "berlin")
-    code, said = run("audit", tmp_path / "berlin")
-    assert code == 0 and f"{2 * config.length.rounds} hashes of all workers agree" in said, said
+    code, output = run("audit", tmp_path / "berlin")
+    assert code == 0 and f"{2 * config.length.rounds} hashes of all workers agree" in output, output
     for path in tmp_path.glob("paris/outcomes-*"):  # as in the folder of a worker that was killed
         path.unlink()
     for verb in (("audit", tmp_path / "paris"), ("simulate", "--replay", tmp_path / "paris", "--out", tmp_path / "no")):
-        code, said = run(*verb)
-        assert code == 2 and "as its worker ended before the run in the store; when that has ended" in said, said
+        code, output = run(*verb)
+        assert code == 2 and "as its worker ended before the run in the store; when that has ended" in output, output
     bucket.fails_every, objects = 0, [*bucket.objects.values()]
     assert not any("-mean-" in name or "-from-" in name for name in bucket.objects if "r00000000-" in name), "collected"
     assert not any(word in one for one in objects for word in (b"diloco", b"sha256", b"steps", b"leaves"))
     assert bytes(real["x"].numpy().tobytes()[:64]) not in b"".join(objects)
-    code, said = run("status", store)
-    assert code == 2 and "give its run file with --peers RUN.toml" in said, said
+    code, output = run("status", store)
+    assert code == 2 and "give its run file with --peers RUN.toml" in output, output
     monkeypatch.setenv("GOSSAMER_KEY", str(keys["paris"]))
-    code, said = run("status", store, "--peers", file, "--json")
-    assert code == 0 and json.loads(said)["round"] == config.length.rounds, said
+    code, output = run("status", store, "--peers", file, "--json")
+    assert code == 0 and json.loads(output)["round"] == config.length.rounds, output
     (shown,) = json.loads(LiveRuns([], stores=[look(FollowedStore(store, file))]).data(""))["runs"]
     assert shown["done"] == config.length.rounds and "process 1 of paris " in shown["holders"][1]
     own = tmp_path / "own.toml"
     own.write_text(
         dump(single(workers=2, peers={"stranger": {"certificate": certificates["stranger"], "workers": 2}}, **MEANS))
     )
-    code, said = run(*words("stranger", own))
-    assert code == 2 and "nobody in the run's [peers] has signed it" in said, said
+    code, output = run(*words("stranger", own))
+    assert code == 2 and "nobody in the run's [peers] has signed it" in output, output
     last = f"r{config.length.rounds - 1:08d}-commit"
     bucket.objects[f"bucket/run/{last}"] = bucket.objects[f"bucket/run/{last}"][:-1] + b"x"
-    code, said = run(*words("berlin"))
-    assert code == 2 and "whose signature does not fit: it was altered" in said and last in said, said
+    code, output = run(*words("berlin"))
+    assert code == 2 and "whose signature does not fit: it was altered" in output and last in output, output
 
 
 @pytest.mark.parametrize(
-    ("settings", "words", "told"),
+    ("settings", "words", "sentence"),
     [
         ({"run__elastic": False}, (), "--store was given with run.elastic = false"),
         ({"run__adapt": True}, (), "--store is given and run.adapt is True"),
@@ -283,11 +283,11 @@ def test_with_keys_a_store_shows_nothing_and_only_listed_machines_take_part(
     ],
 )
 def test_what_a_store_does_not_carry_is_refused_in_a_sentence(
-    tmp_path: Path, settings: dict[str, object], words: tuple[object, ...], told: str
+    tmp_path: Path, settings: dict[str, object], words: tuple[object, ...], sentence: str
 ) -> None:
     (tmp_path / "run.toml").write_text(dump(single(**{**MEANS, **settings})))
-    code, said = run("train", tmp_path / "run.toml", "--store", tmp_path / "store", "--out", tmp_path / "out", *words)
-    assert code == 2 and told in said, said
+    code, output = run("train", tmp_path / "run.toml", "--store", tmp_path / "store", "--out", tmp_path / "out", *words)
+    assert code == 2 and sentence in output, output
     assert not (tmp_path / "store").exists() and not (tmp_path / "out").exists()
 
 
@@ -353,10 +353,12 @@ def test_a_process_that_leaves_while_it_waits_for_a_slot_names_no_lost_outcome(t
     late = Command(*words, tmp_path / "late")
     until(lambda: (tmp_path / "late" / "store.txt").exists(), late)
     os.kill(late.pid, signal.SIGTERM)
-    code, said = late.finish()
-    assert code == 130 and "no outcome" not in said, said
-    code, said = run("train", "--resume", tmp_path / "out", "--local", 2)
-    assert code == 2 and "its run lies in a store; continue it with gossamer train RUN.toml --store URL" in said, said
+    code, output = late.finish()
+    assert code == 130 and "no outcome" not in output, output
+    code, output = run("train", "--resume", tmp_path / "out", "--local", 2)
+    assert code == 2 and "its run lies in a store; continue it with gossamer train RUN.toml --store URL" in output, (
+        output
+    )
 
 
 @pytest.mark.parametrize(
@@ -379,8 +381,8 @@ def test_a_folder_of_another_run_is_refused_before_one_is_created_in_the_store(
 
 def test_a_worker_that_ends_with_an_error_frees_its_slot(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(dump(single(workers=1, inner__lr=1e38, run__eval_every=0, **MEANS)))
-    code, said = run("train", tmp_path / "run.toml", "--store", tmp_path / "store", "--out", tmp_path / "out")
-    assert code == 2 and "the loss of worker 0 became nan" in said, said
+    code, output = run("train", tmp_path / "run.toml", "--store", tmp_path / "store", "--out", tmp_path / "out")
+    assert code == 2 and "the loss of worker 0 became nan" in output, output
     assert (tmp_path / "store" / "v00000-0000").exists() and not [*tmp_path.glob("store/u*")]
 
 
@@ -388,7 +390,7 @@ PULLED = [rule for rule in (factory() for factory in RULES.values()) if mixes_by
 
 
 @pytest.mark.parametrize("rule", PULLED, ids=lambda rule: rule.name)
-def test_rules_of_gossip_in_a_store_send_the_same_whoever_takes_it(rule: Rule) -> None:
+def test_rules_of_gossip_in_a_store_send_the_same_message_to_every_receiver(rule: Rule) -> None:
     x = torch.arange(8.0)
     layout = Layout((Leaf("w", (8,), 0, 8),), 8)
     contexts = [

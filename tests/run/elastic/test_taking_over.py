@@ -117,7 +117,7 @@ def run_of(**settings):
 
 
 @pytest.mark.parametrize("settings", FEEDBACK, ids=IDS)
-def test_the_error_that_a_worker_has_not_sent_is_not_sent_by_who_takes_over_its_state(settings):
+def test_the_error_that_a_worker_has_not_sent_is_not_sent_by_its_successor(settings):
     config = resolve(run_of(**settings))
     task, method, network = task_of(config), config.in_rounds, MemoryNetwork(3)
     crew = [Worker(Replica(i, config, task, torch.device("cpu")), method, network.transport(i)) for i in range(3)]
@@ -157,22 +157,24 @@ def test_the_lines_of_a_newcomer_have_the_steps_of_its_model_and_not_those_of_it
 
 
 @pytest.mark.parametrize("rule", ["gasloc", "diloco"])
-def test_who_was_left_out_of_the_last_round_ends_with_the_state_of_who_was_not(rule, tmp_path):
+def test_a_worker_left_out_of_the_last_round_ends_with_the_state_of_a_participant(rule, tmp_path):
     config = run_of(rule__name=rule)
     result = replay_with_a_newcomer(config, tmp_path, round=6)
     saved = [checkpoint.load(tmp_path / "again" / "checkpoints", 6, slot, digest(config))["x"] for slot in range(3)]
     assert result.loss < 6.0 and torch.equal(saved[2], saved[0])
 
 
-def test_who_needs_longer_for_a_state_than_a_round_lasts_says_why_it_takes_part_in_none(caplog):
+def test_a_worker_that_needs_longer_for_a_state_than_a_round_lasts_says_why_it_takes_part_in_none(caplog):
     slow = SimpleNamespace(
         slot=2, _closes=True, _taken_in_row=0, transport=SimpleNamespace(core=SimpleNamespace(limit_s=7.0))
     )
     for _ in range(9):
         elastic.ElasticRounds._say_if_slow(slow, 40.0)
     why = "the last one took 40.0 s, and they wait 7.0 s for it in every other round; give it a faster link, or set"
-    said = [f"worker 2 has taken a state {count} times, and each time" for count in (4, 8)]
-    assert [record.message[: len(said[0])] for record in caplog.records] == said and caplog.text.count(why) == 2
+    sentences = [f"worker 2 has taken a state {count} times, and each time" for count in (4, 8)]
+    assert [record.message[: len(sentences[0])] for record in caplog.records] == sentences and caplog.text.count(
+        why
+    ) == 2
 
 
 def replay_with_a_newcomer(config, tmp_path, round=4):
@@ -192,7 +194,7 @@ def replay_with_a_newcomer(config, tmp_path, round=4):
     return replay_elastic(resolve(config, real=True), tmp_path / "again", tmp_path / "real")
 
 
-def test_who_asks_for_a_state_while_a_worker_starts_up_gets_none_and_disturbs_nothing(monkeypatch, tmp_path):
+def test_a_request_for_a_state_while_a_worker_starts_up_gets_none_and_disturbs_nothing(monkeypatch, tmp_path):
     config, asked = resolve(run_of(run__timeout_s=0.5), real=True), Asked()
     listener = socket.create_server(("127.0.0.1", 0))
     address = f"127.0.0.1:{listener.getsockname()[1]}"

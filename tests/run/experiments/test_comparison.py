@@ -37,7 +37,7 @@ CHECKOUT = Path(gossamer.__file__).parents[2]
 
 
 @pytest.mark.usefixtures("forks")
-def test_a_comparison_that_is_stopped_keeps_the_line_of_each_run_that_ended_and_goes_on_with_several_at_a_time(
+def test_a_comparison_that_is_stopped_keeps_the_line_of_each_run_that_ended_and_resumes_with_several_at_a_time(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [{"label": "pairs"}, {"label": "wild", "inner": {"optimizer": "sgd", "lr": 1e18, "warmup_steps": 0}}]
@@ -166,7 +166,7 @@ def test_the_processes_of_a_quiet_comparison_are_quiet_too(tmp_path: Path, quiet
 
 
 @pytest.mark.usefixtures("forks")
-def test_a_process_of_a_run_that_is_killed_is_told_with_what_to_do(tmp_path: Path) -> None:
+def test_a_process_of_a_run_that_is_killed_is_reported_with_the_remedy(tmp_path: Path) -> None:
     (run,) = points(document(workers=2, run__steps=2000, model__layers=1), seeds=[0])
 
     def kill() -> None:
@@ -321,11 +321,11 @@ def test_runs_that_are_compared_are_trained_one_after_the_other_point_by_point_a
     assert runs[-1].at == {"run.local_steps": 4, "inner.lr": 1e-4} and runs[-1].config.inner.lr == 1e-4
     folders, trained = {run.label: tmp_path / folder_name(run.label) for run in runs}, list[tuple[Any, ...]]()
 
-    def told(run: Point, end: RunEnd) -> None:
+    def ended_of(run: Point, end: RunEnd) -> None:
         trained.append((run.method, run.config.run.local_steps, run.seed))
         assert len(end.text) == 32
 
-    train_all(runs, folders, tmp_path / "outcomes.jsonl", began=lambda run: None, on_end=told)
+    train_all(runs, folders, tmp_path / "outcomes.jsonl", began=lambda run: None, on_end=ended_of)
     assert trained == [
         ("a", 2, 3),
         ("b", 2, 3),
@@ -409,13 +409,15 @@ def test_a_comparison_is_not_resumed_over_the_damaged_files_of_a_run_that_has_en
     folder, outcomes = tmp_path / "out" / "pairs", tmp_path / "out" / "outcomes.jsonl"
     lines = outcomes.read_bytes()
 
-    def refused(name: str, content: str, *said: str) -> None:
+    def refused(name: str, content: str, *sentences: str) -> None:
         before = (folder / name).read_bytes()
         (folder / name).write_text(content)
         capsys.readouterr()
         assert main([*words, "--resume"]) != 0
-        told = capsys.readouterr().err
-        assert all(some in told for some in said) and "remove that folder" in told and "Traceback" not in told
+        output = capsys.readouterr().err
+        assert (
+            all(some in output for some in sentences) and "remove that folder" in output and "Traceback" not in output
+        )
         assert outcomes.read_bytes() == lines and (folder / name).read_text() == content
         (folder / name).write_bytes(before)
 

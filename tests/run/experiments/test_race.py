@@ -224,17 +224,17 @@ def test_a_race_is_stopped_resumed_and_ends_with_a_verdict_a_report_and_a_run_fi
         lambda config, *rest, **more: (trained.append(config.name), whole(config, *rest, **more))[1],
     )
     assert main([*small_race, "--resume", "--out", "run.toml"]) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     ended = read_results(folder / "outcomes.jsonl")
     document = tomllib.loads((folder / race.FILE).read_text())
     labels = [row["label"] for row in document["variant"]]
     assert len(trained) == len({*trained}) == len(ended) == 2 * len(labels) and ended[:2] == kept
-    (taken,) = [label for label in labels if f"taken: {label}, by these losses" in told]
-    assert "verdict: " in told and "losses are others, and their order may be" in told and "2 seeds" in told
-    assert (folder / "report.html").is_file() and "race of" in told
+    (taken,) = [label for label in labels if f"taken: {label}, by these losses" in output]
+    assert "verdict: " in output and "losses are others, and their order may be" in output and "2 seeds" in output
+    assert (folder / "report.html").is_file() and "race of" in output
     run = tomllib.loads(Path("run.toml").read_text())
     parse(run)
-    assert run["data"]["source"] == str(TEXT) and all(label in told for label in labels)
+    assert run["data"]["source"] == str(TEXT) and all(label in output for label in labels)
 
     assert main([*small_race, "--resume", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["race"]
@@ -283,13 +283,13 @@ def test_minutes_in_which_nothing_fits_are_refused_with_what_it_would_take(
 ) -> None:
     small_race[small_race.index("--race") + 1] = "1e-6"
     assert main(small_race) == 2
-    printed, said = capsys.readouterr()
+    printed, output = capsys.readouterr()
     assert not printed, "a plan that nobody asked for alone"
-    assert "--race got 1e-06 minutes, and 3 seeds of" in said
-    assert re.search(r"candidates take about (\d+) minutes? here, .* give \1, or fewer", said), said
+    assert "--race got 1e-06 minutes, and 3 seeds of" in output
+    assert re.search(r"candidates take about (\d+) minutes? here, .* give \1, or fewer", output), output
     assert not Path("runs").exists()
 
 
-def test_a_race_to_go_on_with_must_be_there(planned: Any, tmp_path: Path) -> None:
+def test_a_race_to_resume_must_exist(planned: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="leave --resume out to begin a race"):
         race.opened_race(tmp_path, planned[2])

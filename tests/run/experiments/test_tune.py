@@ -70,9 +70,9 @@ def test_no_search_exceeds_its_budget_tries_a_trial_twice_or_leaves_out_the_grid
     def loss(trial: Trial) -> float:
         return table.setdefault(trial, random.choice([random.random(), 1.0, math.nan, math.inf]))
 
-    trials, found = answered(space, loss)
+    trials, result = answered(space, loss)
     assert len({*trials}) == len(trials)
-    assert found.spent == sum(space.cost(trial) for trial in trials) <= space.budget
+    assert result.spent == sum(space.cost(trial) for trial in trials) <= space.budget
     grid = {
         Trial(GridPoint(k, outer), 0)
         for k in range(space.rates)
@@ -82,46 +82,46 @@ def test_no_search_exceeds_its_budget_tries_a_trial_twice_or_leaves_out_the_grid
     deciding = max(trial.rung for trial in trials)
     last = [trial for trial in trials if trial.rung == deciding]
     least = min((table[trial] for trial in last if math.isfinite(table[trial])), default=None)
-    assert (found.best is None) == (least is None)
-    if found.best is not None:
-        assert table[Trial(found.best, deciding)] == least
+    assert (result.best is None) == (least is None)
+    if result.best is not None:
+        assert table[Trial(result.best, deciding)] == least
     if deciding == len(space.tokens):
         before = sorted(loss for trial, loss in table.items() if trial.rung == deciding - 1 and math.isfinite(loss))
         assert space.final and [*map(table.get, (Trial(one, deciding - 1) for one, _ in last))] == before[: len(last)]
         assert len(last) == min(2, len(before)) or not any(math.isfinite(table[trial]) for trial in last[:2])
-    assert answered(space, loss) == (trials, found), "equal losses, equal trials, the same choice"
+    assert answered(space, loss) == (trials, result), "equal losses, equal trials, the same choice"
 
 
 @given(st.integers(-6, 10), st.integers(1, 4), st.sampled_from([(3,), (1, 4), (1, 2, 4)]))
 def test_a_grid_grows_until_its_best_learning_rate_is_interior(at: int, rates: int, tokens: tuple[int, ...]) -> None:
-    trials, found = answered(Space(rates, (None,), tokens, 1000), valley(at))
-    assert found.best == GridPoint(at, None) and found.edges == ()
+    trials, result = answered(Space(rates, (None,), tokens, 1000), valley(at))
+    assert result.best == GridPoint(at, None) and result.edges == ()
     assert {GridPoint(at + k, None) for k in (-1, 0, 1)} <= {s for s, rung in trials if rung == len(tokens) - 1}
 
 
 @given(st.integers(-2, 4), st.sampled_from([0.0, 0.5, 0.75, 0.875, 0.9375]))
 def test_a_momentum_at_the_edge_grows_or_shrinks_until_it_is_interior(at: int, momentum: float) -> None:
-    _, found = answered(Space(3, PAIRS[1:], (1, 4), 2000), valley(at, momentum))
-    assert found.best is not None and found.best.outer is not None and found.edges == ()
-    assert (found.best.doublings, found.best.outer[1]) == (at, momentum)
+    _, result = answered(Space(3, PAIRS[1:], (1, 4), 2000), valley(at, momentum))
+    assert result.best is not None and result.best.outer is not None and result.edges == ()
+    assert (result.best.doublings, result.best.outer[1]) == (at, momentum)
 
 
 @given(st.integers(0, 2), st.sampled_from([0.18, 0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8]))
 def test_an_outer_learning_rate_at_the_edge_grows_or_shrinks_until_it_is_interior(at: int, outer_lr: float) -> None:
     space = Space(3, ((0.7, 0.3), (0.7, 0.5), (0.7, 0.7)), (1, 4), 2000)
-    _, found = answered(space, valley(at, 0.5, outer_lr))
-    assert found == (GridPoint(at, (outer_lr, 0.5)), (), found.spent)
+    _, result = answered(space, valley(at, 0.5, outer_lr))
+    assert result == (GridPoint(at, (outer_lr, 0.5)), (), result.spent)
     _, kept = answered(space._replace(cross=False), valley(at, 0.5, outer_lr))
     assert kept == (GridPoint(at, (0.7, 0.5)), ("outer_lr",), kept.spent)
 
 
 def test_a_cross_tries_the_rates_with_the_first_pair_and_then_every_pair_at_the_best_of_them() -> None:
     pairs = ((0.7, 0.5), (1.0, 0.5), (0.5, 0.5), (0.7, 0.7), (0.7, 0.3))
-    trials, found = answered(Space(3, pairs, (1,), 100), valley(1, 0.5, 1.0))
+    trials, result = answered(Space(3, pairs, (1,), 100), valley(1, 0.5, 1.0))
     tried = [(trial.setting.doublings, trial.setting.outer) for trial in trials]
     assert tried[:7] == [*((k, pairs[0]) for k in range(3)), *((1, pair) for pair in pairs[1:])]
     around = {(0, (1.0, 0.5)), (2, (1.0, 0.5)), (1, (1.4, 0.5)), (1, (1.0, 0.3)), (1, (1.0, 0.7))}
-    assert {*tried[7:]} == around and found == (GridPoint(1, pairs[1]), (), 12)
+    assert {*tried[7:]} == around and result == (GridPoint(1, pairs[1]), (), 12)
 
 
 def test_in_a_product_a_pair_is_judged_at_its_own_best_learning_rate() -> None:
@@ -132,20 +132,20 @@ def test_in_a_product_a_pair_is_judged_at_its_own_best_learning_rate() -> None:
         best, floor = (6, 0.0) if trial.setting.outer == PAIRS[0] else (1, 1.0)
         return floor + abs(trial.setting.doublings - best)
 
-    _, found = answered(Space(3, PAIRS[:2], (1, 4), 500, cross=False), loss)
-    assert found.best == GridPoint(6, PAIRS[0]) and found.edges == ("outer_lr",)
+    _, result = answered(Space(3, PAIRS[:2], (1, 4), 500, cross=False), loss)
+    assert result.best == GridPoint(6, PAIRS[0]) and result.edges == ("outer_lr",)
 
 
-def test_a_budget_that_ends_early_is_told_by_the_edge() -> None:
+def test_a_budget_that_ends_early_is_reported_by_the_edge() -> None:
     space = Space(2, (None,), (1, 4), 0)
-    _, found = answered(space._replace(budget=needed_tokens(space)), valley(9))
-    assert found.best is not None and found.edges == ("lr",)
+    _, result = answered(space._replace(budget=needed_tokens(space)), valley(9))
+    assert result.best is not None and result.edges == ("lr",)
 
 
 def test_a_search_whose_runs_all_diverge_goes_down_and_chooses_nothing() -> None:
-    trials, found = answered(Space(2, (None,), (1,), 6), lambda trial: math.nan)
+    trials, result = answered(Space(2, (None,), (1,), 6), lambda trial: math.nan)
     assert [trial.setting.doublings for trial in trials] == [0, 1, -1, -2, -3, -4]
-    assert found == SearchResult(None, (), 6)
+    assert result == SearchResult(None, (), 6)
 
 
 def test_a_final_decides_between_the_two_best_and_the_grid_grows_around_both() -> None:
@@ -153,10 +153,10 @@ def test_a_final_decides_between_the_two_best_and_the_grid_grows_around_both() -
         return abs(trial.setting.doublings - (0.4 if trial.rung < 2 else 1))
 
     space = Space(2, (None,), (1, 4), 100, final=8)
-    trials, found = answered(space, loss)
+    trials, result = answered(space, loss)
     assert {trial.setting.doublings for trial in trials if trial.rung == 2} == {0, 1}
     assert {trial.setting.doublings for trial in trials if trial.rung == 1} >= {-1, 0, 1, 2}
-    assert found.best == GridPoint(1, None) and found.edges == ()
+    assert result.best == GridPoint(1, None) and result.edges == ()
 
 
 def test_where_both_finalists_diverge_the_next_best_is_asked() -> None:
@@ -164,9 +164,9 @@ def test_where_both_finalists_diverge_the_next_best_is_asked() -> None:
         height = abs(trial.setting.doublings - 2.2)
         return math.nan if trial.rung == 2 and trial.setting.doublings > 1 else height
 
-    trials, found = answered(Space(3, (None,), (1, 4), 100, final=8), loss)
+    trials, result = answered(Space(3, (None,), (1, 4), 100, final=8), loss)
     assert [trial.setting.doublings for trial in trials if trial.rung == 2] == [2, 3, 1, 4]
-    assert found.best == GridPoint(1, None)
+    assert result.best == GridPoint(1, None)
 
 
 TUNE = {"budget_tokens": 1_100, "lr": [1e-3, 2e-3], "outer": [[0.7, 0.5]], "rungs": [0.5, 1.0]}
@@ -232,13 +232,13 @@ def test_only_methods_with_both_outer_settings_try_pairs() -> None:
     sgd = {"label": "sgd", "rule": {"name": "gasloc", "optimizer": "sgd"}}
     own = {"label": "own", "rule": {"name": "gasloc", "momentum": 0.3}, "tune": {"outer": []}}
     server = {"label": "server", "server.name": "heloco"}
-    found = {one.row.label: one for one in contenders(tuning(variant=[*rules, sgd, own, server]))}
+    by_label = {one.row.label: one for one in contenders(tuning(variant=[*rules, sgd, own, server]))}
     tables = {"gasloc": "rule", "gossip": "", "slowmo": "rule", "sgd": "", "own": "", "server": "server"}
-    assert {label: one.table for label, one in found.items()} == tables
+    assert {label: one.table for label, one in by_label.items()} == tables
     trial = Trial(GridPoint(1, (0.7, 0.5)), 0)
-    config = found["gasloc"].run(trial, 3)
+    config = by_label["gasloc"].run(trial, 3)
     assert (config.seed, config.inner.lr, dict(config.rule.options)) == (3, 2e-3, {"lr": 0.7, "momentum": 0.5})
-    assert config.run.steps == 2 and found["gasloc"].tokens(0) == 2 * 2 * 2 * 16
+    assert config.run.steps == 2 and by_label["gasloc"].tokens(0) == 2 * 2 * 2 * 16
 
 
 def test_a_rung_is_a_share_of_the_inner_steps_where_rounds_grow() -> None:
@@ -259,14 +259,14 @@ def test_a_file_that_means_the_default_rule_is_searched_as_one_that_names_it(tmp
 
 
 @pytest.mark.parametrize(
-    ("grid", "said"),
+    ("grid", "sentence"),
     [("cross", "the budget ended before both neighbours in η had run"), ("product", "at the edge of η")],
 )
-def test_the_page_tells_a_budget_that_ended_from_a_grid_that_does_not_grow(grid: str, said: str) -> None:
+def test_the_page_tells_a_budget_that_ended_from_a_grid_that_does_not_grow(grid: str, sentence: str) -> None:
     (contender, *_) = contenders(tuning(tune={"grid": grid}))
     best = GridPoint(0, (0.7, 0.5))
-    found = Tuned(contender, SearchResult(best, ("outer_lr",), 9), {Trial(best, contender.deciding): [1.0]})
-    assert f", loss 1.0000, {said} (9 of " in tuned_page([found])
+    tuned = Tuned(contender, SearchResult(best, ("outer_lr",), 9), {Trial(best, contender.deciding): [1.0]})
+    assert f", loss 1.0000, {sentence} (9 of " in tuned_page([tuned])
 
 
 @pytest.mark.full
@@ -274,10 +274,10 @@ def test_the_final_repeats_no_run_and_decides_by_the_mean_of_its_seeds(tmp_path:
     twin = {**METHODS[1], "label": "twin"}
     asked = tuning(tune={"final_seeds": [0, 1, 2], "budget_tokens": 2_400}, variant=[METHODS[1], twin])
     (tmp_path / "outcomes.jsonl").touch()  # of a search that was refused before its first run
-    found, other = tune(contenders(asked), tmp_path)
+    result, other = tune(contenders(asked), tmp_path)
     with pytest.raises(ConfigError, match="already exists"):
         tune(contenders(asked), tmp_path)
-    assert other.result == found.result and other.losses == found.losses
+    assert other.result == result.result and other.losses == result.losses
     every = [json.loads(line) for line in (tmp_path / "outcomes.jsonl").read_text().splitlines()]
     assert searched(contenders(asked), tmp_path / "outcomes.jsonl")[1].result == other.result, (
         "each method has its own lines"
@@ -285,19 +285,19 @@ def test_the_final_repeats_no_run_and_decides_by_the_mean_of_its_seeds(tmp_path:
     lines = [line for line in every if line["method"] == "gossip"]
     assert len({line["run"] for line in lines}) == len(lines) == len(every) / 2, "no run of a method twice"
     full = {line["lr"]: line["loss"] for line in lines if line["rung"] == 1}
-    finals = {found.contender.lr(trial.setting): losses for trial, losses in found.losses.items() if trial.rung == 2}
+    finals = {result.contender.lr(trial.setting): losses for trial, losses in result.losses.items() if trial.rung == 2}
     assert [*finals] == sorted(full, key=full.__getitem__)[:2]
     assert [losses[0] for losses in finals.values()] == [full[lr] for lr in finals]
     assert {(line["lr"], line["seed"]) for line in lines if line["rung"] == 2} == {
         (lr, seed) for lr in finals for seed in (1, 2)
     }
-    assert found.result is not None and found.result.best is not None
-    assert found.contender.lr(found.result.best) == min(finals, key=lambda lr: sum(finals[lr]))
-    assert found.result.spent == sum(line["tokens"] for line in lines)
+    assert result.result is not None and result.result.best is not None
+    assert result.contender.lr(result.result.best) == min(finals, key=lambda lr: sum(finals[lr]))
+    assert result.result.spent == sum(line["tokens"] for line in lines)
     again, _ = searched(contenders(asked), tmp_path / "outcomes.jsonl")
-    assert (again.result, again.losses) == (found.result, found.losses), "from the outcomes alone"
-    said = tuned_page([found])
-    assert f"({found.result.spent:,} of 2,400 tokens, {len(found.losses)} trials)" in said, said
+    assert (again.result, again.losses) == (result.result, result.losses), "from the outcomes alone"
+    page = tuned_page([result])
+    assert f"({result.result.spent:,} of 2,400 tokens, {len(result.losses)} trials)" in page, page
 
 
 @pytest.mark.usefixtures("forks")
@@ -306,16 +306,16 @@ def test_a_tuning_that_was_cut_short_resumes_to_the_same_choice_and_repeats_no_f
 
     file, out = tmp_path / "methods.toml", tmp_path / "out"
     file.write_text(tomli_w.dumps(tuning()))
-    code, said = run("tune", file, "--out", out, "--jobs", 1)
-    assert code == 0 and "GASLoC: lr " in said and "gossip: lr " in said, said
+    code, output = run("tune", file, "--out", out, "--jobs", 1)
+    assert code == 0 and "GASLoC: lr " in output and "gossip: lr " in output, output
     outcomes, tuned, page = ((out / name).read_text() for name in ("outcomes.jsonl", "tuned.toml", "tune.md"))
     for line in map(json.loads, outcomes.splitlines()):
         assert line["seed"] == 0 and {*line["origin"]} == {"digest", "commit", "versions", "seconds", "text"}
     drawn = searched(contenders(load_document(file)), out / "outcomes.jsonl")
     assert page == f"# Tuned with one budget\n\n{tuned_page(drawn)}", "from the outcomes alone"
     assert run("tune", file, "--out", out)[0] == 2, "what is there is kept unless --resume is given"
-    code, said = run("tune", file, "--out", tmp_path / "other", "--set", "seed=3")
-    assert code == 2 and "set tune.seeds" in said, said
+    code, output = run("tune", file, "--out", tmp_path / "other", "--set", "seed=3")
+    assert code == 2 and "set tune.seeds" in output, output
     lines = outcomes.splitlines(keepends=True)
     (out / "outcomes.jsonl").write_text("".join(lines[:4]) + lines[4][:20])  # a killed process left a part of a line
     (unfinished, *_) = searched(contenders(load_document(file)), out / "outcomes.jsonl")
@@ -353,10 +353,10 @@ def test_a_comparison_copies_the_runs_of_the_search_that_chose_its_settings_and_
     asked = {"budget_tokens": 1_100, "lr": [1e-3, 2e-3, 4e-3], "outer": []}
     file.write_text(tomli_w.dumps({**base, "tune": asked, "variant": METHODS[:1]}))
     assert run("tune", file, "--out", out, "--jobs", 1)[0] == 0
-    code, said = run("compare", tuned, "--out", tmp_path / "copied", "--seeds", "0,1", "--reuse", out)
-    assert code == 0 and f"1 of 2 runs are copied from '{out}'" in said, said
-    code, said = run("compare", tuned, "--out", tmp_path / "copied", "--seeds", "0,1", "--reuse", out, "--resume")
-    assert code == 0 and f"0 of 0 runs are copied from '{out}'" in said, said
+    code, output = run("compare", tuned, "--out", tmp_path / "copied", "--seeds", "0,1", "--reuse", out)
+    assert code == 0 and f"1 of 2 runs are copied from '{out}'" in output, output
+    code, output = run("compare", tuned, "--out", tmp_path / "copied", "--seeds", "0,1", "--reuse", out, "--resume")
+    assert code == 0 and f"0 of 0 runs are copied from '{out}'" in output, output
     assert run("compare", tuned, "--out", tmp_path / "trained", "--seeds", "0,1")[0] == 0
     first, second = (read_results(tmp_path / name / "outcomes.jsonl") for name in ("copied", "trained"))
     assert [one.seed for one in first] == [0, 1]
@@ -370,7 +370,7 @@ def test_a_comparison_copies_the_runs_of_the_search_that_chose_its_settings_and_
         (("--set", "run.eval_workers=true"), "none of the 2 runs is finished in"),
         (("--set", "inner.lr=3e-3"), "none of the 2 runs is finished in"),
     ]:
-        code, said = run("compare", file, "--out", tmp_path / "no", "--seeds", "0,1", "--reuse", out, *words)
-        assert code == 2 and sentence in said and "Traceback" not in said, said
-    code, said = run("compare", tuned, "--out", tmp_path / "no", "--reuse", tmp_path)
-    assert code == 2 and "has no outcomes.jsonl" in said, said
+        code, output = run("compare", file, "--out", tmp_path / "no", "--seeds", "0,1", "--reuse", out, *words)
+        assert code == 2 and sentence in output and "Traceback" not in output, output
+    code, output = run("compare", tuned, "--out", tmp_path / "no", "--reuse", tmp_path)
+    assert code == 2 and "has no outcomes.jsonl" in output, output

@@ -63,24 +63,24 @@ def train_but_send_nan(argv: list[str]) -> int:
 @pytest.mark.usefixtures("forks")
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("driver", DRIVERS)
-def test_the_others_train_to_the_end_and_the_record_and_status_name_who_sent_nan(
+def test_the_others_train_to_the_end_and_the_record_and_status_name_the_sender_of_nan(
     driver: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = single(**{"run__timeout_s": 60.0, "run__steps": 16, "run__eval_every": 0, **DRIVERS[driver]})
     (tmp_path / "run.toml").write_text(dump(config))
     words = ["train", str(tmp_path / "run.toml"), "--out", str(tmp_path / "run")]
     code = run_local(3, train_but_send_nan, words)
-    said = str(capfd.readouterr())
-    assert code == 0, said
+    printed = str(capfd.readouterr())
+    assert code == 0, printed
     lines = [line for line in read_metrics(tmp_path / "run") if line["kind"] == "train"]
     if driver != "without waiting":
         assert {line["worker"] for line in lines if line["round"] == 7} >= {0, 2}
-    told = {worker for line in lines for worker in line.get("declined", {}) if line["worker"] != BAD}
-    assert told == {str(BAD)}, (lines, said)
-    assert f"declined what worker {BAD} sent" in said or f"worker {BAD} sent" in said, said
+    declined_senders = {worker for line in lines for worker in line.get("declined", {}) if line["worker"] != BAD}
+    assert declined_senders == {str(BAD)}, (lines, printed)
+    assert f"declined what worker {BAD} sent" in printed or f"worker {BAD} sent" in printed, printed
     if driver == "an elastic mean":
-        assert f"says that what worker {BAD} sent is not finite or cannot be decoded" in said, said
-        assert "the state of worker 1" not in said, "it is left out, and never the one that the others follow"
+        assert f"says that what worker {BAD} sent is not finite or cannot be decoded" in printed, printed
+        assert "the state of worker 1" not in printed, "it is left out, and never the one that the others follow"
         for worker in (0, 2):
             (life,) = read_outcomes(tmp_path / "run")[worker]
             assert [one.round for one in life.rounds] == [*range(8)]
@@ -109,9 +109,9 @@ def test_an_elastic_mean_ends_with_a_sentence_where_too_few_are_left_and_where_a
     (tmp_path / "run.toml").write_text(dump(config))
     work = train_but_send_nan if why == "too few are left" else main
     assert run_local(2, work, ["train", str(tmp_path / "run.toml"), "--out", str(tmp_path / "run")]) != 0
-    said = str(capfd.readouterr())
-    assert ("the others are too few to close the round; lower the learning rate" in said) == (not diverges), said
-    assert "lower the learning rate or clip the gradients" in said and "Traceback" not in said, said
+    output = str(capfd.readouterr())
+    assert ("the others are too few to close the round; lower the learning rate" in output) == (not diverges), output
+    assert "lower the learning rate or clip the gradients" in output and "Traceback" not in output, output
 
 
 def test_a_simulated_run_declines_the_same_messages_as_a_real_one(

@@ -82,8 +82,8 @@ def test_signals_that_come_together_are_one_wish_and_later_ones_are_another(
     for _ in range(3):
         handle(signal.SIGTERM, None)
     assert asked.is_set() and began.wait(10)
-    said = "gossamer: worker 3 is asked to leave after its round; stop once more to end it at once\n"
-    assert capfd.readouterr().err == said
+    sentence = "gossamer: worker 3 is asked to leave after its round; stop once more to end it at once\n"
+    assert capfd.readouterr().err == sentence
     monkeypatch.setattr(stop_signals, "_asked_s", time.monotonic() - 2 * stop_signals.ONE_WISH_S)
     with pytest.raises(KeyboardInterrupt):
         asked.signalled()

@@ -99,7 +99,7 @@ def test_a_worker_whose_store_has_fallen_silent_still_heeds_a_signal(tmp_path: P
             assert code == 130 and "gossamer: stopped" in output, output
 
 
-def test_who_joins_waits_for_the_first_machine_which_is_announced_at_an_address_and_says_what_is_plain(
+def test_a_newcomer_waits_for_the_first_machine_which_is_announced_at_an_address_and_warns_of_plain_text(
     tmp_path: Path,
 ) -> None:
     config = tiny(workers=2, rule={"name": "diloco"}, topology={"name": "complete"}, run__elastic=True)
@@ -114,10 +114,10 @@ def test_who_joins_waits_for_the_first_machine_which_is_announced_at_an_address_
     assert [code for code, _ in ends] == [0, 0], ends
     announced = (tmp_path / "first" / "address-000.json").read_text()
     assert "0.0.0.0" not in announced + ends[1][1].replace("0.0.0.0 means", ""), ends
-    assert [said.count("not encrypted") for _, said in ends] == [0, 1], "once, by whom others reach"
+    assert [output.count("not encrypted") for _, output in ends] == [0, 1], "once, by whom others reach"
 
 
-def test_who_joins_is_refused_at_once_for_what_no_waiting_changes(tmp_path: Path) -> None:
+def test_a_newcomer_is_refused_at_once_where_waiting_would_not_help(tmp_path: Path) -> None:
     run, key = resolve(tiny(run__elastic=True), real=True), 7
     entry = SlotEntry(0, 0, 1, MemberStatus.ALIVE, 0, "127.0.0.1:1")
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -136,7 +136,7 @@ def test_a_state_that_too_few_have_is_taken_once_another_has_closed_its_round_or
         taken(members, endpoint._replace(timeout_s=1.0))
 
 
-def test_who_has_claimed_false_rounds_is_asked_last_and_neither_believed_nor_counted(
+def test_a_worker_that_has_claimed_false_rounds_is_asked_last_and_neither_trusted_nor_counted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with run_of([Member(7, 9.0), Member(7, 1.0)]) as (members, endpoint):
@@ -175,7 +175,7 @@ def changes(channel: Channel) -> None:
 
 def offers(channel: Channel, of: int = 30) -> None:
     receive_letter(channel, RUN, limits(3), lambda letter, size: True)
-    said = {
+    offered = {
         "slot": 2,
         "donor": 0,
         "after": 7,
@@ -183,7 +183,7 @@ def offers(channel: Channel, of: int = 30) -> None:
         "sha256": "0" * 64,
         "entries": membership_update({}).decode(),
     }
-    send_letter(channel, Letter(LetterKind.OFFER, 0, body=body_of(json.dumps(said).encode())), RUN)
+    send_letter(channel, Letter(LetterKind.OFFER, 0, body=body_of(json.dumps(offered).encode())), RUN)
     receive_letter(channel, RUN, limits(3), lambda letter, size: True)
     send_letter(channel, Letter(LetterKind.CHUNK, 0, body=body_of(b"x" * of)), RUN)
 

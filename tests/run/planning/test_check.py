@@ -73,19 +73,19 @@ def test_every_file_that_comes_with_gossamer_can_start(path, capsys):
     assert "can start" in out and "per worker" in out and not err
 
 
-def test_a_run_without_rounds_sends_what_was_said_and_takes_about_as_long(tmp_path):
+def test_a_run_without_rounds_sends_the_predicted_bytes_and_takes_about_the_predicted_time(tmp_path):
     run = timed(server__name="heloco", run__steps=32)
-    said = examine_run(run)
+    examined = examine_run(run)
     outcome = simulate(run, tmp_path)
     pushed = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert {line["bytes"] for line in pushed if line["event"] == "push"} == {said.sent_bytes}
-    assert said.tokens == outcome.tokens
-    assert said.networks[0].round_s == pytest.approx(outcome.time_s["clock"] / run.length.rounds, rel=0.1)
+    assert {line["bytes"] for line in pushed if line["event"] == "push"} == {examined.sent_bytes}
+    assert examined.tokens == outcome.tokens
+    assert examined.networks[0].round_s == pytest.approx(outcome.time_s["clock"] / run.length.rounds, rel=0.1)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "accum_adamw", "sgd", "muon", "spectral_muon"])
 @pytest.mark.parametrize("averaging", [None, "gpa", "schedule_free"])
-def test_an_inner_optimizer_keeps_as_many_copies_as_were_said(optimizer, averaging):
+def test_an_inner_optimizer_keeps_the_predicted_number_of_copies(optimizer, averaging):
     averages = {"inner__averaging": averaging} if averaging else {}
     run = single(inner__optimizer=optimizer, **averages)
     replica = Replica(0, settings_of(run), task_of(settings_of(run)), torch.device("cpu"))
@@ -150,9 +150,9 @@ def test_an_experiment_has_a_block_for_each_variant_and_faults_with_their_labels
 def test_the_table_as_an_object(tmp_path, capsys):
     path = written(tmp_path, network__even__uplink_bps=1e6, network__even__downlink_bps=1e6)
     assert main(["check", str(path), "--json", "--set", "run.steps=24"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["parameters"] == PARAMETERS and said["rounds"] == 12 and said["kept"][0]["what"] == "weights"
-    assert said["networks"] == [
+    result = json.loads(capsys.readouterr().out)
+    assert result["parameters"] == PARAMETERS and result["rounds"] == 12 and result["kept"][0]["what"] == "weights"
+    assert result["networks"] == [
         {
             "name": "even",
             "round_s": None,
@@ -164,7 +164,7 @@ def test_the_table_as_an_object(tmp_path, capsys):
     ]
 
 
-def test_what_a_tokenizer_on_the_hub_would_tell_is_said_to_be_unknown(tmp_path, capsys):
+def test_the_facts_of_a_tokenizer_on_the_hub_are_reported_as_unknown(tmp_path, capsys):
     assert main(["check", str(written(tmp_path, data__tokenizer="some/tokenizer"))]) == 0
     out = capsys.readouterr().out
     assert out.count("unknown without the tokenizer") >= 3 and "MB per worker" not in out
@@ -202,18 +202,18 @@ def test_a_codec_on_whole_parameters_is_warned_of_with_a_number_before_and_in_th
 
 
 def test_text_that_is_not_on_this_machine_is_warned_of():
-    said = examine_run(tiny(data__source="/nowhere/*.txt"))
-    (sentence,) = said.here
+    examined = examine_run(tiny(data__source="/nowhere/*.txt"))
+    (sentence,) = examined.here
     assert sentence.startswith("data.source '/nowhere/*.txt' names no readable file")
-    assert lines(said)[0].endswith("can start, but not on this machine")
+    assert lines(examined)[0].endswith("can start, but not on this machine")
 
 
 @pytest.mark.parametrize(("text", "most"), [("", 2), ("short", 7)])
 def test_text_that_is_shorter_than_a_window_is_named_before_the_run(text, most, tmp_path):
     (path := tmp_path / "text.txt").write_text(text)
-    said = examine_run(tiny(data__source=str(path)))
-    (sentence,) = said.here
-    assert f"at most {most} tokens, but one window needs data.seq_len + 1 = 17" in sentence and said.passes is None
+    examined = examine_run(tiny(data__source=str(path)))
+    (sentence,) = examined.here
+    assert f"at most {most} tokens, but one window needs data.seq_len + 1 = 17" in sentence and examined.passes is None
 
 
 @pytest.mark.parametrize(
@@ -230,8 +230,10 @@ def test_a_worker_whose_own_text_is_shorter_than_a_window_is_named_before_the_ru
         (tmp_path / f"{name}.txt").write_text("x" * size)
     sources = [str(tmp_path / f"{name}.txt") for name in settings.get("sources", "ab")]
     given = {key: value for key, value in settings.items() if key != "sources"}
-    said = examine_run(tiny(data__source=sources, **given))
-    assert re.search(words + r", but one window needs data\.seq_len \+ 1 = ", said.here[0]) and said.passes is None
+    examined = examine_run(tiny(data__source=sources, **given))
+    assert (
+        re.search(words + r", but one window needs data\.seq_len \+ 1 = ", examined.here[0]) and examined.passes is None
+    )
     assert not examine_run(tiny(data__source=sources)).here
 
 
@@ -250,7 +252,7 @@ def test_a_worker_whose_own_text_is_shorter_than_a_window_is_named_before_the_ru
         ({"data__source": "hf:a/b", "data__tokenizer": "a/b"}, "data.tokenizer 'a/b' needs the package 'tokenizers'"),
     ],
 )
-def test_what_this_machine_lacks_for_a_run_is_said(settings, sentence, monkeypatch):
+def test_the_requirements_that_this_machine_lacks_for_a_run_are_listed(settings, sentence, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.setattr("gossamer.run.worker.stages.torch_stage.SINCE", "9.0")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -279,12 +281,12 @@ def test_a_run_for_one_verb_only_can_start_with_that_one(settings, verb, tmp_pat
 
 
 def test_the_stages_of_a_worker_are_listed_with_layers_and_memory():
-    said = examine_run(tiny(pipeline__stages=2, data__accumulate=2, model__layers=3))
-    assert said.processes == 2 * said.workers
-    assert [k for stage in said.stages for k in stage.layers] == [0, 1, 2]
-    assert sum(stage.parameters for stage in said.stages) == said.parameters
-    assert sum(stage.bytes for stage in said.stages) == pytest.approx(said.worker_bytes)
-    assert any("stage 1" in line and "MB" in line for line in lines(said))
+    examined = examine_run(tiny(pipeline__stages=2, data__accumulate=2, model__layers=3))
+    assert examined.processes == 2 * examined.workers
+    assert [k for stage in examined.stages for k in stage.layers] == [0, 1, 2]
+    assert sum(stage.parameters for stage in examined.stages) == examined.parameters
+    assert sum(stage.bytes for stage in examined.stages) == pytest.approx(examined.worker_bytes)
+    assert any("stage 1" in line and "MB" in line for line in lines(examined))
 
 
 def test_unknown_keys_of_an_experiments_own_tables_and_sizes_are_faults(tmp_path, capsys):
@@ -323,9 +325,9 @@ def test_check_says_which_special_tokens_stand_around_a_document_or_that_none_en
     assert "<|bos|> TEXT <|im_end|>, padded with <|pad|>" in capsys.readouterr().out
     endless = trained(tmp_path / "endless", ("[A]",), None)
     assert main(["check", str(written(tmp_path, data__tokenizer=endless)), "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["documents"] == {"before": [], "after": [], "padding": None}
-    assert any("no token ends a document" in sentence for sentence in said["warnings"])
+    result = json.loads(capsys.readouterr().out)
+    assert result["documents"] == {"before": [], "after": [], "padding": None}
+    assert any("no token ends a document" in sentence for sentence in result["warnings"])
 
 
 @pytest.mark.parametrize("topology", ["random", "ring", "star", "complete"])
@@ -533,9 +535,9 @@ def test_tokens_are_at_most_as_many_where_local_steps_adapt():
         ({"run__adapt": True}, "run.adapt"),
         (means | {"run__local_steps": {"0": 4, "8": 2}}, "the rule"),
     ):
-        (said,), wrong = examine_document({**document(**settings), **network})
-        assert not wrong and f"at the local steps that {who} begins with" in said.networks[0].note
-        assert any(re.search(r"length .* at most [\d,]+ tokens", line) for line in lines(said))
+        (examined,), wrong = examine_document({**document(**settings), **network})
+        assert not wrong and f"at the local steps that {who} begins with" in examined.networks[0].note
+        assert any(re.search(r"length .* at most [\d,]+ tokens", line) for line in lines(examined))
     assert not any("at most" in line for line in lines(examine_run(tiny())) if "length" in line)
 
 

@@ -1,4 +1,4 @@
-"""The choice of a plan, on the network of the first screen and others, and what is told of it."""
+"""The choice of a plan, on the network of the first screen and others, and its report."""
 
 import json
 import math
@@ -235,7 +235,7 @@ def test_gossip_whose_late_workers_take_fewer_local_steps_is_expected_to_lose_wh
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "sentence"),
     [
         (["--loss", "3"], "--loss got 3 with neither --anchor nor --law"),
         (["--anchor", "3@1e9"], "--loss got nothing with --anchor"),
@@ -256,15 +256,15 @@ def test_gossip_whose_late_workers_take_fewer_local_steps_is_expected_to_lose_wh
     ],
 )
 def test_goals_and_races_that_cannot_be_are_refused_in_a_sentence(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
     assert main(["plan", "configs/networks/slow_uplink.toml", *words]) == 2
     error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
+    assert sentence in error and error.count("\n") == 1
 
 
-def test_a_loss_that_the_law_never_lets_a_method_have_is_told(
+def test_a_loss_that_a_method_never_reaches_by_the_law_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "law.toml").write_text("floor = 2.0\nscale = 200.0\npower = 0.5\ntokens = [1e5, 1e9]\n")
@@ -274,8 +274,8 @@ def test_a_loss_that_the_law_never_lets_a_method_have_is_told(
     hours = {}
     for loss in ("2.1", "3.3"):
         assert main([*words, "--loss", loss]) == 0
-        said = f"loss {loss} by the law: {'never' if loss == '2.1' else 'after about '}"
-        assert said in capsys.readouterr().out
+        sentence = f"loss {loss} by the law: {'never' if loss == '2.1' else 'after about '}"
+        assert sentence in capsys.readouterr().out
         assert main([*words, "--loss", loss, "--json"]) == 0
         hours[loss] = json.loads(capsys.readouterr().out)["hours_to_loss"]
     assert hours["2.1"] is None and hours["3.3"] > 0
@@ -296,7 +296,7 @@ def test_a_run_is_not_longer_than_its_hours_unless_no_method_ends_a_round_in_the
 
 
 @pytest.mark.full
-def test_on_the_slow_uplink_the_slow_worker_is_dropped_and_told(
+def test_on_the_slow_uplink_the_slow_worker_is_dropped_and_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "run.toml"
@@ -330,7 +330,7 @@ def test_beside_one_slow_uplink_what_is_not_decided_is_near_and_gossip_is_taken_
     assert DRIFT == {"parameters": 0.29, "tokens": 0.72, "workers": 0.81}
 
 
-def test_what_is_not_decided_is_told_by_method_however_many_sets_of_workers_may_be_left_out() -> None:
+def test_undecided_candidates_are_listed_by_method_for_any_number_of_sets_of_workers_left_out() -> None:
     best, others = one("DiLoCo", 30, 1.0), [one("DiLoCo", 30, 1.0, left_out=gone) for gone in ((7,), (6, 7), (5, 6, 7))]
     gossip = one("GASLoC 1-Peer", 30, 1.0, left_out=(7,))
     found = pick([best], SCALE)
@@ -400,7 +400,7 @@ def test_a_worker_that_gets_faster_never_makes_the_pick_worse(slower: dict[str, 
 
 
 @pytest.mark.parametrize("goal", [{}, {"tokens": 4e7}, {"hours": 2.0}])
-def test_a_worker_that_is_left_out_changes_nothing_for_those_who_train(goal: dict[str, float]) -> None:
+def test_a_worker_that_is_left_out_changes_nothing_for_the_workers_that_train(goal: dict[str, float]) -> None:
     four = made(Network(uplink_bps=2.5e5, downlink_bps=25e6, step_s=(0.5,) * 4), workers=4, **goal).choice
     useless = Network(uplink_bps=(*[2.5e5] * 4, 1e4), downlink_bps=25e6, step_s=(*[0.5] * 4, 500.0))
     five = made(useless, workers=5, **goal).choice
@@ -420,7 +420,7 @@ def test_rounds_of_a_mean_are_those_that_fit_however_few_steps_its_slow_workers_
         assert b.few_rounds == pytest.approx(a.few_rounds)
 
 
-def test_who_is_left_out_depends_on_how_long_a_round_is() -> None:
+def test_the_workers_left_out_depend_on_the_length_of_a_round() -> None:
     both = Network(uplink_bps=(*[1e9] * 6, 1e6, 1e9), downlink_bps=1e9, step_s=(*[1.0] * 7, 3.0))
     assert slow_teams(both, 8, 192_960) == [(6,), (6, 7), (7,)]
 
@@ -456,8 +456,8 @@ def test_a_goal_that_cannot_be_is_refused_in_one_sentence(
 ) -> None:
     (tmp_path / "net.toml").write_text("uplink_bps = 1e9\ndownlink_bps = 1e9\nstep_s = 1.0\n")
     assert main(["plan", str(tmp_path / "net.toml"), "--workers", "4", "--model", "0.2m", *words]) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1 and sentence in told, told
+    output = capsys.readouterr().err
+    assert output.count("\n") == 1 and sentence in output, output
 
 
 def test_a_loss_is_reached_by_way_of_what_data_parallelism_reached_on_the_text(
@@ -473,7 +473,7 @@ def test_a_loss_is_reached_by_way_of_what_data_parallelism_reached_on_the_text(
     assert needed[1]["hours_to_loss"] > needed[0]["hours_to_loss"] > needed[0]["hours"]
 
 
-def test_pairs_of_an_odd_number_are_told_as_not_measured_since_one_worker_has_no_partner() -> None:
+def test_pairs_of_an_odd_number_are_reported_as_not_measured_since_one_worker_has_no_partner() -> None:
     scale = LossScale(MEASURED_PARAMETERS, 8, 20 * MEASURED_PARAMETERS, 256)
     even = Candidate("GASLoC 1-Peer", "bf16", None, (30,) * 8, 20.0, 1e6, 0.9, 1e-4)
     odd = even._replace(local_steps=(30,) * 7, left_out=(7,))

@@ -40,7 +40,7 @@ def test_differences_are_paired_by_seed_and_turn_round_with_their_sides() -> Non
     assert again.nats == pytest.approx(-above.nats) and again.half == pytest.approx(above.half)
 
 
-def test_at_a_published_size_the_gap_is_the_published_one_and_methods_are_not_told_apart() -> None:
+def test_at_a_published_size_the_gap_is_the_published_one_and_methods_are_not_significantly_different() -> None:
     at = scale(134e6, vocab_size=32_000)
     data_parallel = known(at, "data parallel", 1)
     above = expected_difference(at, known(at, "DiLoCo", 30), data_parallel)

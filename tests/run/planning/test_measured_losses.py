@@ -36,7 +36,7 @@ def test_means_never_fall_with_more_local_steps_from_five_on_and_seeds_differ_as
     assert [a - b for a, b in pairwise(shown)] == pytest.approx([(a - b) / unit for a, b in pairwise(above)])
 
 
-def test_what_is_said_of_the_measured_model_is_what_was_trained() -> None:
+def test_the_description_of_the_measured_model_matches_the_trained_one() -> None:
     assert parameter_count(ModelConfig(size="0.2m", layers=2), 256) == MEASURED_PARAMETERS
     assert {len(one.losses) for own in MEASURED.values() for one in own.values()} == {5}, (
         "seeds are paired by their place"
@@ -69,7 +69,9 @@ def test_a_loss_between_measured_local_steps_lies_between_in_their_logarithm_for
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_with_more_local_steps_than_measured_a_loss_goes_on_as_from_30_to_the_most_and_is_doubted(method: str) -> None:
+def test_with_more_local_steps_than_measured_a_loss_continues_as_from_30_to_the_most_with_a_wider_interval(
+    method: str,
+) -> None:
     for unit, most, more in zip(*(relative(method, steps) for steps in (30, 120, 480)), strict=True):
         rise = fmean(most.by_seed) - fmean(unit.by_seed)
         assert fmean(more.by_seed) - fmean(most.by_seed) == pytest.approx(rise) == more.beyond and most.beyond == 0

@@ -55,7 +55,7 @@ def test_a_plan_says_what_the_formulas_say() -> None:
     assert parallel.unhidden_round_s == pytest.approx(0.5 + 7 / 4 * payload_bits / 25e6, rel=1e-4)
 
 
-def test_a_straggler_takes_fewer_steps_and_nobody_waits_for_it() -> None:
+def test_a_straggler_takes_fewer_steps_and_no_worker_waits_for_it() -> None:
     network = Network(uplink_bps=(*[4.8e6] * 7, 4.8e5), downlink_bps=4.8e6, step_s=1.0)
     assert matched_steps(links_of(network, 8), 30, 1e6) == (*[30] * 7, 15)
     assert matched_steps(links_of(network, 8), 30, 2e6) == (*[30] * 7, 1)
@@ -183,22 +183,24 @@ def test_gossamer_plan_prints_a_table_and_writes_a_run_file(tmp_path: Path, caps
     (tmp_path / "net.toml").write_text("uplink_bps = 4e6\ndownlink_bps = 4e6\nstep_s = 0.5\n")
     words = ["plan", str(tmp_path / "net.toml"), "--model", "0.2m", "--workers", "4", "--codec", "int8"]
     assert main([*words, "--all", "--out", str(tmp_path / "run.toml")]) == 0
-    said = capsys.readouterr().out
-    named = {line.removeprefix("no price: ").split()[0].rstrip(":") for line in said.splitlines() if line}
+    output = capsys.readouterr().out
+    named = {line.removeprefix("no price: ").split()[0].rstrip(":") for line in output.splitlines() if line}
     assert recipes().keys() - PLANNED.keys() <= named, "every method has a price, or a reason why it has none"
-    assert "no price: snoo: it is for 1 worker" in said and "…" not in said
-    assert "192,960 parameters, 4 workers with inner steps of 8 x 128 tokens, 3.859e+06 tokens, 20 a parameter" in said
-    first, *_ = said.splitlines()
+    assert "no price: snoo: it is for 1 worker" in output and "…" not in output
+    assert (
+        "192,960 parameters, 4 workers with inner steps of 8 x 128 tokens, 3.859e+06 tokens, 20 a parameter" in output
+    )
+    first, *_ = output.splitlines()
     assert (
         first.startswith("take ")
         and " h for 3.86e+06 tokens, " in first
         and " times as fast as one machine alone" in first
     )
-    assert "times as fast as data parallelism (" in first and "~" not in said
-    assert "chosen: " in said and " local steps, int8 there and bf16 back: " in said and "not measured" in said
-    assert "they are the same with any --model" in said
+    assert "times as fast as data parallelism (" in first and "~" not in output
+    assert "chosen: " in output and " local steps, int8 there and bf16 back: " in output and "not measured" in output
+    assert "they are the same with any --model" in output
     assert parse(tomllib.loads((tmp_path / "run.toml").read_text())).workers == 4
-    assert "it reads bytes" not in said
+    assert "it reads bytes" not in output
     words += ["--method", "diloco"]
     adaptive = tmp_path / "new" / "adaptive.toml"
     assert main([*words, "--adapt", "--weigh-steps", "--out", str(adaptive)]) == 0
@@ -487,8 +489,10 @@ def test_a_run_without_a_worker_that_its_plan_dropped_is_priced_on_the_network_t
     simulate(parse(document), tmp_path / "run")
     capsys.readouterr()
     assert main(["price", str(tmp_path / "run"), str(file), "--json"]) == 0
-    said = capsys.readouterr()
-    assert json.loads(said.out)["workers"] == 2 and "without worker 1, whom the plan of this run left out" in said.err
+    output = capsys.readouterr()
+    assert (
+        json.loads(output.out)["workers"] == 2 and "without worker 1, whom the plan of this run left out" in output.err
+    )
     (tmp_path / "other.toml").write_text("uplink_bps = [1e6, 1e5, 20e6]\ndownlink_bps = 25e6\nstep_s = 0.5\n")
     assert main(["price", str(tmp_path / "run"), str(tmp_path / "other.toml")]) == 2
     assert "lists 3 workers but the run has 2" in capsys.readouterr().err
@@ -509,10 +513,10 @@ def test_gossamer_utilisation_prints_the_published_bandwidths_and_draws(
 
 def test_figure_9_is_printed_with_all_that_it_assumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["utilisation", "--figure9", "--plot", str(tmp_path / "figure9.png")]) == 0
-    said = capsys.readouterr().out
-    assert "assumed: one worker's uplink has 20% of the bandwidth" in said
-    assert "assumed: no latency" in said
-    assert "73.4% (4)" in said
+    output = capsys.readouterr().out
+    assert "assumed: one worker's uplink has 20% of the bandwidth" in output
+    assert "assumed: no latency" in output
+    assert "73.4% (4)" in output
     assert (tmp_path / "figure9.png").read_bytes().startswith(b"\x89PNG")
     assert main(["utilisation", "--figure9", "--set", "bandwidth_share=0.1"]) == 0
     assert "has 10% of the bandwidth" in capsys.readouterr().out
@@ -524,9 +528,9 @@ def test_figure_9_is_printed_with_all_that_it_assumes(tmp_path: Path, capsys: py
 
 def test_the_hours_of_a_run_are_printed_with_all_that_was_assumed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["utilisation", "--analytic", "--set", "replicas=2", "--set", "network=medium"]) == 0
-    said = capsys.readouterr().out
-    assert "DiLoCo, M = 2" in said
-    assert "assumed: 100 Gbit/s and 0.001 s across sites" in said
+    output = capsys.readouterr().out
+    assert "DiLoCo, M = 2" in output
+    assert "assumed: 100 Gbit/s and 0.001 s across sites" in output
     for words, sentence in (
         (["--set", "replica=2"], "did you mean 'replicas'"),
         (["--set", "network=lo"], "did you mean 'low'"),
@@ -640,7 +644,9 @@ def test_the_check_of_a_run_file_agrees_with_its_plan_on_a_committed_network_wit
     assert main(["plan", str(network), *words, "--out", str(file)]) == 0
     plan_says = capsys.readouterr().out
     assert main(["check", str(file)]) == 0
-    found = [re.search(r"([\d.]+) ± ([\d.]+) s (?:a|per) round", said) for said in (plan_says, capsys.readouterr().out)]
+    found = [
+        re.search(r"([\d.]+) ± ([\d.]+) s (?:a|per) round", output) for output in (plan_says, capsys.readouterr().out)
+    ]
     (there, its_half), (here, half) = (map(float, one.groups()) for one in found if one is not None)
     assert abs(there - here) <= its_half + half
     assert "± of hours and seconds: half of the 95 % interval" in plan_says

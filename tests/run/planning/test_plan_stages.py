@@ -71,7 +71,7 @@ def test_stages_have_as_much_work_as_memory_allows_with_the_output_head() -> Non
     assert made is not None and made.chosen.cuts == (5, 10) and made.chosen.stage_bytes <= 2.2e9
 
 
-def test_waits_between_stages_take_the_same_share_of_every_candidate_and_are_told(
+def test_waits_between_stages_take_the_same_share_of_every_candidate_and_are_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slow = replace(FAST, uplink_bps=3e7, stages=StageLinks(bandwidth_bps=4e6))
@@ -82,10 +82,10 @@ def test_waits_between_stages_take_the_same_share_of_every_candidate_and_are_tol
     (tmp_path / "net.toml").write_text(to_toml(slow))
     words = ["plan", tmp_path / "net.toml", "--model", "1m", "--workers", 4, "--memory-bytes", WHOLE]
     assert main([*map(str, words), "--local-steps", "15,30", "--method", "diloco"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
         f"its stages compute for {made.chosen.computing:.1%} of an inner step and wait for each other in the rest"
-        in said
+        in output
     )
 
 
@@ -138,10 +138,10 @@ def test_the_run_that_was_planned_starts_and_its_check_has_the_planned_seconds(
         assert network.round_s == pytest.approx(found["chosen"]["round_s"], rel=1e-3)
     assert "pipeline.stages is 2" in found["unpriced"].get("local_sgd", "pipeline.stages is 2")
     assert main([*map(str, words), "--all"]) == 0
-    said = capsys.readouterr().out
-    assert "in 2 stages, cut before the layers 2, a process takes" in said and "boundary codec: " in said
-    assert "no price: sgp: pipeline.stages is 2" in said
-    assert found["stages"]["chosen"]["unhindered"] < 0.9 and "model.bottleneck 'resbm' or 'subspace'" in said
+    output = capsys.readouterr().out
+    assert "in 2 stages, cut before the layers 2, a process takes" in output and "boundary codec: " in output
+    assert "no price: sgp: pipeline.stages is 2" in output
+    assert found["stages"]["chosen"]["unhindered"] < 0.9 and "model.bottleneck 'resbm' or 'subspace'" in output
     assert main([*map(str, words[:-3]), "1e9"]) == 0
     assert "a replica fits a process of 1 GB" in capsys.readouterr().out
 
@@ -162,11 +162,11 @@ def test_what_cannot_be_cut_is_refused_in_one_sentence(
 ) -> None:
     (tmp_path / "net.toml").write_text("uplink_bps = 1e9\ndownlink_bps = 1e9\nstep_s = 1.0\n")
     assert main(["plan", str(tmp_path / "net.toml"), "--model", "1m", "--workers", "4", *words]) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1 and part in told, told
+    output = capsys.readouterr().err
+    assert output.count("\n") == 1 and part in output, output
 
 
-def test_a_boundary_codec_that_does_not_fit_the_model_is_told_and_one_at_least_must() -> None:
+def test_a_boundary_codec_that_does_not_fit_the_model_is_named_and_at_least_one_must_fit() -> None:
     odd = ModelConfig(size="1m", hidden_size=120, heads=4)
     made = plan_in_stages(FAST, odd, SETTINGS, 25e6)
     assert made is not None and made.refused.keys() <= {"intk", "tahquant"} and made.refused

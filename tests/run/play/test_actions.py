@@ -60,7 +60,7 @@ def test_each_method_keeps_its_own_momentum() -> None:
     assert conditions_after(conditions, Action("method", "diloco")).momentum == 0.9
 
 
-def test_a_mean_is_taken_by_more_than_half_of_all_slots_and_gossip_goes_on_in_both_sides() -> None:
+def test_a_mean_is_taken_by_more_than_half_of_all_slots_and_gossip_continues_on_both_sides() -> None:
     cut = conditions_after(Conditions(), Action("cut"))
     assert cut.taking_part() == {0, 1, 2, 3, 4} and cut.side_of(6) == {5, 6, 7}
     assert conditions_after(cut, Action("kill", 0)).taking_part() == frozenset(), "four of eight are not more than half"

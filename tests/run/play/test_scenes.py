@@ -152,7 +152,7 @@ def test_a_dead_worker_takes_no_part_until_it_is_back_with_the_state_of_another(
 
 @pytest.mark.full
 @pytest.mark.parametrize("method", ["gossip", "gasloc"])
-def test_a_cut_separates_pairs_and_both_sides_of_gossip_go_on(studio: Studio, method: str) -> None:
+def test_a_cut_separates_pairs_and_both_sides_of_gossip_continue(studio: Studio, method: str) -> None:
     _, frames = played(studio, begun(studio, method, 1), [Action("cut")], *[[]] * 3, [Action("heal")], *[[]] * 2)
     crossing = [[pair for pair in frame["pairs"] if (pair[0] < 5) != (pair[1] < 5)] for frame in frames]
     assert not any(crossing[:4]) and any(crossing[4:])
@@ -188,7 +188,7 @@ def test_a_slow_uplink_costs_priced_seconds_and_changes_no_number_of_the_trainin
 
 
 @pytest.mark.full
-def test_a_switch_keeps_the_parameters_and_makes_the_outer_state_anew(studio: Studio) -> None:
+def test_a_switch_keeps_the_parameters_and_resets_the_outer_state(studio: Studio) -> None:
     """GASLoC without momentum has no other memory than its parameters, and then it is gossip."""
     plain, _ = played(studio, begun(studio, "gasloc"), [Action("momentum", 0.0)], [])
     (one, (stayed,)), (other, (switched,)) = (
@@ -230,7 +230,9 @@ def test_local_steps_and_momentum_change_and_all_states_are_kept(studio: Studio)
         assert same(played(studio, scene, there_and_back)[0], played(studio, scene, [])[0])
 
 
-def test_when_nobody_is_alive_nothing_happens_and_who_comes_back_goes_on_from_its_own(studio: Studio) -> None:
+def test_when_no_worker_is_alive_nothing_happens_and_one_that_comes_back_continues_from_its_own_state(
+    studio: Studio,
+) -> None:
     scene = begun(studio, "gossip")
     dead, (frame,) = played(studio, scene, [Action("kill", i) for i in EVERYONE])
     assert frame["there"] == () and frame["says"].startswith("Nobody is alive")

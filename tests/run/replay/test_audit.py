@@ -295,14 +295,14 @@ def test_a_replay_of_several_exchanges_a_round_has_the_bits_of_a_calm_run_where_
 ):
     config = tiny(model__layers=2, run__steps=8, run__eval_every=0, run__checkpoint_every=0, **settings)
     simulate(config, tmp_path / "calm")
-    # Worker 1 is killed when the others have counted its last message, and before it has heard theirs.
+    # Worker 1 is killed when the others have counted its last message, and before it has received theirs.
     lives = {slot: lived_exchanges(slot, 4, exchanges, killed_in=3 if slot == 1 else None) for slot in range(3)}
     replay_elastic(resolve(config, real=True), tmp_path / "replay", logged(tmp_path / "log", config, lives))
     for slot in (0, 2):
         assert torch.equal(final(tmp_path / "replay", config, slot), final(tmp_path / "calm", config, slot))
     if settings.get("rule__name") == "diloco":
         return
-    # The exchange of round 2 is missed at both ends: the others go on, and these two keep its weight at home.
+    # The exchange of round 2 is missed at both ends: the others continue, and these two keep its weight at home.
     of = 2, max(p for q, p in exchanges(2) if q == 2)
     lives = {
         slot: lived_exchanges(slot, 4, exchanges, missed={(*of, peer) for peer in {0, 1} - {slot}} if slot < 2 else ())

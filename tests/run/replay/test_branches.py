@@ -1,4 +1,4 @@
-"""Runs that went on with other settings: audits and replays compute each round with those that it had, or say why they cannot."""
+"""Runs resumed with other settings: audits and replays use those of each round, or say why they cannot."""
 
 import json
 import shutil
@@ -66,12 +66,12 @@ WAYS = {
         {"model__layers": 2, "data__accumulate": 2, "run__steps": 16, "pipeline__stages": 2},
     ),
 }
-"""Settings, the rounds that are over when the run goes on, and with which settings it does."""
+"""Settings, the rounds completed before the run continues, and the settings with which it continues."""
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("before", "until", "after"), WAYS.values(), ids=WAYS.keys())
-def test_an_audit_of_a_run_that_went_on_with_other_settings_accuses_nobody_but_who_is_wrong(
+def test_an_audit_of_a_run_that_continued_with_other_settings_accuses_only_the_wrong_worker(
     before, until, after, tmp_path
 ):
     simulate(hashed(**before), tmp_path, until=until)
@@ -105,7 +105,7 @@ def test_a_run_that_went_back_behind_a_change_of_settings_is_audited_with_the_la
     assert audit(tmp_path, rounds=(0, None)).difference is None
 
 
-def test_settings_before_a_change_that_cannot_be_told_are_no_reason_to_guess(tmp_path):
+def test_settings_before_a_change_that_cannot_be_recovered_are_no_reason_to_guess(tmp_path):
     simulate(hashed(), tmp_path)
     simulate(hashed(run__steps=16), tmp_path, resume=True)
     (branch,) = read_branches(tmp_path)
@@ -148,8 +148,8 @@ def test_simulating_the_run_file_of_a_run_whose_settings_changed_says_so_and_its
     simulate(slower, folder, resume=True)
     words = ["simulate", str(folder / "run.toml"), "--out"]
     assert main([*words, str(tmp_path / "last")]) == 0
-    said = "after round 3: inner.lr from 0.001 to 0.0001; its run.toml has the settings since then alone"
-    assert said in caplog.text and f"--replay {folder}" in caplog.text
+    sentence = "after round 3: inner.lr from 0.001 to 0.0001; its run.toml has the settings since then alone"
+    assert sentence in caplog.text and f"--replay {folder}" in caplog.text
     caplog.clear()
     assert main([*words, str(tmp_path / "again"), "--replay", str(folder)]) == 0, capsys.readouterr().err
     assert "settings since then alone" not in caplog.text
@@ -165,7 +165,7 @@ def test_simulating_the_run_file_of_a_run_whose_settings_changed_says_so_and_its
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
-def test_an_elastic_run_that_went_on_with_other_settings_is_replayed_and_audited_with_those_of_each_round(tmp_path):
+def test_an_elastic_run_that_continued_with_other_settings_is_replayed_and_audited_with_those_of_each_round(tmp_path):
     config = hashed(run__elastic=True, run__checkpoint_every=2, run__timeout_s=60)
     (tmp_path / "run.toml").write_text(dump(config))
     real = tmp_path / "real"
@@ -200,7 +200,7 @@ def a_secret(monkeypatch):
 
 
 @pytest.mark.usefixtures("a_secret")
-def test_where_nobody_waits_settings_that_decide_no_number_may_change_and_others_are_refused_by_name(tmp_path):
+def test_in_asynchronous_runs_settings_that_decide_no_number_may_change_and_others_are_refused_by_name(tmp_path):
     config = single(run__steps=8, run__checkpoint_every=4, run__timeout_s=LIMIT_S, run__eval_every=0, **KINDS["gossip"])
     folder = tmp_path / "run"
     fleet = Fleet(config, folder)

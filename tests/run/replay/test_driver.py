@@ -1,4 +1,4 @@
-"""The driver of replays: in whichever order actors come, each event has what it needs, and who can never go on is named."""
+"""The driver of replays: in every order of actors each event has its inputs, and an actor that can never continue is named."""
 
 from pathlib import Path
 from random import Random

@@ -75,13 +75,13 @@ def churn(root, **settings):
         time.sleep(0.1)
     os.kill(pids["1"], signal.SIGKILL)
     left = max(checkpoint.rounds(real / "checkpoints", 1))
-    # The others go on without it, so that its own state is too old for the newcomer.
+    # The others continue without it, so that its own state is too old for the newcomer.
     while max(checkpoint.rounds(real / "checkpoints", 0), default=0) < left + 2 and time.monotonic() < deadline:
         time.sleep(0.1)
     newcomer = Command("train", root / "run.toml", "--out", real, "--join", "auto")
-    code, said = newcomer.finish()
+    code, printed = newcomer.finish()
     ended, output = launcher.finish()
-    assert (code, ended) == (0, 0), said + output
+    assert (code, ended) == (0, 0), printed + output
     return root, config
 
 
@@ -117,7 +117,7 @@ def test_so_is_one_of_a_rule_with_several_exchanges_a_round(settings, tmp_path, 
 
 
 def slots_are_shared(folder, config):
-    """Whether slot 1 went on but for the rounds in which its worker, who was there at their start, was lost."""
+    """Whether slot 1 continued except in the rounds in which its worker, present at their start, was lost."""
     lives = read_outcomes(folder)
     there = [outcome.alive is None or 1 in outcome.alive for life in lives[0] for outcome in life.rounds]
     begun = lives[1][1].begun
@@ -145,7 +145,7 @@ def test_until_somebody_dies_an_elastic_run_has_the_bits_of_its_simulation(churn
     root, config = churned
     lives = [
         life for lives in read_outcomes(root / "real").values() for life in lives
-    ]  # whoever met it then has lost it
+    ]  # a worker that met it then has lost it
     death = min(outcome.round for life in lives for outcome in life.rounds if outcome.missed | outcome.unsure)
     simulate(config, tmp_path, until=death)
     calm = trained(tmp_path)
@@ -193,7 +193,7 @@ def train_but_leave_amid_round_3(argv):
 @pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fragments", [1, 2])
-def test_workers_that_leave_amid_a_round_go_on_from_its_begin_with_the_bits_of_the_replay(
+def test_workers_that_leave_amid_a_round_continue_from_its_start_with_the_bits_of_the_replay(
     fragments, tmp_path, monkeypatch
 ):
     config = tiny(
@@ -241,7 +241,9 @@ def train_but_leave_after_round_4(argv):
 @pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("rule", ["gasloc", "diloco"])
-def test_who_leaves_with_the_state_that_it_has_taken_over_goes_on_with_it_and_is_replayed(rule, tmp_path, monkeypatch):
+def test_a_worker_that_leaves_with_a_state_that_it_has_taken_over_continues_with_it_and_is_replayed(
+    rule, tmp_path, monkeypatch
+):
     config = tiny(
         run__elastic=True,
         rule__name=rule,
@@ -265,8 +267,8 @@ def test_who_leaves_with_the_state_that_it_has_taken_over_goes_on_with_it_and_is
         patched.setattr("gossamer.cli.main", train_but_leave_after_round_4)
         newcomer = pool.submit(join)
         code, output = run(*command, "--local", 2)
-    left, said = newcomer.result()
-    assert left == 0 and "worker 2 leaves after round 4" in said, said
+    left, printed = newcomer.result()
+    assert left == 0 and "worker 2 leaves after round 4" in printed, printed
     assert code == 2 and output.count("leaves after round 4") == 2, output
     code, output = run("train", "--resume", real, "--local", 3)
     assert code == 0, output

@@ -97,11 +97,11 @@ def test_a_killed_worker_leaves_the_others_a_new_process_takes_its_place_and_all
     spare = in_place_of_a_killed_worker(launcher, real, 1, pids["0"], pids["2"])
     code, output = launcher.finish(150)
     assert code == 0, output
-    code, said = spare.finish()
-    assert code == 0, said
+    code, printed = spare.finish()
+    assert code == 0, printed
     first, second = (item for item in read_arrivals(real) if item.event == "join" and item.worker == 1)
     assert first.checkpoint == 0 < second.checkpoint
-    assert "worker 1 ended with code 137, and the others go on" in output and "Traceback" not in output + said
+    assert "worker 1 ended with code 137, and the others go on" in output and "Traceback" not in output + printed
     assert [e["event"] for e in events(real, 3) if e["event"] in ("leave", "return")] == ["leave", "return"]
     taken = read_events(real).absorbed
     assert taken.sum() == 3 * 32 and (taken > 0).all()

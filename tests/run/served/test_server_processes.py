@@ -98,7 +98,7 @@ def events(folder, who=None):
 
 
 def had(folder, event):
-    """The workers of which the record of a run has such an event, in its order, while the run goes on."""
+    """The workers of which the record of a run has such an event, in its order, while the run continues."""
     record = folder / "arrivals.jsonl"
     lines = record.read_text().split("\n")[:-1] if record.exists() else []
     return [one["worker"] for one in map(json.loads, lines) if one["event"] == event]
@@ -182,7 +182,7 @@ def test_one_worker_over_a_socket_computes_the_bits_of_virtual_time(method, tmp_
     assert np.cumsum([one.total_s for one in measured]) == pytest.approx([one.end_s for one in measured])
 
 
-def test_a_server_with_keys_computes_the_same_bits_and_only_who_is_listed_as_server_may_be_it(tmp_path, monkeypatch):
+def test_a_server_with_keys_computes_the_same_bits_and_must_be_listed_as_server(tmp_path, monkeypatch):
     pytest.importorskip("cryptography")
     keys = {name: new_key(name, tmp_path / f"{name}.pem") for name in ("hub", "berlin")}
     listed = {name: {"certificate": base64.b64encode(certificate_of(path)).decode()} for name, path in keys.items()}
@@ -217,11 +217,13 @@ def test_a_run_that_has_ended_is_not_served_again(tmp_path, monkeypatch, capsys)
     config = served(workers=1, server__name="heloco")
     together(config, tmp_path / "real", monkeypatch)
     before = {path: path.read_bytes() for path in (tmp_path / "real").glob("*.jsonl")}
-    told = f"the run has ended after {config.length.rounds} rounds; gossamer evaluate {tmp_path / 'real'} scores it\n"
+    sentence = (
+        f"the run has ended after {config.length.rounds} rounds; gossamer evaluate {tmp_path / 'real'} scores it\n"
+    )
     for words in (["--local", "1"], ["--server", "127.0.0.1:1"]):
         capsys.readouterr()
         assert main(["train", "--resume", str(tmp_path / "real"), *words]) == 0
-        assert capsys.readouterr().err == told
+        assert capsys.readouterr().err == sentence
     assert {path: path.read_bytes() for path in (tmp_path / "real").glob("*.jsonl")} == before
     (tmp_path / "real" / "run.toml").write_text(dump(served(workers=1, server__name="heloco", seed=5)))
     assert main(["train", "--resume", str(tmp_path / "real"), "--server", "127.0.0.1:1"]) == 2
@@ -260,7 +262,7 @@ def test_several_workers_take_all_steps_and_every_push_counts_with_its_age(name,
     assert evaluate(tmp_path)[1].loss == scored[-1]["loss"]
 
 
-def test_a_worker_that_comes_back_is_greeted_and_goes_on_where_it_was(tmp_path, monkeypatch, caplog):
+def test_a_worker_that_comes_back_is_greeted_and_continues_where_it_was(tmp_path, monkeypatch, caplog):
     config = served(workers=2, server__name="heloco", run__steps=12, run__checkpoint_every=2)
     with a_server(config, tmp_path, monkeypatch) as (server, port):
         # A worker of which only the socket is real: it is greeted, and dies without a word.
@@ -331,7 +333,7 @@ FORGED = {
 """What a worker that knows the secret sends, and a part of the server's sentence."""
 
 
-def test_forged_letters_are_refused_with_a_sentence_each_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
+def test_forged_letters_are_refused_with_a_sentence_each_and_the_run_continues(tmp_path, monkeypatch, caplog):
     config = served(workers=1, server__name="cgad", run__steps=4)
     run = common(config)
     greeting_bytes = HEADER_BYTES + 64 + 4 * PARAMETERS
@@ -361,7 +363,7 @@ def test_forged_letters_are_refused_with_a_sentence_each_and_the_run_goes_on(tmp
     assert torch.equal(model(tmp_path, config), model(tmp_path / "virtual", config))
 
 
-def test_a_worker_is_told_why_it_is_refused_and_believes_no_server_that_lies(tmp_path, monkeypatch):
+def test_a_worker_learns_the_reason_of_its_refusal_and_trusts_no_server_that_lies(tmp_path, monkeypatch):
     config = served(workers=1, server__name="cgad", run__steps=2)
     with a_server(config, tmp_path / "a", monkeypatch) as (_, port):
         with pytest.raises(
@@ -379,7 +381,7 @@ def test_a_worker_is_told_why_it_is_refused_and_believes_no_server_that_lies(tmp
     with pytest.raises(ConfigError, match="--worker got 3 but the run file has workers = 1"):
         work(resolve(config, real=True), tmp_path / "b", "127.0.0.1", port, 3)
 
-    said = torch.tensor(Terms(0, -5, 1, 0, 0, 0, 0, 0))
+    terms = torch.tensor(Terms(0, -5, 1, 0, 0, 0, 0, 0))
 
     def lie(listener):
         sock, _ = listener.accept()
@@ -388,7 +390,7 @@ def test_a_worker_is_told_why_it_is_refused_and_believes_no_server_that_lies(tmp
             receive_letter(
                 liar, common(config), limits_of(settings_of(config)), letters_up_to(LetterKind.HELLO, most_bytes=24)
             )
-            body = wire.pack_frames([said, torch.zeros(PARAMETERS)])
+            body = wire.pack_frames([terms, torch.zeros(PARAMETERS)])
             send_letter(liar, Letter(LetterKind.START, 1, body=body), common(config))
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -407,13 +409,13 @@ ASKED = {
 }
 
 
-def heard(port, said=b""):
+def answer_to(port, request=b""):
     """What a stranger receives that sends this and waits for the end, but for the random bytes, of which only the number."""
     with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
         # It listens first: a server that hangs up on what is too much resets the connection, and what it had sent may be lost.
         got = sock.recv(32, socket.MSG_WAITALL)
         with suppress(OSError):
-            sock.sendall(said)
+            sock.sendall(request)
             sock.shutdown(socket.SHUT_WR)
             while part := sock.recv(1 << 16):
                 got += part
@@ -423,7 +425,7 @@ def heard(port, said=b""):
 def test_a_stranger_learns_nothing_takes_no_seat_and_keeps_no_worker_out(tmp_path, monkeypatch, caplog):
     config = served(workers=2, server__name="heloco", run__steps=6)
     with a_server(config, tmp_path, monkeypatch) as (server, port):
-        assert {what: heard(port, said) for what, said in ASKED.items()} == dict.fromkeys(ASKED, (32, b""))
+        assert {what: answer_to(port, request) for what, request in ASKED.items()} == dict.fromkeys(ASKED, (32, b""))
         for wrong in ("a secret that is another one, though as long", KNOWN + "!"):
             with pytest.raises(PeerError, match=r"turned away by the server.*give both the same secret"):
                 connect(
@@ -535,14 +537,14 @@ def start(config, folder):
 
 
 def in_place_of_a_killed_worker(launcher, folder, killed, *others):
-    """A process that takes the place of the worker that was killed, started as the launcher told when that one ended.
+    """A process that takes the place of the worker that was killed, started as the launcher printed when that one ended.
 
     The `others` stand still until it has joined, so that it has something to do however long it takes to start.
     """
     deadline = time.monotonic() + 100
     with stopped(*others):
-        told = next(line for line in launcher.lines() if "start it again with" in line)
-        spare = Command(*shlex.split(told[told.index("gossamer train") :])[1:])
+        restart_line = next(line for line in launcher.lines() if "start it again with" in line)
+        spare = Command(*shlex.split(restart_line[restart_line.index("gossamer train") :])[1:])
         while joined_in(folder).count(killed) < 2:
             assert time.monotonic() < deadline, spare.finish(0)
             time.sleep(0.02)
@@ -566,7 +568,7 @@ def stopped(*pids):
 
 
 @pytest.mark.timeout(240)
-def test_a_run_that_was_killed_goes_on_from_the_server_s_snapshot_to_the_same_bits(tmp_path, capsys):
+def test_a_run_that_was_killed_resumes_from_the_server_s_snapshot_to_the_same_bits(tmp_path, capsys):
     config = served(
         workers=1,
         server__name="cgad",
@@ -599,7 +601,7 @@ def test_a_run_that_was_killed_goes_on_from_the_server_s_snapshot_to_the_same_bi
 @pytest.mark.sampled(1)
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("whom", ["server", "launcher"])
-def test_a_server_that_gets_sigterm_saves_after_its_round_and_goes_on_from_it(tmp_path, whom):
+def test_a_server_that_gets_sigterm_saves_after_its_round_and_resumes_from_it(tmp_path, whom):
     config = served(
         workers=2,
         server__name="heloco",
@@ -645,7 +647,7 @@ def test_a_server_that_gets_sigterm_saves_after_its_round_and_goes_on_from_it(tm
 
 
 @pytest.mark.timeout(60)
-def test_a_server_that_gets_sigterm_while_nobody_is_there_ends_and_says_what_is_not_saved(tmp_path):
+def test_a_server_that_gets_sigterm_without_workers_ends_and_says_what_is_not_saved(tmp_path):
     config = served(workers=2, server__name="heloco", run__steps=4)
     (tmp_path / "run.toml").write_text(dump(config))
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -677,13 +679,13 @@ def test_the_workers_of_a_killed_server_join_the_resumed_one_and_both_its_lives_
     while not all(checkpoint.rounds(real / "checkpoints", i) for i in range(3)) and time.monotonic() < deadline:
         time.sleep(0.02)
     os.kill(pids["serve"], signal.SIGKILL)  # the system cuts its name
-    told = next(line for line in launcher.lines() if "resume it with" in line)
-    server = Command(*shlex.split(told[told.index("gossamer train") :])[1:])
+    resume_line = next(line for line in launcher.lines() if "resume it with" in line)
+    server = Command(*shlex.split(resume_line[resume_line.index("gossamer train") :])[1:])
     code, output = launcher.finish()
     assert code == 0, output + server.finish(0)[1]
     assert "Traceback" not in output and output.count("trains this phase again") >= 2
-    code, said = server.finish()
-    assert code == 0, said
+    code, printed = server.finish()
+    assert code == 0, printed
     inputs = read_arrivals(real)
     (again,) = (k for k, item in enumerate(inputs) if k and item.event == "serve")
     assert inputs[again].round > 0
@@ -713,7 +715,7 @@ class _Slow(Probe):
 def test_a_server_answers_before_it_has_validated_and_saved_and_records_the_same(tmp_path):
     config = served(workers=2, server__name="heloco", run__eval_every=2, run__checkpoint_every=1)
     pushes = torch.randn(2 * config.length.rounds, PARAMETERS, generator=torch.Generator().manual_seed(1)) / 100
-    said = {}
+    answers = {}
     for where, replays in (("replay", Threads(1)), ("real", None)):
         made = resolve(config, real=True)
         probe = _Slow(made, task_of(made), torch.device("cpu"))
@@ -735,9 +737,9 @@ def test_a_server_answers_before_it_has_validated_and_saved_and_records_the_same
                     probe.may.set()
             assert session.core.is_finished
             session.close(100.0)
-        said[where] = evals(tmp_path / where), model(tmp_path / where, config)
-    assert said["real"][0] == said["replay"][0] and len(said["real"][0]) == 1 + config.length.rounds
-    assert torch.equal(said["real"][1], said["replay"][1])
+        answers[where] = evals(tmp_path / where), model(tmp_path / where, config)
+    assert answers["real"][0] == answers["replay"][0] and len(answers["real"][0]) == 1 + config.length.rounds
+    assert torch.equal(answers["real"][1], answers["replay"][1])
 
 
 def test_a_worker_that_reconnects_is_refused_on_its_first_connection(tmp_path, monkeypatch):
@@ -769,7 +771,7 @@ def test_a_worker_that_reconnects_all_the_time_joins_once_a_second(tmp_path, mon
     assert honest.error is None and server.error is None
 
 
-def test_what_train_cannot_do_is_said_in_one_sentence(tmp_path, capsys):
+def test_impossible_options_of_train_are_refused_in_one_sentence(tmp_path, capsys):
     path = tmp_path / "run.toml"
     for overrides, words, part in [
         ({"server__name": "cgad"}, ["--local", "2"], "workers = 3"),
@@ -780,5 +782,5 @@ def test_what_train_cannot_do_is_said_in_one_sentence(tmp_path, capsys):
     ]:
         path.write_text(dump(timed(**overrides)))
         assert main(["train", str(path), "--out", str(tmp_path / "run"), *words]) == 2
-        told = capsys.readouterr().err
-        assert told.count("\n") == 1 and part in told, told
+        output = capsys.readouterr().err
+        assert output.count("\n") == 1 and part in output, output

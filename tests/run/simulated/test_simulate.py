@@ -121,7 +121,7 @@ def test_the_number_of_threads_that_share_the_workers_changes_no_bit_and_dropout
         ("fgd", "random", {"fragments": 2, "rule__mix_updates": "complete"}),
     ],
 )
-def test_what_is_under_way_at_a_checkpoint_is_sent_again_and_heard_as_it_would_have_been(
+def test_messages_in_flight_at_a_checkpoint_are_sent_again_and_received_as_without_it(
     rule, topology, options, tmp_path
 ):
     schedule = {name if "__" in name else f"schedule__{name}": value for name, value in options.items()}
@@ -198,7 +198,7 @@ def test_a_table_of_one_number_of_local_steps_has_the_bits_of_the_number(tmp_pat
 
 @pytest.mark.full
 @pytest.mark.parametrize("more", [{}, {"rule__name": "eager", "topology__name": "complete", "run__weigh_steps": True}])
-def test_a_run_whose_local_steps_grow_goes_on_within_a_stretch_to_the_same_bits(more, tmp_path):
+def test_a_run_whose_local_steps_grow_resumes_within_a_stretch_to_the_same_bits(more, tmp_path):
     """The entry at the begin of a round counts for all of it, so that the one at step 5 comes into force at step 6."""
     config = single(run__steps=26, run__local_steps={"0": 2, "5": [4, 2, 4], "12": 6}, run__checkpoint_every=1, **more)
     simulate(config, tmp_path / "whole")

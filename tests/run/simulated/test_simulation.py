@@ -161,7 +161,7 @@ def test_losses_and_parameters_are_bitwise_those_of_processes_with_outer(tmp_pat
 
 
 @pytest.mark.full
-def test_a_simulation_stops_to_be_looked_at_and_goes_on_to_the_same_end(tmp_path: Path):
+def test_a_simulation_stops_to_be_looked_at_and_continues_to_the_same_end(tmp_path: Path):
     whole, run = simulated(), simulated(until=1, out=tmp_path / "run")
     assert (run.rounds, run.over, len(run.validation["loss"])) == (1, False, 2)
     early = flat(run.mean_model())
@@ -181,7 +181,7 @@ def test_a_simulation_inside_inference_mode_has_the_bits_of_one_outside():
 
 
 @pytest.mark.full
-def test_an_asynchronous_simulation_stops_and_goes_on_too():
+def test_an_asynchronous_simulation_stops_and_continues_too():
     network = Network(step_s=1.0, uplink_bps=1e4, downlink_bps=1e4)
     for rule in ("delayed_nesterov", "ad_psgd", "gasloc"):
         given = {"rule": rule, "network": network, "settings": {"run.wait": False} if rule == "gasloc" else {}}
@@ -252,9 +252,9 @@ def test_functions_of_the_user_are_called_one_at_a_time_in_all_threads_and_no_bi
             threads.add(threading.get_ident())
             time.sleep(0.001)
             assert inside == 1
-            found = function(*given)
+            result = function(*given)
             inside -= 1
-            return found
+            return result
 
         return call
 
@@ -272,14 +272,14 @@ def test_functions_of_the_user_are_called_one_at_a_time_in_all_threads_and_no_bi
         "rule": rule,
         "network": Network(step_s=1.0, uplink_bps=1e9, downlink_bps=1e9),
     }
-    found = []
+    results = []
     for cores in (1, 3):
         monkeypatch.setattr(lanes, "available_cores", lambda cores=cores: cores)
         threads.clear()
         run = simulated(**given)
         assert len(threads - {threading.get_ident()}) == (cores if cores > 1 or rule == "gasloc" else 0)
-        found.append((dict(run.training), dict(run.validation), [flat(run.model(0)).tolist()]))
-    assert found[0] == found[1]
+        results.append((dict(run.training), dict(run.validation), [flat(run.model(0)).tolist()]))
+    assert results[0] == results[1]
 
 
 def steady() -> nn.Module:
@@ -317,12 +317,12 @@ def test_forward_passes_that_draw_nothing_run_at_once_with_the_bits_of_those_tha
         "data": placed,
         **({} if network is None else {"rule": "ad_psgd", "network": network}),
     }
-    found = []
+    results = []
     for function, turns in ((at_once, False), (alone, True)):
         run = simulated(**given, loss=function, settings={"run.take_turns": turns})
         states = [[value.tolist() for value in run.model(i).state_dict().values()] for i in range(N)]
-        found.append((dict(run.training), dict(run.validation), states))
-    assert found[0] == found[1]
+        results.append((dict(run.training), dict(run.validation), states))
+    assert results[0] == results[1]
 
 
 def test_a_forward_pass_that_begins_to_draw_later_is_made_again_and_all_take_turns_from_there_on(
@@ -338,13 +338,13 @@ def test_a_forward_pass_that_begins_to_draw_later_is_made_again_and_all_take_tur
             x = nn.functional.dropout(x, 0.5)
         return loss(model, (x, y))
 
-    found = []
+    results = []
     for turns in (False, True):
         run = simulated(model=steady, data=placed, loss=late, settings={"run.take_turns": turns})
         states = [[value.tolist() for value in run.model(i).state_dict().values()] for i in range(N)]
-        found.append((dict(run.training), dict(run.validation), states))
+        results.append((dict(run.training), dict(run.validation), states))
         assert caplog.text.count("which the first one did not") == 1
-    assert found[0] == found[1]
+    assert results[0] == results[1]
     later = [*range(H + 1, H * ROUNDS)]
     assert drawn == [later[0], *later, *later], "once too often, when it was noticed"
 
@@ -432,7 +432,7 @@ def test_a_temporary_record_goes_with_a_simulation_that_fails(tmp_path: Path, mo
     assert not [*tmp_path.glob("gossamer-*")]
 
 
-def test_what_a_simulation_does_not_have_is_told_with_what_it_has():
+def test_an_unknown_column_or_worker_of_a_simulation_is_refused_with_the_known_ones():
     run = simulated(rounds=1)
     with pytest.raises(KeyError, match="unknown column 'los'; did you mean 'loss'"):
         run.validation["los"]
@@ -721,15 +721,15 @@ def test_a_directed_graph_is_refused_in_a_sentence():
 def test_a_sweep_has_all_combinations_and_seeds_in_one_table(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     grid = {"rule": [gossamer.gasloc(), gossamer.diloco()], "inner.lr": [1e-3, 1e-2]}
     given: Any = {key: value for key, value in TASK.items() if key != "optimizer"}
-    found = gossamer.sweep(grid, seeds=[0, 1], workers=2, local_steps=2, rounds=2, **given)
-    assert len(found.runs) == 8 and found.table["seed"] == [0, 1] * 4
-    assert found.table["rule"] == ["gasloc"] * 4 + ["diloco"] * 4
+    sweep = gossamer.sweep(grid, seeds=[0, 1], workers=2, local_steps=2, rounds=2, **given)
+    assert len(sweep.runs) == 8 and sweep.table["seed"] == [0, 1] * 4
+    assert sweep.table["rule"] == ["gasloc"] * 4 + ["diloco"] * 4
     alone = gossamer.simulate(
         workers=2, local_steps=2, rounds=2, rule=gossamer.diloco(), settings={"inner.lr": 1e-2}, **given
     )
-    assert found.table["loss"][6] == alone.loss
-    assert found.best().at["inner.lr"] in (1e-3, 1e-2)
-    page = found.report(tmp_path / "page.html").read_text()
+    assert sweep.table["loss"][6] == alone.loss
+    assert sweep.best().at["inner.lr"] in (1e-3, 1e-2)
+    page = sweep.report(tmp_path / "page.html").read_text()
     assert "diloco lr=0.01 seed=1" in page and "nesterov)" not in page.partition("Configurations")[0]
     assert "All seeds have the same batches in the same order" in page and "momentum 0.9 of rule 'diloco'" in page
     assert "At these settings, for which this comparison did not search." in page
@@ -752,9 +752,9 @@ def test_a_sweep_has_all_combinations_and_seeds_in_one_table(tmp_path: Path, cap
 
 def test_rules_of_ones_own_without_a_name_are_numbered_on_the_page_of_a_sweep(tmp_path: Path):
     made = [gossamer.diloco(lr=eta)._replace(name="", options={}) for eta in (0.5, 1.0)]
-    found = gossamer.sweep({"rule": made}, seeds=[0, 1], workers=2, local_steps=2, rounds=1, **TASK)
-    assert found.table["rule"] == ["rule 1", "rule 1", "rule 2", "rule 2"]
-    page = found.report(tmp_path / "page.html").read_text()
+    sweep = gossamer.sweep({"rule": made}, seeds=[0, 1], workers=2, local_steps=2, rounds=1, **TASK)
+    assert sweep.table["rule"] == ["rule 1", "rule 1", "rule 2", "rule 2"]
+    page = sweep.report(tmp_path / "page.html").read_text()
     assert "<th>rule 1 seed=1</th>" in page and "<th>rule 2 seed=1</th>" in page, "one replaced the other"
 
 
@@ -765,10 +765,10 @@ def test_a_run_of_a_sweep_that_diverges_is_a_result(tmp_path: Path):
     task = {**TASK, "model": lambda: nn.Linear(4, 1), "loss": exploding}
     del task["optimizer"]
     grid = {"inner.lr": [1e-4, 1e3]}
-    found = gossamer.sweep(grid, workers=2, local_steps=4, rounds=3, settings={"inner.warmup_steps": 0}, **task)
-    assert [math.isfinite(one.loss) for one in found.runs] == [True, False] and found.runs[1].error
-    assert found.best().at == {"inner.lr": 1e-4}
-    page = found.report(tmp_path / "page.html").read_text()
+    sweep = gossamer.sweep(grid, workers=2, local_steps=4, rounds=3, settings={"inner.warmup_steps": 0}, **task)
+    assert [math.isfinite(one.loss) for one in sweep.runs] == [True, False] and sweep.runs[1].error
+    assert sweep.best().at == {"inner.lr": 1e-4}
+    page = sweep.report(tmp_path / "page.html").read_text()
     assert "lr=1000.0 seed=0" in page and "1 more ended without a finite loss" in page
 
 
@@ -790,8 +790,12 @@ def test_an_optimizer_of_the_users_keeps_its_own_learning_rate():
 
 def test_a_folder_whose_model_and_data_are_in_a_module_is_evaluated_by_its_name_alone(tmp_path: Path):
     run = simulated(out=tmp_path, rule=gossamer.gasloc(lr=0.5))
-    finished, found, _ = evaluate(tmp_path, parts=own_parts(run.config, UNUSED))
-    assert (finished, found.loss, found.disagreement) == (ROUNDS, run.loss, run.validation["disagreement"][-1])
+    finished, assessment, _ = evaluate(tmp_path, parts=own_parts(run.config, UNUSED))
+    assert (finished, assessment.loss, assessment.disagreement) == (
+        ROUNDS,
+        run.loss,
+        run.validation["disagreement"][-1],
+    )
     with pytest.raises(ConfigError, match="neither may be a function"):
         evaluate(tmp_path, parts=own_parts(run.config, UNUSED), source="stdlib")
 

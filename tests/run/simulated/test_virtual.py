@@ -178,7 +178,7 @@ def test_the_learning_rate_goes_by_the_run_and_not_by_how_fast_a_worker_is(tmp_p
     assert fast[-1] < 5e-4
 
 
-def test_who_is_away_trains_nothing_and_the_others_take_the_steps(tmp_path):
+def test_a_worker_that_is_away_trains_nothing_and_the_others_take_the_steps(tmp_path):
     absences = [{"worker": 1, "leave_s": 0.6, "return_s": 1.9}, {"worker": 2, "leave_s": 0.7}]
     config = timed(server__name="heloco", events={"absences": absences}, run__steps=16)
     outcome = simulate(config, tmp_path)
@@ -318,11 +318,11 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("overrides", "parts"), WRONG.values(), ids=WRONG.keys())
-def test_what_cannot_work_is_said_in_one_sentence_before_anything_is_written(overrides, parts, tmp_path):
-    with pytest.raises(ConfigError) as told:
+def test_impossible_settings_are_refused_in_one_sentence_before_anything_is_written(overrides, parts, tmp_path):
+    with pytest.raises(ConfigError) as refused:
         simulate(timed(**overrides), tmp_path / "run")
-    assert all(part in str(told.value) for part in parts), str(told.value)
-    assert "\n" not in str(told.value)
+    assert all(part in str(refused.value) for part in parts), str(refused.value)
+    assert "\n" not in str(refused.value)
     assert not (tmp_path / "run").exists()
 
 
@@ -358,7 +358,7 @@ def test_a_checkpoint_that_does_not_fit_an_asynchronous_run_is_refused(tmp_path)
             simulate(config, tmp_path, resume=True)
 
 
-def test_a_simulation_that_cannot_go_on_from_what_real_workers_saved_removes_none_of_it(tmp_path):
+def test_a_simulation_that_cannot_resume_from_files_of_real_workers_removes_none_of_them(tmp_path):
     config = timed(run__wait=False, run__checkpoint_every=2)
     simulate(config, tmp_path, until=2)
     store, line = tmp_path / "checkpoints", digest(config)

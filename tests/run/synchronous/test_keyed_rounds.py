@@ -89,17 +89,17 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
         one.kill()
 
 
-def test_machines_with_keys_start_stop_and_die_together_and_go_on_to_the_bits_of_the_simulation(
+def test_machines_with_keys_start_stop_and_die_together_and_resume_to_the_bits_of_the_simulation(
     machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = machines.start_all()
     machines.until_saved(EVERY)
     # Each worker says how far all are, though the folder of each has its own lines alone.
     monkeypatch.setenv("GOSSAMER_KEY", str(machines.keys["berlin"]))
-    _, said = run("status", machines.folder(0), "--json")
-    told = json.loads(said.splitlines()[-1])
-    assert told["answered"] == [0] and [one["standing"] for one in told["workers"]] == ["alive"] * N, told
-    assert all(one["round"] > 0 for one in told["workers"]), told
+    _, output = run("status", machines.folder(0), "--json")
+    status = json.loads(output.splitlines()[-1])
+    assert status["answered"] == [0] and [one["standing"] for one in status["workers"]] == ["alive"] * N, status
+    assert all(one["round"] > 0 for one in status["workers"]), status
     # Neither the store nor a worker talks to a key that is not listed.
     everyone = {**machines.peers, "stranger": listed(machines.keys["stranger"], 1)}
     stranger = Keys(machines.keys["stranger"], {name: Peer(**one) for name, one in everyone.items()}, N + 1)  # type: ignore[arg-type]
@@ -117,7 +117,7 @@ def test_machines_with_keys_start_stop_and_die_together_and_go_on_to_the_bits_of
     running[2].kill()
     ends = [one.finish() for one in running]
     assert [code for code, _ in ends] == [2, 2, -signal.SIGKILL], ends
-    assert all("worker 2 closed its connection in round" in said for _, said in ends[:2]), ends
+    assert all("worker 2 closed its connection in round" in output for _, output in ends[:2]), ends
 
     ends = [one.finish() for one in machines.start_all("--set", "run.pace_s=0.0", resumed=True)]
     assert [code for code, _ in ends] == [0] * N, ends
@@ -130,7 +130,7 @@ def test_machines_with_keys_start_stop_and_die_together_and_go_on_to_the_bits_of
         assert torch.equal(ours, theirs)
 
 
-def test_a_key_joins_as_its_own_workers_alone_and_a_run_that_waits_in_vain_names_who_is_missing(
+def test_a_key_joins_as_its_own_workers_alone_and_a_run_that_waits_in_vain_names_the_missing_workers(
     machines: Machines,
 ) -> None:
     words = (machines.root / "run.toml", "--set", "run.timeout_s=4.0", "--out")
@@ -139,7 +139,9 @@ def test_a_key_joins_as_its_own_workers_alone_and_a_run_that_waits_in_vain_names
     ends = [one.finish() for one in machines.commands]
     assert [code for code, _ in ends] == [2] * N, ends
     assert "worker 2 did not come within 4 s, and the run needs 3" in ends[0][1], ends
-    assert any("worker 0, 1, which this machine's key may be, is in the run already" in said for _, said in ends), ends
+    assert any("worker 0, 1, which this machine's key may be, is in the run already" in output for _, output in ends), (
+        ends
+    )
 
 
 @pytest.mark.parametrize("elastic", [False, True])
@@ -151,11 +153,11 @@ def test_workers_that_are_numbered_over_machines_meet_behind_their_keys(machines
         place = (machines.folder(rank), "--rank", rank, "--address", address)
         machines.commands.append(Command(*words, *place, GOSSAMER_KEY=str(machines.keys[key]), OMP_NUM_THREADS="1"))
     stranger = {"GOSSAMER_KEY": str(machines.keys["paris"]), "OMP_NUM_THREADS": "1"}
-    code, said = Command(*words, machines.folder(2), "--rank", 0, "--address", address, **stranger).finish()  # type: ignore[arg-type]
-    assert code == 2 and "with the workers 1, and this process is worker 0" in said, said
+    code, output = Command(*words, machines.folder(2), "--rank", 0, "--address", address, **stranger).finish()  # type: ignore[arg-type]
+    assert code == 2 and "with the workers 1, and this process is worker 0" in output, output
     ends = [one.finish() for one in machines.commands]
     assert [code for code, _ in ends] == [0, 0], ends
-    assert not any("not encrypted" in said or "no secret" in said for _, said in ends), ends
+    assert not any("not encrypted" in output or "no secret" in output for _, output in ends), ends
 
 
 def refusal(config: RunConfig) -> str:
@@ -181,12 +183,12 @@ def test_what_goes_over_a_process_group_is_refused_by_name_with_keys(tmp_path: P
     key = {"GOSSAMER_KEY": str(tmp_path / "key.pem")}
     (tmp_path / "run.toml").write_text(dump(tiny(workers=N, peers=peers, run__backend="nccl")))
     launched = {"RANK": "0", "WORLD_SIZE": str(N), "MASTER_ADDR": "192.0.2.7", "MASTER_PORT": "1", **key}
-    code, said = Command("train", tmp_path / "run.toml", **launched).finish()
-    assert code == 2 and "run.backend is 'nccl', which cannot encrypt" in said
+    code, output = Command("train", tmp_path / "run.toml", **launched).finish()
+    assert code == 2 and "run.backend is 'nccl', which cannot encrypt" in output
     (tmp_path / "run.toml").write_text(dump(tiny(workers=N, peers=peers)))
-    code, said = Command("train", tmp_path / "run.toml", **launched, TORCHELASTIC_USE_AGENT_STORE="True").finish()
-    assert code == 2 and "(torchrun) has a store at MASTER_ADDR = '192.0.2.7' that cannot encrypt" in said, said
+    code, output = Command("train", tmp_path / "run.toml", **launched, TORCHELASTIC_USE_AGENT_STORE="True").finish()
+    assert code == 2 and "(torchrun) has a store at MASTER_ADDR = '192.0.2.7' that cannot encrypt" in output, output
     (tmp_path / "run.toml").write_text(dump(tiny(workers=N)))
     for option in ("--listen", "--join"):
-        code, said = run("train", tmp_path / "run.toml", option, "127.0.0.1:9")
-        assert code == 2 and "has neither [peers] nor run.elastic = true, so nobody can join it" in said
+        code, output = run("train", tmp_path / "run.toml", option, "127.0.0.1:9")
+        assert code == 2 and "has neither [peers] nor run.elastic = true, so nobody can join it" in output

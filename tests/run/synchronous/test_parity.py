@@ -126,12 +126,12 @@ def pairings(numbers):
 @functools.cache
 def fitting(rule, options):
     """The wrappers that this rule may have with these options, and none."""
-    found = [None]
+    wrappers = [None]
     for name in WRAPPERS:
         with contextlib.suppress(ConfigError):
             make_rule(rule, **dict(options), **{name: {}})
-            found.append(name)
-    return tuple(found)
+            wrappers.append(name)
+    return tuple(wrappers)
 
 
 @functools.cache
@@ -173,7 +173,7 @@ def drawn_properties(rule, options, place):
 
 def every(draws, numbers):
     """Every allowed pairing of rule, topology, codec and steps, by a readable name, so many times with other properties each."""
-    found, place = {}, 0
+    cases, place = {}, 0
     for rule, options, topology, sizes in pairings(numbers):
         gradients = on_gradients(rule)
         kinds = ([False] if gradients else [False, True]), PROPERTIES["codec"], range(draws)
@@ -183,8 +183,8 @@ def every(draws, numbers):
             drawn = {**drawn_properties(rule, options, place), "steps": steps, "codec": codec}
             n = sizes[rng.key(0, place) % len(sizes)]
             name = "-".join(map(str, [rule, *options.values(), topology, codec, steps, n, place]))
-            found[name] = document(n, rule, options, topology, drawn, 1 if gradients else 2), drawn
-    return found
+            cases[name] = document(n, rule, options, topology, drawn, 1 if gradients else 2), drawn
+    return cases
 
 
 def possible(made, case):
@@ -201,10 +201,10 @@ def possible(made, case):
     return None
 
 
-def covered(found):
+def covered(whole):
     """The fewest cases, greedily, in which all `marks` come up that come up at all; only those that are taken are tried."""
-    left, cases, cover = {name: marks(*case) for name, case in found.items()}, dict(found), {}
-    ranks = {name: cheap(*case) for name, case in found.items()}
+    left, cases, cover = {name: marks(*case) for name, case in whole.items()}, dict(whole), {}
+    ranks = {name: cheap(*case) for name, case in whole.items()}
     tried, seen = set(), set()
     while left:
         name = max(left, key=lambda name: (len(left[name]), ranks[name]))
@@ -258,7 +258,7 @@ def rounds_of(made, full):
 
 def scheduled(full):
     """Fragments and overlap, with equal and unequal steps, and workers that are weighed by their steps."""
-    found, numbers = {}, SIZES if full else FEW
+    cases, numbers = {}, SIZES if full else FEW
     for k, name in enumerate(SCHEDULES if full else [name for name in SCHEDULES if name not in MET_WITHIN]):
         rule, topology, codec, schedule, *more = SCHEDULES[name]
         options = more[0] if more else {}
@@ -268,19 +268,19 @@ def scheduled(full):
             tables = {"codec": codec if isinstance(codec, dict) else {"name": codec}, "schedule": schedule}
             made = document(numbers[k % len(numbers)], rule, options, topology, case, 4, **tables)
             if not pairing_faults(parse(made), real=True):  # some decide on their steps themselves
-                found[f"{name}-{steps}"] = made, case
-    return found
+                cases[f"{name}-{steps}"] = made, case
+    return cases
 
 
 def mixtures():
     """Workers with experts of their own, which they exchange with the other holders."""
-    found = {}
+    cases = {}
     for k, (name, (n, rule, topology, codec, experts, resumed)) in enumerate(MIXTURES.items()):
         plain = {"wrapper": None, "averaging": None, "codec": "", "optimizer": "adamw", "resumed": resumed}
         case = {**drawn_properties(rule, {}, k), **plain}
         made = document(n, rule, {}, topology, case, codec=codec)
-        found[name] = {**made, "model": {**made["model"], "experts": experts}}, case
-    return found
+        cases[name] = {**made, "model": {**made["model"], "experts": experts}}, case
+    return cases
 
 
 def key_of(folder):
@@ -319,14 +319,14 @@ CHANGING = {  # runs whose settings change on their way
 
 
 def changing():
-    """Those of `CHANGING`, which real processes go on with where the simulator has stopped."""
-    found = {}
+    """Those of `CHANGING`, which real processes continue with where the simulator has stopped."""
+    cases = {}
     for k, (name, (rule, settings)) in enumerate(CHANGING.items()):
         plain = {"wrapper": None, "averaging": None, "codec": "exact", "optimizer": "adamw", "resumed": True}
         case = {**drawn_properties(rule, {}, k), **plain, "steps": "even", "autocast": None}
         made = document(3, rule, {}, FITTING[RULES[rule]().needs], case)
-        found[name] = with_settings(made, {**settings, "run.checkpoint_every": 1}), case
-    return found
+        cases[name] = with_settings(made, {**settings, "run.checkpoint_every": 1}), case
+    return cases
 
 
 @pytest.fixture(scope="module")
@@ -334,25 +334,25 @@ def trained(request, tmp_path_factory, forks):
     """Every case, trained by real processes and by the simulator."""
     root, full = tmp_path_factory.mktemp("parity"), request.config.getoption("--full")
     all_of_them = {name: case for name, one in every(1, SIZES).items() if (case := possible(*one))} if full else {}
-    found = {**all_of_them, **covered(every(4, FEW)), **scheduled(full), **mixtures()}
+    cases = {**all_of_them, **covered(every(4, FEW)), **scheduled(full), **mixtures()}
     if not full:
-        for name, (made, case) in found.items():
+        for name, (made, case) in cases.items():
             steps = made["run"]["steps"] * rounds_of(made, full) // ROUNDS
-            found[name] = {**made, "run": {**made["run"], "steps": steps}}, case
-    found |= changing()
+            cases[name] = {**made, "run": {**made["run"], "steps": steps}}, case
+    cases |= changing()
     plan, listed = [], key_of(root)
-    for place, (name, (made, case)) in enumerate(found.items()):
-        if case["resumed"]:  # what real processes go on from was written by the simulator
+    for place, (name, (made, case)) in enumerate(cases.items()):
+        if case["resumed"]:  # what real processes continue from was written by the simulator
             simulate(parse(made), root / "real" / name, until=STOP)
         peers = {"here": {**listed, "workers": made["workers"]}} if listed and place % 2 else {}
         plan.append([str(root / "real" / name), {**made, "peers": peers}, case["resumed"]])
     (root / "cases.json").write_text(json.dumps(plan))
     with mock.patch.dict(os.environ, {KEY: str(root / "key.pem")}):
-        code = run_local(max(made["workers"] for made, _ in found.values()), train_cases, [str(root / "cases.json")])
+        code = run_local(max(made["workers"] for made, _ in cases.values()), train_cases, [str(root / "cases.json")])
     assert code == 0
-    for name, (made, _) in found.items():
+    for name, (made, _) in cases.items():
         simulate(parse(made), root / "simulated" / name)
-    return root, found
+    return root, cases
 
 
 def outcome(folder, config):
@@ -379,9 +379,9 @@ def differences(a, b, where="state"):
 
 
 def test_simulator_and_processes_agree_to_the_last_bit(trained, request):
-    root, found = trained
+    root, cases = trained
     different, full = {}, request.config.getoption("--full")
-    for name, (made, _) in found.items():
+    for name, (made, _) in cases.items():
         config = parse(made)
         real, real_losses = outcome(root / "real" / name, config)
         simulated, losses = outcome(root / "simulated" / name, config)
@@ -391,23 +391,23 @@ def test_simulator_and_processes_agree_to_the_last_bit(trained, request):
         places = differences(real, simulated, "workers") + [at for at in losses if real_losses.get(at) != losses[at]]
         if places:
             different[name] = places[:5]
-    print(f"{len(found) - len(different)} of {len(found)} pairings agree to the last bit")
+    print(f"{len(cases) - len(different)} of {len(cases)} pairings agree to the last bit")
     assert not different
 
 
 def test_the_cover_meets_every_rule_and_topology_and_every_two_properties_of_a_run(trained, request):
-    _, found = trained
-    made = [made for made, _ in found.values()]
+    _, cases = trained
+    made = [made for made, _ in cases.values()]
     assert {d["rule"]["name"] for d in made} == set(RULES)
     assert {d["topology"]["name"] for d in made} == set(TOPOLOGIES)
-    met = {pair for case in found.values() for pair in marks(*case)}
+    met = {pair for case in cases.values() for pair in marks(*case)}
     kinds = {**PROPERTIES, "n": SIZES if request.config.getoption("--full") else FEW}
     for (one, values), (other, others) in itertools.combinations(sorted(kinds.items()), 2):
         assert not [(one, a, other, b) for a in values for b in others if ((one, a), (other, b)) not in met]
 
 
 def test_changing_the_order_of_a_sum_is_noticed():
-    """The suite can fail: the same messages heard in another order give other bits."""
+    """The suite can fail: the same messages combined in another order give other bits."""
     generator = torch.Generator().manual_seed(0)
     messages = {j: torch.randn(4001, generator=generator) for j in range(4)}
     row = make_topology("complete", 4).mixing(0).rows[0]

@@ -96,7 +96,7 @@ def test_real_workers_end_with_the_name_of_the_one_whose_numbers_are_not_finite(
     assert "Traceback" not in errors.getvalue()
 
 
-def test_real_workers_go_on_without_what_one_of_them_sends_that_no_codec_can_decode(tmp_path: Path) -> None:
+def test_real_workers_continue_without_a_message_that_no_codec_can_decode(tmp_path: Path) -> None:
     config = tiny(
         topology__name="complete",
         rule__name="sparseloco",
@@ -111,8 +111,8 @@ def test_real_workers_go_on_without_what_one_of_them_sends_that_no_codec_can_dec
         code = run_local(3, liars.bytes_of_ones, ["train", str(tmp_path / "run.toml"), "--out", str(folder)])
     assert code == 0 and "Traceback" not in errors.getvalue(), errors.getvalue()
     for worker in range(2):
-        said = f"round {liars.FROM_ROUND + 1}: worker {worker} declined what worker {liars.LIAR} sent"
-        assert said in errors.getvalue(), errors.getvalue()
+        sentence = f"round {liars.FROM_ROUND + 1}: worker {worker} declined what worker {liars.LIAR} sent"
+        assert sentence in errors.getvalue(), errors.getvalue()
     saved = [
         checkpoint.load(folder / "checkpoints", config.length.rounds, worker, digest(config))["x"]
         for worker in range(2)
@@ -146,7 +146,7 @@ def begun(
 ) -> tuple[Mailboxes, list[Exchange], list[list[int]]]:
     """A round of three workers from `start`, of which worker 1 has come to `end`; what the forger posts first is held back."""
     mixing = make_topology("complete", 3, seed=0).mixing(0)
-    exchanges, told = list[Exchange](), [list[int]() for _ in range(3)]
+    exchanges, declined = list[Exchange](), [list[int]() for _ in range(3)]
     network = Mailboxes(lambda parcel: parcel.sender != forger or parcel.ticket.leg > 0)
     for i in range(3):
         x = torch.full((64,), start)
@@ -154,10 +154,10 @@ def begun(
         s = initial_state(rule, mixing, x, ctx)
         x.fill_(end if i == 1 else start)
         part = Part(x, s, ctx.layout)
-        setup = Setup(rule, codec, network.transport(i), part, 0, declined=told[i].append)
+        setup = Setup(rule, codec, network.transport(i), part, 0, declined=declined[i].append)
         exchanges.append(begin(setup, mixing, ctx))
         network.xs.append(x)
-    return network, exchanges, told
+    return network, exchanges, declined
 
 
 def forged(network: MemoryNetwork) -> None:
@@ -195,12 +195,12 @@ def test_a_payload_that_is_not_finite_is_unsound_before_either_end_counts_it(cod
 
 @pytest.mark.parametrize("codec", [exact(), int8()], ids=["exact", "int8"])
 @pytest.mark.parametrize("rule", [gasloc(), robust(diloco()), diloco()], ids=["with peers", "robust", "through owners"])
-def test_a_payload_that_is_not_finite_is_declined_and_the_others_go_on_without_it(rule: Rule, codec: Codec) -> None:
-    network, exchanges, told = begun(rule, codec, 1.0, 2.0, forger=1)
+def test_a_payload_that_is_not_finite_is_declined_and_the_others_continue_without_it(rule: Rule, codec: Codec) -> None:
+    network, exchanges, declined = begun(rule, codec, 1.0, 2.0, forger=1)
     serially(lambda exchange: exchange.post(), exchanges)
     forged(network)
     finish_all(exchanges, serially)  # the forger owns a chunk of a mean as well
-    assert told[0] == [1] and told[2] == [1]
+    assert declined[0] == [1] and declined[2] == [1]
     # Of a mean through owners the forger still owns its chunk, the middle one.
     others = slice(0, 21) if rule.averages else slice(None)
     assert torch.equal(network.xs[0], network.xs[2]) and torch.equal(network.xs[0][others], torch.ones(64)[others])
@@ -230,7 +230,7 @@ def test_whatever_bytes_come_in_place_of_a_payload_are_a_finite_message_or_decli
             assert torch.equal(leaves(form.unpack(packed, 2))[0], leaves(message)[0])
 
 
-def test_a_codec_that_raises_an_error_without_a_word_is_declined_too() -> None:
+def test_a_codec_that_raises_an_error_without_a_message_is_declined_too() -> None:
     def decode(payload: Tensor, like: Tensor) -> Tensor:
         raise IndexError
 

@@ -257,7 +257,7 @@ UNDER_TORCHRUN = {
 
 
 @pytest.mark.parametrize(
-    ("environment", "words", "said"),
+    ("environment", "words", "sentence"),
     [
         ({}, ["train"], "no torchrun has started this one; start it on each machine with TORCH_DISABLE_SHARE"),
         (
@@ -289,14 +289,14 @@ UNDER_TORCHRUN = {
     ],
 )
 def test_another_launch_or_a_run_that_cannot_have_fewer_stages_is_refused(
-    tmp_path, monkeypatch, environment, words, said
+    tmp_path, monkeypatch, environment, words, sentence
 ):
     (tmp_path / "run.toml").write_text(dump(tiny(**SMALL)))
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     verb, *rest = words
     code, output = run(verb, tmp_path / "run.toml", "--stages", "auto", "--out", tmp_path / "run", *rest)
-    assert code == 2 and said in " ".join(output.split()), output
+    assert code == 2 and sentence in " ".join(output.split()), output
     assert not (tmp_path / "run").exists()
 
 
@@ -338,7 +338,7 @@ def test_torchrun_starts_a_run_again_without_a_machine_that_is_gone_and_with_it_
         port = free.getsockname()[1]
     agents = {name: agent(tmp_path, name, port) for name in (f"m{k}" for k in range(MACHINES))}
 
-    def said(words):
+    def logged(words):
         return any(words in path.read_text() for path in tmp_path.glob("m*.log"))
 
     def wait_until(happened):
@@ -354,7 +354,7 @@ def test_torchrun_starts_a_run_again_without_a_machine_that_is_gone_and_with_it_
             process.kill()
         agents["m1"].wait()
         shutil.rmtree(tmp_path / "m1")
-        wait_until(lambda: said("5 processes: 2 workers of 2 stages"))
+        wait_until(lambda: logged("5 processes: 2 workers of 2 stages"))
         agents["m1"] = agent(tmp_path, "m1", port)
         assert [one.wait(400) for one in agents.values()] == [0] * MACHINES
     finally:

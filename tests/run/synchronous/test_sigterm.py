@@ -1,4 +1,4 @@
-"""Signals to stop: all workers of a run save after one and the same round, and the run goes on from it to the same bits."""
+"""Signals to stop: all workers of a run save after one and the same round, and the run continues from it to the same bits."""
 
 import contextlib
 import io
@@ -58,15 +58,15 @@ def saved(folder: Path) -> list[int]:
 
 def scored(folder: Path) -> dict[str, object]:
     """What `gossamer evaluate` finds after the last round, but for where it has put the model."""
-    code, said = run("evaluate", folder, "--json")
-    assert code == 0, said
-    return {key: value for key, value in json.loads(said.splitlines()[-1]).items() if key not in ("folder", "model")}
+    code, output = run("evaluate", folder, "--json")
+    assert code == 0, output
+    return {key: value for key, value in json.loads(output.splitlines()[-1]).items() if key not in ("folder", "model")}
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_of_which_one_process_gets_sigterm_saves_a_round_of_all_and_goes_on_to_the_same_bits(
+def test_a_run_of_which_one_process_gets_sigterm_saves_a_round_of_all_and_resumes_to_the_same_bits(
     tmp_path: Path, case: str
 ) -> None:
     config = tiny(**{"run__steps": 2 * ROUNDS, "run__checkpoint_every": ROUNDS, "run__eval_every": 0, **CASES[case]})
@@ -82,8 +82,8 @@ def test_a_run_of_which_one_process_gets_sigterm_saves_a_round_of_all_and_goes_o
     assert 3 < stopped < ROUNDS
     assert f"stopped after round {stopped} of {ROUNDS}, and saved; resume with --resume {folder}" in errors.getvalue()
     assert "Traceback" not in errors.getvalue()
-    code, said = run("train", "--resume", folder, "--local", config.workers)
-    assert code == 0, said
+    code, output = run("train", "--resume", folder, "--local", config.workers)
+    assert code == 0, output
     assert saved(folder)[-1] == ROUNDS
     simulate(config, tmp_path / "whole")
     assert scored(folder) == scored(tmp_path / "whole")
@@ -98,7 +98,7 @@ def test_a_run_of_which_one_process_gets_sigterm_saves_a_round_of_all_and_goes_o
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("launcher", [True, False])
-def test_sigterm_ends_processes_of_a_run_with_130_whoever_has_started_them(tmp_path: Path, launcher: bool) -> None:
+def test_sigterm_ends_processes_of_a_run_with_130_under_every_launcher(tmp_path: Path, launcher: bool) -> None:
     config = tiny(run__steps=100_000, run__checkpoint_every=50_000, run__eval_every=0)
     (tmp_path / "run.toml").write_text(dump(config))
     folder = tmp_path / "real"
@@ -118,7 +118,7 @@ def test_sigterm_ends_processes_of_a_run_with_130_whoever_has_started_them(tmp_p
     ends = [one.finish() for one in started]
     assert [code for code, _ in ends] == [130] * len(started), ends
     assert len(saved(folder)) == 1, ends
-    assert all("resume with --resume" in said and "Traceback" not in said for _, said in ends), ends
+    assert all("resume with --resume" in output and "Traceback" not in output for _, output in ends), ends
 
 
 def wait_for_a_round(folder: Path) -> None:
@@ -146,7 +146,7 @@ def simulate_but_stop(argv: Sequence[str]) -> int:
 @pytest.mark.full
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("kind", ["in rounds", "over virtual time"])
-def test_a_simulation_that_gets_sigterm_saves_after_its_round_and_goes_on_to_the_same_bits(
+def test_a_simulation_that_gets_sigterm_saves_after_its_round_and_resumes_to_the_same_bits(
     tmp_path: Path, kind: str
 ) -> None:
     timed = {"run__wait": False, "network": {"clock": {"step_s": 1.0, "uplink_bps": 1e6, "downlink_bps": 1e6}}}
@@ -154,11 +154,11 @@ def test_a_simulation_that_gets_sigterm_saves_after_its_round_and_goes_on_to_the
     config = tiny(run__steps=40, run__checkpoint_every=20, run__eval_every=0, **more)
     (tmp_path / "run.toml").write_text(dump(config))
     words = ("simulate", tmp_path / "run.toml", "--out", tmp_path / "real")
-    code, said = Command(*words, work=simulate_but_stop).finish()
-    assert code == 130 and "stopped after round 5 of 20, and saved; resume with --resume" in said, said
+    code, output = Command(*words, work=simulate_but_stop).finish()
+    assert code == 130 and "stopped after round 5 of 20, and saved; resume with --resume" in output, output
     assert saved(tmp_path / "real") == [5]
-    code, said = run("simulate", "--resume", tmp_path / "real")
-    assert code == 0, said
+    code, output = run("simulate", "--resume", tmp_path / "real")
+    assert code == 0, output
     simulate(config, tmp_path / "whole")
     assert scored(tmp_path / "real") == scored(tmp_path / "whole")
 
@@ -273,14 +273,14 @@ def test_ctrl_c_many_times_within_a_moment_is_one_wish_and_a_second_one_later_en
         return Command("simulate", tmp_path / "run.toml", "--out", tmp_path / work.__name__, work=work)
 
     often, twice, ignored = (start(work) for work in (interrupt_often, interrupt_twice, ignore_a_hangup))
-    code, said = often.finish()
-    assert code == 130 and "stopped after round 5 of 20, and saved; resume with --resume" in said, said
-    assert "Traceback" not in said and "asked to stop after this round" in said
+    code, output = often.finish()
+    assert code == 130 and "stopped after round 5 of 20, and saved; resume with --resume" in output, output
+    assert "Traceback" not in output and "asked to stop after this round" in output
     assert saved(tmp_path / "interrupt_often") == [5]
-    code, said = twice.finish()
-    assert code == 130 and "Traceback" not in said and saved(tmp_path / "interrupt_twice") == [], said
-    code, said = ignored.finish()
-    assert code == 0 and saved(tmp_path / "ignore_a_hangup")[-1] == 20, said
+    code, output = twice.finish()
+    assert code == 130 and "Traceback" not in output and saved(tmp_path / "interrupt_twice") == [], output
+    code, output = ignored.finish()
+    assert code == 0 and saved(tmp_path / "ignore_a_hangup")[-1] == 20, output
 
 
 def compare_but_stop(argv: Sequence[str]) -> int:
@@ -310,11 +310,11 @@ def test_ctrl_c_for_all_processes_while_they_start_ends_them_without_a_traceback
     time.sleep(after_s)
     os.killpg(started.pid, signal.SIGINT)
     try:
-        said, _ = started.communicate(timeout=100)
+        output, _ = started.communicate(timeout=100)
     finally:
         started.kill()
     # `python -m` ends itself with SIGINT where the interrupt came while text was executed, as dataclasses do on import.
-    assert started.returncode in (130, -signal.SIGINT) and "Traceback" not in said, said
+    assert started.returncode in (130, -signal.SIGINT) and "Traceback" not in output, output
 
 
 @pytest.mark.sampled(1)
@@ -330,21 +330,21 @@ def test_a_comparison_that_gets_ctrl_c_saves_the_runs_in_progress_and_continues_
     file.write_text(tomli_w.dumps({**config, "variant": variants}))
     words = ("compare", file, "--out", out, "--jobs", jobs)
     if jobs == 1:
-        code, said = Command(*words, work=compare_but_stop).finish()
+        code, output = Command(*words, work=compare_but_stop).finish()
     else:
         started = Command(*words)
         while not all(list(out.glob(f"{name}/metrics.jsonl")) for name in ("gossip", "gasloc")):
             time.sleep(0.05)
         os.kill(started.pid, signal.SIGINT)
-        code, said = started.finish()
-    assert code == 130 and "the same command with --resume keeps the finished runs and continues the others" in said, (
-        said
-    )
-    assert "Traceback" not in said
+        code, output = started.finish()
+    assert (
+        code == 130 and "the same command with --resume keeps the finished runs and continues the others" in output
+    ), output
+    assert "Traceback" not in output
     stopped = saved(out / "gasloc")
     assert stopped and stopped[-1] < steps // 2
-    code, said = run(*words, "--resume")
-    assert code == 0, said
+    code, output = run(*words, "--resume")
+    assert code == 0, output
     lines = [json.loads(line) for line in (out / "gasloc" / "metrics.jsonl").read_text().splitlines()]
     assert [one["round"] for one in lines if one["kind"] == "train" and one["worker"] == 0] == [*range(steps // 2)]
     whole = simulate(out / "gasloc" / "run.toml", tmp_path / "whole")

@@ -197,8 +197,8 @@ def test_a_killed_worker_ends_the_others_with_its_name_and_the_run_resumes_to_th
     assert time.monotonic() - began < 120  # no survivor waits for its timeout more than once
     assert code == 128 + signal.SIGKILL, output
     for survivor in (0, 2):
-        told = [line for line in output.splitlines() if line.startswith(f"[{survivor}] gossamer: ")]
-        assert len(told) == 1 and "worker 1" in told[0] and "round" in told[0], output
+        printed = [line for line in output.splitlines() if line.startswith(f"[{survivor}] gossamer: ")]
+        assert len(printed) == 1 and "worker 1" in printed[0] and "round" in printed[0], output
     assert "Traceback" not in output
 
     code, output = run("train", "--resume", tmp_path / "real", "--local", 3)
@@ -213,8 +213,8 @@ def test_a_worker_that_hangs_ends_the_others_within_the_timeout(tmp_path):
     assert (
         time.time() - (tmp_path / "real" / "pid").stat().st_mtime < 2 + 40
     )  # the timeout, and what a busy machine needs
-    told = next(line for line in output.splitlines() if line.startswith("[0] gossamer: "))
-    assert "worker 1 did not answer for 2 s in round" in told
+    printed = next(line for line in output.splitlines() if line.startswith("[0] gossamer: "))
+    assert "worker 1 did not answer for 2 s in round" in printed
     assert code == 2  # the launcher ends the stopped worker
     assert not os.path.exists(f"/proc/{(tmp_path / 'real' / 'pid').read_text()}")
 
@@ -224,7 +224,7 @@ def train_in_own_folder(argv):
     return main(["train", "run.toml", "--out", f"{argv[0]}/run"])
 
 
-def test_a_store_that_stands_still_bounds_the_checkpoints_and_one_that_goes_on_decides_again(tmp_path, caplog):
+def test_a_store_that_stands_still_bounds_the_checkpoints_and_one_that_continues_decides_again(tmp_path, caplog):
     config = tiny(workers=2, **{f"model__{name}": size for name, size in SMALL.items()})
     m = resolve(config, real=True).in_rounds
     replica = Replica(0, settings_of(config), task_of(settings_of(config)), torch.device("cpu"))
@@ -249,9 +249,9 @@ def test_a_store_that_stands_still_bounds_the_checkpoints_and_one_that_goes_on_d
         assert eventually(lambda: board.saved(KEPT + 4) == KEPT + 4)
         save(KEPT + 5)
         assert owned() == [KEPT + 4, KEPT + 5]
-    said = [record.getMessage() for record in caplog.records]
+    output = [record.getMessage() for record in caplog.records]
     assert [
-        sum(words in line for line in said) for words in ("deletes checkpoints before", "does not answer worker")
+        sum(words in line for line in output) for words in ("deletes checkpoints before", "does not answer worker")
     ] == [
         1,
         1,
@@ -366,15 +366,15 @@ def test_a_stream_that_cannot_be_read_for_a_while_or_for_good_loses_nothing_of_t
     (tmp_path / "run.toml").write_text(dump(config))
     with contextlib.redirect_stderr(io.StringIO()) as errors:
         code = run_local(2, train_without_a_hub, ["train", str(tmp_path / "run.toml"), "--out", str(folder)])
-    said = errors.getvalue()
-    assert code == 2 and "Traceback" not in said and "broke off (the hub hung up)" in said, said
+    output = errors.getvalue()
+    assert code == 2 and "Traceback" not in output and "broke off (the hub hung up)" in output, output
     stopped = {int(path.name[6:]) for path in (folder / "checkpoints").glob("round-*")}
     assert len(stopped) == 1 and 0 < min(stopped) < 20
-    assert said.count(f"after round {min(stopped)}") == 2 and said.count(f"--resume {folder}") == 2, said
+    assert output.count(f"after round {min(stopped)}") == 2 and output.count(f"--resume {folder}") == 2, output
     with contextlib.redirect_stderr(io.StringIO()) as errors:
         code = run_local(2, train_with_a_hiccup, ["train", "--resume", str(folder)])
-    said = errors.getvalue()
-    assert code == 0 and said.count("hung up); it is opened again at its place for up to 5 s") == 1, said
+    output = errors.getvalue()
+    assert code == 0 and output.count("hung up); it is opened again at its place for up to 5 s") == 1, output
     whole = simulate(config, tmp_path / "whole")
     for w in range(2):
         real = checkpoint.load(folder / "checkpoints", 40, w, digest(config))["x"]
@@ -382,7 +382,7 @@ def test_a_stream_that_cannot_be_read_for_a_while_or_for_good_loses_nothing_of_t
 
 
 @pytest.mark.full
-def test_a_simulation_whose_stream_cannot_be_read_saves_and_goes_on_to_the_same_bits(tmp_path, monkeypatch):
+def test_a_simulation_whose_stream_cannot_be_read_saves_and_resumes_to_the_same_bits(tmp_path, monkeypatch):
     config = streamed(tmp_path, run__batched=1)
     whole = simulate(config, tmp_path / "whole")
     real = streams._open_stream

@@ -92,7 +92,7 @@ def test_jitter_moves_no_steps_back_and_forth(tmp_path):
 
 
 @pytest.mark.full
-def test_a_resumed_run_goes_on_with_the_steps_in_force_and_to_the_same_bits(tmp_path):
+def test_a_resumed_run_continues_with_the_steps_in_force_and_to_the_same_bits(tmp_path):
     config = adaptive(
         {"slow": declared(0.1)},
         run__local_steps=10,
@@ -205,7 +205,7 @@ def train(config, folder, *words):
 
 
 @pytest.mark.timeout(300)
-def test_a_slow_machine_settles_on_fewer_steps_and_goes_on_with_them_when_resumed(tmp_path):
+def test_a_slow_machine_settles_on_fewer_steps_and_keeps_them_when_resumed(tmp_path):
     config = single(
         run__local_steps=8,
         run__steps=40,

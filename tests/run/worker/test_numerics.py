@@ -200,7 +200,7 @@ def test_each_process_of_a_worker_in_parts_takes_its_share_of_the_cores_and_the_
 
 @pytest.mark.full
 @pytest.mark.parametrize("way", [{}, {"server__name": "heloco"}, {"run__wait": False}])
-def test_a_simulation_goes_on_with_the_threads_that_it_had_on_a_machine_with_fewer_cores(way, cores, wide, tmp_path):
+def test_a_simulation_resumes_with_the_threads_that_it_had_on_a_machine_with_fewer_cores(way, cores, wide, tmp_path):
     clock = {"clock": {"step_s": 1.0, "uplink_bps": 1e8, "downlink_bps": 1e8}}
     wide(**way, **({"network": clock} if way else {"rule__name": "diloco", "topology__name": "complete"}))
     cores(CORES)

@@ -225,7 +225,7 @@ NARROW = {
 
 
 @pytest.mark.parametrize("name", NARROW)
-def test_a_model_with_a_bottleneck_has_the_parameters_it_is_said_to_have_and_its_cuts_change_nothing(name):
+def test_a_model_with_a_bottleneck_has_the_stated_parameters_and_its_cuts_change_nothing(name):
     config = tiny(model__bottleneck=NARROW[name], inner__clip=None, data__accumulate=4)
     model = build_model(config.model, 256, 16, 0)
     assert tuple((n, tuple(p.shape)) for n, p in model.named_parameters()) == parameter_shapes(config.model, 256)
@@ -243,15 +243,17 @@ def test_a_model_with_a_bottleneck_has_the_parameters_it_is_said_to_have_and_its
 
 
 @pytest.mark.parametrize("name", NARROW)
-def test_a_model_with_a_bottleneck_is_exported_with_what_opens_it_and_it_is_said_when_that_is_no_plain_llama(
+def test_a_model_with_a_bottleneck_is_exported_with_code_that_opens_it_and_a_line_says_that_it_is_no_plain_llama(
     name, tmp_path, capsys
 ):
     from transformers import AutoModelForCausalLM
 
     one = replica(model__bottleneck=NARROW[name])
     publish(one.run, one.task, one.x, tmp_path, finished=1, loss=math.nan)
-    said = f"{tmp_path / 'model'} is no plain Llama but has residual bottlenecks: open it with trust_remote_code=True\n"
-    assert capsys.readouterr().err == ("" if name == "subspace" else said)
+    sentence = (
+        f"{tmp_path / 'model'} is no plain Llama but has residual bottlenecks: open it with trust_remote_code=True\n"
+    )
+    assert capsys.readouterr().err == ("" if name == "subspace" else sentence)
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "model", trust_remote_code=True)
     assert (type(opened).__name__ == "LlamaForCausalLM") == (name == "subspace")
     tokens = torch.arange(16)[None]
@@ -458,18 +460,18 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_cannot_be_a_pipeline_is_refused_in_a_sentence(name):
-    overrides, said = BAD[name]
+    overrides, sentence = BAD[name]
     with pytest.raises(GossamerError) as caught:
         tiny(**overrides)
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert sentence in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_memory_of_samples_that_a_whole_run_has_only_once_is_refused_however_it_is_stopped_and_resumed():
     once = tiny(**AQSGD, run__steps=4, workers=1).data  # 32 samples
     assert once.accumulate * once.batch_size == 8
-    for windows, said in ((32, "draws 32 samples in run.steps = 4 and data.windows is 32"), (31, "")):
+    for windows, expected in ((32, "draws 32 samples in run.steps = 4 and data.windows is 32"), (31, "")):
         found = run_faults(tiny(**{**AQSGD, "data__windows": windows}, run__steps=4, workers=1))
-        assert [said in sentence for sentence in found] == [True] * bool(said)
+        assert [expected in sentence for sentence in found] == [True] * bool(expected)
     assert (
         run_faults(tiny(**{**AQSGD, "data__windows": 32, "pipeline__forward": "intk"}, run__steps=4, workers=1)) == []
     )

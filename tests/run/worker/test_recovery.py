@@ -1,4 +1,4 @@
-"""A stage that is lost: it goes on from its neighbours or from a peer, in a simulation; `test_stages` has real processes."""
+"""A stage that is lost: it continues from its neighbours or from a peer, in a simulation; `test_stages` has real processes."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -59,7 +59,7 @@ def test_a_lost_stage_is_the_mean_of_its_neighbours_weighted_by_the_squared_norm
     assert torch.equal(mean_of_neighbours(torch.tensor([7]), torch.tensor([7]), (1.0, 3.0)), torch.tensor([7]))
 
 
-def test_one_worker_goes_on_from_its_neighbours_layer_by_layer_and_a_new_inner_optimizer(tmp_path):
+def test_one_worker_continues_from_its_neighbours_layer_by_layer_and_a_new_inner_optimizer(tmp_path):
     run = simulate(tiny(**THREE, **lost()), tmp_path, until=2)
     (worker,) = workers_of(run)
     state, squares = worker.loop.fragments[0].part.s, cast(Any, worker.replica.staged).squares()
@@ -98,8 +98,8 @@ def test_a_run_that_loses_stages_says_so_and_is_resumed_to_the_bits_of_one_that_
         assert torch.equal(one.replica.x, other.replica.x)
     assert audit(tmp_path / "part", rounds=(2, 2)).difference is None
     lines = [line for line in read_metrics(tmp_path / "part") if "recovered" in line]
-    said = [(line["round"], line["worker"], line["recovered"]) for line in lines]
-    assert said == [(1, 0, {"1": "worker 1"}), (2, 1, {"1": "neighbours"})]
+    recovered = [(line["round"], line["worker"], line["recovered"]) for line in lines]
+    assert recovered == [(1, 0, {"1": "worker 1"}), (2, 1, {"1": "neighbours"})]
     (data,) = read_runs({"part": tmp_path / "part"}, {})
     assert data.branches[1] == "before round 3: stage 1 of worker 1 was lost, and went on from neighbours"
 

@@ -115,9 +115,9 @@ def test_shards_that_gossip_end_with_the_checkpoints_losses_and_bytes_of_the_sim
     must_be_alike(real, simulated, config)
     for ours, theirs in zip(read_trace(real).messages, read_trace(simulated).messages, strict=True):
         assert (ours == theirs).all()
-    said = [run("evaluate", folder, "--json") for folder in (real, simulated)]
-    assert [code for code, _ in said] == [0, 0]
-    losses = [json.loads(output.splitlines()[-1])["loss"] for _, output in said]
+    printed = [run("evaluate", folder, "--json") for folder in (real, simulated)]
+    assert [code for code, _ in printed] == [0, 0]
+    losses = [json.loads(output.splitlines()[-1])["loss"] for _, output in printed]
     assert losses[0] == losses[1]
 
 
@@ -132,7 +132,7 @@ def test_where_sums_have_another_order_shards_end_within_rounding_of_the_simulat
 
 
 @pytest.mark.parametrize("shards", [2, 1])
-def test_a_run_in_shards_goes_on_with_as_many_or_with_whole_workers(shards, gossiped, tmp_path):
+def test_a_run_in_shards_resumes_with_as_many_or_with_whole_workers(shards, gossiped, tmp_path):
     _, simulated, config = gossiped
     folder = shutil.copytree(gossiped[0], tmp_path / "again")
     for worker in range(config.workers):
@@ -142,13 +142,13 @@ def test_a_run_in_shards_goes_on_with_as_many_or_with_whole_workers(shards, goss
     must_be_alike(folder, simulated, config)
 
 
-def test_when_one_shard_is_killed_the_run_ends_and_says_which_and_goes_on_later(gossiped, tmp_path):
+def test_when_one_shard_is_killed_the_run_ends_names_it_and_resumes_later(gossiped, tmp_path):
     _, simulated, config = gossiped
     slow = tiny(**TWO, run__pace_s=0.2)
     (tmp_path / "run.toml").write_text(dump(slow))
     command = Command("train", tmp_path / "run.toml", "--out", tmp_path / "real", "--local", 2)
     os.kill(command.processes(4)["1.1"], 0)
-    one_of_each = [f"round-000001/worker-{i:03}.json" for i in range(2)]  # both have something to go on from
+    one_of_each = [f"round-000001/worker-{i:03}.json" for i in range(2)]  # both have something to continue from
     saved = lambda: all((tmp_path / "real" / "checkpoints" / name).exists() for name in one_of_each)  # noqa: E731
     assert any(eventually(saved) for _ in range(6)), command.finish(0)
     os.kill(command.processes(4)["1.1"], 9)
@@ -160,7 +160,7 @@ def test_when_one_shard_is_killed_the_run_ends_and_says_which_and_goes_on_later(
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "expected"),
     [
         ({"data__accumulate": 3}, "data.accumulate is 3"),
         ({"run__elastic": True}, "run.elastic is true"),
@@ -180,7 +180,7 @@ def test_when_one_shard_is_killed_the_run_ends_and_says_which_and_goes_on_later(
         ({"model__experts": {"count": 2}}, "the run has model.experts"),
     ],
 )
-def test_what_shards_cannot_do_is_refused_by_name_and_simulated_all_the_same(settings, said):
+def test_what_shards_cannot_do_is_refused_by_name_and_simulated_all_the_same(settings, expected):
     found = document_faults(document(**{**TWO, **settings}), real=True)
-    assert any(said in sentence for sentence in found), found
+    assert any(expected in sentence for sentence in found), found
     assert not any("run.shards" in sentence for sentence in document_faults(document(**{**TWO, **settings})))

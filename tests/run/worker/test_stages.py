@@ -285,8 +285,8 @@ def trained(looked_at, tmp_path_factory, forks):
 
 
 def test_when_a_loss_is_not_finite_all_stages_end_with_the_same_sentence(trained):
-    said = [(trained / "diverging" / f"said-{part}").read_text() for part in range(4)]
-    assert len({*said}) == 1 and re.match("the loss of worker 0 became (nan|inf) at its inner step", said[0])
+    text = [(trained / "diverging" / f"said-{part}").read_text() for part in range(4)]
+    assert len({*text}) == 1 and re.match("the loss of worker 0 became (nan|inf) at its inner step", text[0])
 
 
 def parameters(config, folder):
@@ -327,7 +327,7 @@ def test_a_pipeline_of_processes_has_the_bits_and_the_bytes_of_the_virtual_one(t
 
 @pytest.mark.full
 @pytest.mark.timeout(900)  # a busy machine compiles for minutes
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler looks, and hides what it is told
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler looks, and hides its input
 def test_compiled_stages_of_processes_have_the_bits_of_those_in_one(tmp_path):
     must_have_stages_in_processes()
     options = {
@@ -425,7 +425,7 @@ def test_evaluate_puts_each_worker_together_from_its_stages(trained):
     assert (trained / "real" / name / model).read_bytes() == (trained / "simulated" / name / model).read_bytes()
 
 
-def test_a_simulation_goes_on_from_what_stages_have_saved(trained, tmp_path):
+def test_a_simulation_resumes_from_checkpoints_of_stages(trained, tmp_path):
     name = "aqsgd, resumed"
     longer = tiny(**{**CASES[name], "run__steps": 6, "pipeline__cuts": [1]})
     for kind in ("real", "simulated"):
@@ -517,10 +517,10 @@ def test_when_a_stage_dies_all_processes_end_and_name_it_and_its_worker(tmp_path
             parts=2,
             grace_s=30,
         )
-    said = [line for line in errors.getvalue().splitlines() if "closed its connection" in line]
+    printed = [line for line in errors.getvalue().splitlines() if "closed its connection" in line]
     assert code == 128 + signal.SIGKILL
-    assert sorted(line[:5] for line in said) == ["[0.0]", "[1.0]", "[1.1]"], errors.getvalue()
-    assert all("gossamer: stage 1 of worker 0 closed its connection in round" in line for line in said)
+    assert sorted(line[:5] for line in printed) == ["[0.0]", "[1.0]", "[1.1]"], errors.getvalue()
+    assert all("gossamer: stage 1 of worker 0 closed its connection in round" in line for line in printed)
     code, output = run("train", "--resume", tmp_path / "run", "--local", 2, "--set", "pipeline.cuts=[1]")
     assert code == 0 and output.count(": round 2 of 2  loss") == 1, output
     assert "settings change after round 1: pipeline.cuts from none to [1]" in output, output
@@ -547,7 +547,7 @@ def lose_a_stage(argv):
     return main(argv)
 
 
-def test_a_run_starts_again_without_a_stage_that_is_killed_and_goes_on_from_its_neighbours(
+def test_a_run_starts_again_without_a_stage_that_is_killed_and_continues_from_its_neighbours(
     tmp_path, forks, monkeypatch, caplog
 ):
     must_have_stages_in_processes()
