@@ -389,7 +389,7 @@ def main() -> int:
     words.add_argument("--count", type=int, default=1000)
     words.add_argument("--minutes", type=float, default=600.0)
     words.add_argument("--page", type=Path, default=ROOT / "docs" / "results" / "injuries.md")
-    words.add_argument("--outcome", type=Path, help="a file of what came out so far, with which a call goes on")
+    words.add_argument("--outcome", type=Path, help="a file of what came out so far, with which a call continues")
     given = words.parse_args()
     logging.getLogger("gossamer").setLevel(logging.WARNING)
     began, outcome = time.monotonic(), given.outcome or ROOT / "docs" / "results" / "house" / "injuries.jsonl"

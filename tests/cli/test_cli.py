@@ -422,7 +422,7 @@ def test_what_list_prints_is_what_the_code_has() -> None:
 def test_list_shows_one_kind_and_cuts_no_option_off(capsys):
     code, out, _ = run(["list", "topologies"], capsys)
     assert code == 0 and "hypercube" in out and "sparseloco" not in out
-    assert "graph=one_peer_" in out and not re.search(r"\w…", out), "a word that is too long goes on in the next line"
+    assert "graph=one_peer_" in out and not re.search(r"\w…", out), "a word that is too long continues in the next line"
     assert run(["list", "topologies", "--json"], capsys)[1].startswith('{"topologies": [{"name": ')
     code, _, err = run(["list", "codec"], capsys)
     assert code == 2 and "unknown list 'codec'; did you mean 'codecs'?" in err

@@ -83,7 +83,7 @@ class Ledger:
         where = f"round {round}, which process {uid} closes over {sorted(workers)},"
         assert slot in workers, f"{where} is closed without its worker {slot}"
         assert 2 * len(workers) > self._slot_count, f"{where} is closed by no majority of {self._slot_count}"
-        assert self._lines.setdefault(round, line) == line, f"{where} goes on with a second history"
+        assert self._lines.setdefault(round, line) == line, f"{where} continues with a second history"
         known = self._closed.setdefault((round, named.attempt), (workers, then, x))
         assert known == (workers, then, x), f"{where} has ended with other parameters or workers: {x} and {known}"
         self.closings += 1

@@ -1024,7 +1024,7 @@ def test_closing_after_a_save_within_a_round_says_that_a_resumed_loop_continues(
             train(model, loop, 2)
             loop.state_dict()
             train(model, loop, steps_after_saving)
-        assert ("a loop that resumes from the state just saved goes on with them" in caplog.text) == warned
+        assert ("a loop that resumes from the state just saved continues with them" in caplog.text) == warned
 
 
 def test_a_refused_state_does_not_make_of_a_loaded_model_a_trained_one(caplog):
@@ -1461,7 +1461,7 @@ def uneven_data():
     model = net()
     if rank:
         sentence = (
-            r"worker 0 after round 9 and 2 more steps left the loop while this one goes on: .*equally many batches"
+            r"worker 0 after round 9 and 2 more steps left the loop while this one continues: .*equally many batches"
         )
         with (
             gossamer.Outer(model, "diloco", local_steps=5, timeout_s=60) as loop,

@@ -189,7 +189,7 @@ class Sites:
         """Starts a site again; the round after which all its processes have taken another's state."""
         self.start(site)
         after = {
-            int(self.until(site, r"goes on with the state of site \d after round (\d+)")[1])
+            int(self.until(site, r"continues with the state of site \d after round (\d+)")[1])
             for _ in range(self.words["shards"])
         }
         assert len(after) == 1
@@ -332,7 +332,7 @@ def test_a_shard_that_stands_still_holds_up_its_site_alone_which_then_takes_the_
     with contextlib.suppress(ProcessLookupError):
         os.kill(run.pids[2, 1], signal.SIGCONT)
     try:
-        after = [int(run.until(2, r"goes on with the state of site \d after round (\d+)")[1]) for _ in range(2)]
+        after = [int(run.until(2, r"continues with the state of site \d after round (\d+)")[1]) for _ in range(2)]
     except AssertionError:  # on a busy machine its sibling may have given it up before
         assert "another process of worker 2 is gone, or did not come in time" in "".join(run.said[2])
         after = [run.comes_back(2)] * 2
@@ -618,7 +618,7 @@ def test_a_site_that_comes_back_does_not_take_a_state_and_asks_another(
     assert not again.step(), "its first step takes a state over"
     assert f"site {back} does not take the state that site 0 gave: {why}" in caplog.text
     assert ("on its word alone" in caplog.text) == (sites == 3), "of two others neither confirms the other"
-    assert f"site {back} goes on with the state of site 1" in caplog.text
+    assert f"site {back} continues with the state of site 1" in caplog.text
     assert torch.equal(again.model.weight, outers[1].model.weight)
     deadline = time.monotonic() + 10
     while not all(back in _awaited(outer) for outer in outers) and time.monotonic() < deadline:

@@ -241,7 +241,7 @@ def elastic(folder: Path, begin: Path) -> bool:
     end(jobs["elastic-2"])
     # The same words, but that it saves each step: it joins within a round of its own steps, and its last state is compared.
     jobs["elastic-2"] = site(2, "--checkpoint.interval", "1")
-    back = until(folder, "elastic-2", r"site 2 goes on with the state of site \d after round \d+")
+    back = until(folder, "elastic-2", r"site 2 continues with the state of site \d after round \d+")
     others = max(int(one) for one in re.findall(r"site 0 of 3, round (\d+),", (folder / "elastic-0.log").read_text()))
     print(f"killed after round 3; {back[0]}, when site 0 had ended round {others}", flush=True)
     must_end_well(folder, jobs)

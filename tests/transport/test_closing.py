@@ -35,7 +35,7 @@ class World:
         self.ended = set[int]()
         """Who has ended, as its round needs a message that it has declined; nobody takes its slot."""
         self.kept = [(0, 0)] * n
-        """The state at the end of the last round of each: in which closing it goes on, and its line."""
+        """The state at the end of the last round of each: in which closing it continues, and its line."""
         self.side = [0] * n
         self.unheard: set[tuple[int, int]] = set()
         """Senders and receivers whose letters are lost on the way, though the answers would come."""

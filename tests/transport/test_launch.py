@@ -407,7 +407,7 @@ def started(*words: str) -> tuple[Command, list[int]]:
 
 def wait_until_gone(pids: list[int], launcher: Command) -> None:
     """Fails if any of the processes still runs after a while, and says where their launcher is then."""
-    assert gone(pids, within_s=60.0), f"an orphan goes on: {launcher.finish(0)}"
+    assert gone(pids, within_s=60.0), f"an orphan continues: {launcher.finish(0)}"
 
 
 def gone(pids: list[int], within_s: float) -> bool:

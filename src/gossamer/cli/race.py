@@ -149,7 +149,7 @@ def prepare_race(
         text, left = _begun(made, some, folder, 60 * asked.race, runs_at_a_time(asked.jobs))
     by_label = {label_of(one): one for one in some}
     raced = {label: by_label[label] for label in (row["label"] for row in text["variant"])}
-    left = {label: left.get(label, "it is not in the race that goes on") for label in by_label if label not in raced}
+    left = {label: left.get(label, "it is not in the race that continues") for label in by_label if label not in raced}
     return Prepared(folder, text, raced, left, began + 60 * asked.race)
 
 
@@ -346,7 +346,7 @@ def print_race(result: Race) -> None:
     for label, why in result.left.items():
         echo(f"not raced: {label}: {why}")
     if standing is None:
-        echo("no seed has ended with all candidates; the same command with --resume goes on")
+        echo("no seed has ended with all candidates; the same command with --resume continues")
         return
     means = {label: sum(some) / n for label, some in result.losses.items()}
     labels = sorted(means, key=means.__getitem__)

@@ -397,7 +397,7 @@ class ElasticSite:
         round = after
         if self._siblings.first and self._closes:
             self._inner.continue_from(after, state["line"])
-        log.warning("site %d goes on with the state of site %d after round %d", me, donor, after)
+        log.warning("site %d continues with the state of site %d after round %d", me, donor, after)
         before = self._before
         self.keep(after, state)
         self._before = before  # this site has completed no round since

@@ -123,7 +123,7 @@ class Watch:
                 self.steps,
                 self.local_steps,
                 "" if self.exchanged else f", and no round ended at all, {self._so}",
-                "a loop that resumes from the state just saved goes on with them; else " if self.saved else "",
+                "a loop that resumes from the state just saved continues with them; else " if self.saved else "",
             )
         elif not self.called and self._checksum() != self._start:
             self.quiet = True
@@ -399,7 +399,7 @@ def explained(error: PeerError, left: Mapping[int, Any], means: Mapping[int, Any
     if not words:
         return error
     return PeerError(
-        f"{', '.join(words)} left the loop while this one goes on: {error}; give all workers equally many batches, as "
+        f"{', '.join(words)} left the loop while this one continues: {error}; give all workers equally many batches, as "
         "place.shard does, or let all take outer.common_steps(len(loader)) steps, and call outer.step() also where a GradScaler "
         "skipped a step; sites with elastic=True go on without one that has left"
     )

@@ -123,7 +123,7 @@ class Exchange:
         """Waits until everything has been received, and makes the outer update."""
         self.receive()
         for _ in self._legs:
-            raise AssertionError("an exchange goes on after its update")
+            raise AssertionError("an exchange continues after its update")
 
     @property
     def _ticket(self) -> Ticket:

@@ -221,7 +221,9 @@ def test_a_worker_comes_back_into_its_slot_and_the_record_gives_the_bits_of_both
     assert (second.ended.why, second.life) == ("finished", newcomer.life) and second.life != first.life
     assert first.ended is None if not leaves else first.ended.why == "left"
     if leaves:
-        assert second.begun[:3] == (5, saved.after, (2, first.life, len(first.events))), "it goes on where it has left"
+        assert second.begun[:3] == (5, saved.after, (2, first.life, len(first.events))), (
+            "it continues where it has left"
+        )
     assert (second.begun.source[:2] == (2, first.life)) == own == (second.begun.source[0] == 2)
     theirs = [event for i in (0, 1) for one in order[i] for event in one.events]
     if kind == "gossip":

@@ -198,10 +198,12 @@ def test_a_finished_run_that_gets_more_steps_says_where_its_learning_rate_goes(
     simulate(single(run__steps=4, **settings), tmp_path)
     simulate(single(run__steps=8, **settings), tmp_path, resume=True)
     assert "run.steps from 4 to 8" in caplog.text
-    assert ("goes on at 0.00055, where it would have been 0.0001, as inner.schedule 'cosine'" in caplog.text) == warned
+    assert (
+        "continues at 0.00055, where it would have been 0.0001, as inner.schedule 'cosine'" in caplog.text
+    ) == warned
     caplog.clear()
     simulate(single(run__steps=12, inner__lr=5e-4, **settings), tmp_path, resume=True)
-    assert "the learning rate goes on at" in caplog.text and "as inner.schedule" not in caplog.text
+    assert "the learning rate continues at" in caplog.text and "as inner.schedule" not in caplog.text
 
 
 def test_a_run_that_gets_more_steps_says_where_the_cosine_of_its_outer_learning_rate_continues(
@@ -357,7 +359,7 @@ def test_a_copy_of_a_trunk_anneals_to_the_bits_of_a_run_that_annealed_from_the_s
     assert same(parameters(tmp_path / "branch", whole), parameters(tmp_path / "whole", whole))
     simulate(single(inner__schedule="constant", inner__warmup_steps=2, run__steps=12), tmp_path / "trunk", resume=True)
     on = simulate(single(inner__schedule="constant", inner__warmup_steps=2, run__steps=12), tmp_path / "at once")
-    assert on.loss == read_metrics(tmp_path / "trunk")[-1]["loss"], "the trunk goes on as if nobody had copied it"
+    assert on.loss == read_metrics(tmp_path / "trunk")[-1]["loss"], "the trunk continues as if nobody had copied it"
 
 
 def test_a_simulation_whose_first_checkpoint_is_of_some_workers_is_started_again_as_its_sentence_says(

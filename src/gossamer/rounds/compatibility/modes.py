@@ -516,7 +516,7 @@ MODES: tuple[Incompatibility, ...] = (
         "lost stages and neighbours",
         lambda c: False in c.lost and c.topology.n > 1 and c.rule.identical,
         lambda c: (
-            f"pipeline.lost has a stage that goes on from its neighbours, and rule '{c.rule.name}' adds the same to equal "
+            f"pipeline.lost has a stage that continues from its neighbours, and rule '{c.rule.name}' adds the same to equal "
             "parameters of all workers, so that this one would differ from the others for good; take source = 'peer'"
         ),
     ),

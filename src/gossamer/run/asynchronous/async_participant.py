@@ -121,7 +121,7 @@ class AsyncParticipant(Participant[CallTransport], Generic[Core]):
     def decline(self, peer: int, why: str) -> None:
         """Records a declined message of a peer."""
         self._declined[peer] += 1
-        say(f"worker {self.slot} declined a message in its phase {self._number}: {why}; it goes on without it")
+        say(f"worker {self.slot} declined a message in its phase {self._number}: {why}; it continues without it")
 
     def mark(self, phases: int) -> None:
         """Marks the current state, after `phases` local phases of its slot, as that of checkpoints and newcomers.

@@ -81,7 +81,7 @@ def state_of(content: Any, after: int, limits: Limits) -> AsyncState:
                 return AsyncState(after, phases, (worker, life, events), dict(held), content)
     if isinstance(content, dict) and content and content.keys() <= {"run", "x"}:
         raise CheckpointError(
-            f"a state after round {after} is of a simulation over virtual time, which gossamer simulate --resume goes on with"
+            f"a state after round {after} is of a simulation over virtual time, which gossamer simulate --resume continues with"
         )
     shown = sorted(map(str, content)) if isinstance(content, dict) else content
     raise CheckpointError(

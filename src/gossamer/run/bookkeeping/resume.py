@@ -65,7 +65,7 @@ class History(NamedTuple):
             return ""
         stretched = "run.steps" in self.changes and not any(key.startswith("inner.") for key in self.changes)
         why = f", as inner.schedule '{self.run.inner.schedule}' ends with the run" if stretched else ""
-        return f"; the learning rate goes on at {now:.3g}, where it would have been {was:.3g}{why}"
+        return f"; the learning rate continues at {now:.3g}, where it would have been {was:.3g}{why}"
 
     def _shape_change(self, round: int) -> str:
         """The change of the place in each cosine of the method that another number of steps moves, in words; empty if none."""

@@ -50,8 +50,8 @@ class LostStage:
     after: Count
     """The rounds that are over then."""
     source: Literal["peer", "neighbours"] | None = None
-    """What it goes on from: the same stage of the next worker, or the mean of the stages before and behind it. None takes a peer
-    where there is one."""
+    """What it continues from: the same stage of the next worker, or the mean of the stages before and behind it. None takes a
+    peer where there is one."""
 
 
 @settings("pipeline")

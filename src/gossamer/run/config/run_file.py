@@ -125,7 +125,7 @@ class LoopSettings:
     """Inner steps of data parallelism, with which the run begins: all step on the mean of their gradients, without an outer step.
     Then the method begins, from parameters that all have in common."""
     adapt: bool | str = False
-    """Whether each worker takes as many local steps as fit its speed and its link (H_i), measured while the run goes on;
+    """Whether each worker takes as many local steps as fit its speed and its link (H_i), measured while the run continues;
     each begins with local_steps, and none exceeds the largest of them. The simulator also accepts, in place of true, the
     name of the network whose seconds count."""
     weigh_steps: bool = False
@@ -170,7 +170,7 @@ class LoopSettings:
     round_deadline_s: Annotated[Annotated[float, Field(gt=0, le=_LONGEST_S), SECONDS] | None, NEUTRAL] = None
     """How long an elastic worker waits in a round for peers that live but have not answered; `timeout_s` if not set."""
     rejoin_rounds: Annotated[Number, NEUTRAL] = 2
-    """A worker that comes back goes on from its own state if that is at most so many rounds old, else from another worker's."""
+    """A worker that comes back continues from its own state if that is at most so many rounds old, else from another worker's."""
     pace_s: Annotated[_Pace | Annotated[tuple[_Pace, ...], Field(min_length=1)], NEUTRAL] = 0.0
     """Seconds that an inner step takes at least, one number for all or one per worker: a worker that is faster sleeps, to
     stand for a larger model or a slower machine. Sleeping counts as computing in the trace."""

@@ -178,7 +178,7 @@ class StoreWork(RoundsInStore):
         if round:
             state = f"the state of slot {begun.donor} after round {begun.after}" if begun.after else "that of the start"
             means = f" and the means of {round - begun.after} more" if round > begun.after and self.together else ""
-            say(f"worker {self.slot} goes on at round {round + 1}, with {state}{means}")
+            say(f"worker {self.slot} continues at round {round + 1}, with {state}{means}")
         if self._record or round == run.rounds:
             return
         self._asked.at_once = False

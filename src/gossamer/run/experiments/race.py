@@ -327,7 +327,7 @@ def written_race(folder: Path, course: Course, made: RunPlan, text: Mapping[str,
 
 
 def opened_race(folder: Path, some: Sequence[Candidate]) -> dict[str, Any]:
-    """The experiment file of a race that goes on.
+    """The experiment file of a race that continues.
 
     Raises: ConfigError where there is none, or its candidates are not those of the shortlist.
     """

@@ -4,7 +4,7 @@ On the first rung runs a cross: the learning rates with the first pair (η, γ),
 whatever is missing of the cross through the best setting so far. Each arm grows where the best stands at its end. If there is a
 final, the two best run again with more seeds, and the final decides between them.
 
-There may be several rungs, of runs that become longer (successive halving): the best half of a rung, at most, goes on to the
+There may be several rungs, of runs that become longer (successive halving): the best half of a rung, at most, continues to the
 next, and the last decides. In place of the cross the first rung may run the product of learning rates and pairs, each pair with
 its own best learning rate, as an outer step moves by η / (1 - γ) of a steady drift. Runs of a quarter of the length rank DiLoCo's
 η the other way round than whole ones (docs/adr/0033).

@@ -388,7 +388,7 @@ def take_part(
         kind: the class that trains and exchanges, with its `start_facts`.
         join: the address of any worker of a running run, "auto" for the addresses in `folder`; None to start with all
             others.
-        resume: whether a run that starts goes on from its checkpoints; "auto" starts it where there are none.
+        resume: whether a run that starts continues from its checkpoints; "auto" starts it where there are none.
     Raises: ConfigError, DataError, CheckpointError, TrainingError; PeerError when others are missing or no worker can
         be joined; SlotTakenError when another process has taken the slot, except for a joining process, which requests
         another slot.

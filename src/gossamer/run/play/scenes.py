@@ -285,7 +285,7 @@ def _round_sentences(conditions: Conditions, there: Sequence[int], bill: _Bill) 
     """A description of a round, in a sentence or two."""
     waiting = sorted(conditions.alive - {*there})
     if not conditions.alive:
-        return "Nobody is alive. Revive a worker: it goes on from its own parameters."
+        return "Nobody is alive. Revive a worker: it continues from its own parameters."
     if not there:
         return f"Nobody trains: a mean needs more than half of all {WORKERS} workers, and no side has as many."
     parts = (

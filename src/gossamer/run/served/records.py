@@ -181,7 +181,7 @@ def restored(run: RunSettings, folder: Path, start: int | None, *, loads: bool =
     saved: dict[str, Any] = checkpoint.load(store, start, n, lineage_of(run, folder)) if start and loads else {}
     if "run" in saved:
         raise CheckpointError(
-            f"'{folder}' holds checkpoints of a simulation over virtual time, from which no real server goes on; go on with "
+            f"'{folder}' holds checkpoints of a simulation over virtual time, from which no real server continues; go on with "
             f"gossamer simulate --resume {quote(str(folder))}"
         )
     checkpoint.rewind(store, start, n)

@@ -209,8 +209,8 @@ def _started(store: Store, task: Task, past: History | None) -> tuple[Start, Lin
         # Before newer checkpoints are removed: real workers, which resume from their own newest round, would need them.
         if "run" not in saved:
             raise CheckpointError(
-                f"'{folder}' holds checkpoints of real processes, and an asynchronous simulation goes on from its own alone; go "
-                f"on with gossamer train --resume {quote(str(folder))}, or repeat it with --replay"
+                f"'{folder}' holds checkpoints of real processes, and an asynchronous simulation continues from its own alone; "
+                f"go on with gossamer train --resume {quote(str(folder))}, or repeat it with --replay"
             )
     return start, start.go_on(run.owners), saved
 
