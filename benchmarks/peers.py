@@ -193,7 +193,8 @@ def page(runs: Sequence[Run]) -> str:
     ]
     missing = [SIDES[side] for side in SIDES if side not in {one["side"] for one in runs}]
     loads, dates, cores = sorted(one["load"] for one in runs), sorted({one["date"] for one in runs}), runs[0]["cores"]
-    when = f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}; load {loads[0]} to {loads[-1]} before a run began, that of the side before included"
+    dated = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    when = f"{dated}; load {loads[0]} to {loads[-1]} before a run began, that of the side before included"
     unmeasured = f"- Not measured here: {'; '.join(missing)}.\n" if missing else ""
     busy = (
         " **Other programs kept the cores busy: only tokens per processor second mean something, and what needs several cores at "
