@@ -451,10 +451,10 @@ def held_out_section(lines: Sequence[dict[str, Any]]) -> str:
             if label is None:
                 row += ["", ""]
                 continue
-            told = not one.standing.may_be_best(label)
+            is_above = not one.standing.may_be_best(label)
             within[which] += one.above(label) <= MARGIN
-            apart_of[which] += told
-            row += [_gap(one, label), "yes" if told else "no"]
+            apart_of[which] += is_above
+            row += [_gap(one, label), "yes" if is_above else "no"]
         rows.append(row)
         tables.append(f"### {cell.network}, {cell.size}, {cell.text}")
         tables.append(_held_out_table(own, one))
@@ -464,7 +464,7 @@ def held_out_section(lines: Sequence[dict[str, Any]]) -> str:
     parts.append(
         f"{done} of {len(HELD_OUT_CELLS)} networks have run with all seeds, {len(lines)} runs in {core_hours:.2f} core-hours. "
         f"Within {MARGIN:g} nats of the lowest are {within['second']} picks of the planner as it was when they ran and "
-        f"{within['registered']} of the registered ones; told apart from it (5 %, Holm) are {apart_of['second']} and "
+        f"{within['registered']} of the registered ones; significantly above it (5 %, Holm) are {apart_of['second']} and "
         f"{apart_of['registered']}."
     )
     return "\n\n".join([*parts, markdown_lines(rows).rstrip(), *tables]) + "\n"
@@ -651,10 +651,10 @@ def _table(lines: Sequence[dict[str, Any]], one: Verdict, cell: Cell) -> str:
         gap = "" if stands is None else f"{stands.mean:+.4f} ± {stands.half or 0:.4f}"
         words = " (pick)" if label == cell.second else ""
         mean = statistics.fmean(one.losses[label])
-        told = f"{mean:.4f}" if math.isfinite(mean) else "diverged"
+        loss = f"{mean:.4f}" if math.isfinite(mean) else "diverged"
         expected = _expected(cell, one, label)
         sizes = (str(line["rounds"]), f"{line['round_s']:.4g}", f"{line['tokens']:,}")
-        rows.append([label + words, *sizes, told, gap, "" if expected is None else f"{expected:+.4f}"])
+        rows.append([label + words, *sizes, loss, gap, "" if expected is None else f"{expected:+.4f}"])
     return markdown_lines(rows).rstrip()
 
 

@@ -143,7 +143,7 @@ def test_machines_with_keys_join_the_first_over_encrypted_connections(machines: 
     assert words == ["--join", "10.78.0.1:29500"]
     ends = [one.finish() for one in (first, *(started(i, *words) for i in (2, 1)))]
     assert [code for code, _ in ends] == [0] * 3, ends
-    for i, (_, printed) in zip((2, 1), ends[1:], strict=True):  # the slot of its own key, in any order of arrival
+    for i, (_, printed) in zip((2, 1), ends[1:], strict=True):  # the slot of its key, in any order of arrival
         assert f"worker {i} listens on 10.78.0.{i + 1}:" in printed, printed
         assert f"worker {i} takes the state of worker" in printed, printed
 

@@ -1004,7 +1004,7 @@ PLANS = [
     Planned(2, "even_10m", "134m", "GASLoC 1-Peer", "int8"),
     Planned(3, "slow_uplink", "1m", "DiLoCo less 7"),
     Planned(3, "slow_uplink", "134m", "DiLoCo less 7"),
-    # Two peers with 8 bits have faster rounds, and the two are not told apart.
+    # Two peers with 8 bits have faster rounds, and the two are not significantly different.
     Planned(4, "slow_uplink", "1m", "DiLoCo uneven", "fp4", keep_all=True, instead=("GASLoC 2-Peer", 0.010)),
     Planned(5, "slow_in_turn", "134m", "GASLoC 1-Peer"),
     # DDP hides its messages behind the step, which the races did not count: 1.43 s a step, in place of 2.26 s.

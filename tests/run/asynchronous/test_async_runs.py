@@ -137,7 +137,9 @@ def test_asynchronous_gossip_continues_without_the_dead_and_its_record_gives_the
         assert i in (1, 2) or second.begun.source[1] == first.life
     for i in (1, 2):
         received = [version for event in mixed[0] + mixed[3] for j, version, _ in event.heard if j == i]
-        assert lives[i][1].begun.number >= max(received, default=0), "what others have heard of it is not trained again"
+        assert lives[i][1].begun.number >= max(received, default=0), (
+            "phases whose message others received are not repeated"
+        )
     behind = sum(one[-1].phases for one in lives.values())
     # As above: a phase of which the others knew, and that is in no state any more, may be counted.
     assert 4 * 10 - 2 <= behind < 4 * 10 + 4, "what died with it is"

@@ -39,7 +39,7 @@ def test_a_page_of_calculators_answers_as_plan_and_utilisation_do() -> None:
         made = plan(network, model, settings)
         assert found["rows"][place] == [list(row) for row in plan_rows(made.choice, made.candidates)]
         assert made.candidates[found["best"][place]] == made.best
-        assert found["told"][place].startswith(f"{made.choice.tokens:.4g} tokens")
+        assert found["summaries"][place].startswith(f"{made.choice.tokens:.4g} tokens")
         for one in made.candidates:
             if not one.left_out:
                 assert found["curves"][one.name][place] == pytest.approx(one.utilisation, rel=1e-4)
@@ -102,7 +102,7 @@ def test_a_mark_in_a_table_has_its_sentence_there() -> None:
     found = json.loads(calculator.answers["others.json"]({"model": "0.2m", "steps": "240", "workers": "4"}))
     assert all(row[-2].endswith("*") for row in found["rows"]) and found["notes"][-1].endswith(": local_sgd with 30.")
     found = json.loads(calculator.answers["plan.json"]({"model": "0.2m", "steps": "500", "workers": "4"}))
-    assert "GASLoC 1-Peer with 120, GASLoC 2-Peer with 120." in found["told"][0]
+    assert "GASLoC 1-Peer with 120, GASLoC 2-Peer with 120." in found["summaries"][0]
 
 
 def test_what_watch_cannot_show_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -121,7 +121,7 @@ class Calculator:
             "parameters": plans[0].parameters,
             "rows": [plan_rows(one.choice, one.candidates) for one in plans],
             "best": [one.candidates.index(one.best) for one in plans],
-            "told": [" ".join([_description(one), *_notes(one.choice, one.candidates)]) for one in plans],
+            "summaries": [" ".join([_description(one), *_notes(one.choice, one.candidates)]) for one in plans],
             "curves": {
                 method: [float(f"{_of_method(one, method).utilisation:.5g}") for one in plans] for method in methods
             },

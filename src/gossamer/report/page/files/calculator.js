@@ -84,7 +84,7 @@ G.calculator = (root, frozen) => {
       if (!found) return;
       const place = moved.values.indexOf(values[moved.key]);
       rows.replaceChildren(table(found.headings, found.rows[place], found.best[place]), part("p", { class: "faint" },
-        `${found.parameters.toLocaleString("en")} parameters; ${found.told[place]} ★ is what gossamer plan would take of these: the lowest expected loss in the time, and within 0.005 nats of it the fastest. Loss is in nats above data parallelism after all tokens.`));
+        `${found.parameters.toLocaleString("en")} parameters; ${found.summaries[place]} ★ is what gossamer plan would take of these: the lowest expected loss in the time, and within 0.005 nats of it the fastest. Loss is in nats above data parallelism after all tokens.`));
       more.replaceChildren();
     };
     const draw = (answer) => {
