@@ -25,7 +25,7 @@ SOURCES = {  # by dotted name
 }
 
 LAYERS = (  # a room imports from the rooms above its own line only; of two names the longer one is that of the room
-    "version errors rng stop_signals tree",
+    "version errors rng stop_signals tree collector",
     "finite settings",
     "layout record data",
     "transport",
@@ -51,6 +51,7 @@ LIGHT = [  # work without torch
     "rng",
     "stop_signals",
     "tree",
+    "collector",
     "settings.user_code",
     "settings.fields",
     "settings.schema",

@@ -8,6 +8,7 @@ import importlib
 import random
 from typing import TYPE_CHECKING, Any
 
+from gossamer.collector import uncollected
 from gossamer.version import __version__
 
 if TYPE_CHECKING:
@@ -74,7 +75,9 @@ if not TYPE_CHECKING:  # a type checker would take every name for one of the pac
         home = _HOMES[name]
         state = random.getstate()
         try:
-            return getattr(importlib.import_module(home), name) if home else importlib.import_module(f"gossamer.{name}")
+            with uncollected():
+                module = importlib.import_module(home or f"gossamer.{name}")
+            return getattr(module, name) if home else module
         finally:
             random.setstate(state)  # rich draws a number when it is imported, and the program may have set a seed
 

@@ -4,9 +4,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from gossamer.cli.output import Json, print_json, uncollected
+from gossamer.cli.output import Json, print_json
 from gossamer.cli.run_file_options import NO_CHANGES, Changes, File
 from gossamer.cli.tables import print_sentence
+from gossamer.collector import uncollected
 from gossamer.errors import ConfigError
 from gossamer.record.progress import echo
 
@@ -24,9 +25,9 @@ def command(file: File = None, /, *, changes: Changes = NO_CHANGES, json: Json =
     if file is None:
         raise ConfigError("no run file was given (got none, need one); name a TOML file such as configs/gasloc.toml")
     document = load_document(file, parse_overrides([*changes.words]))
-    from gossamer.run.planning.check import examine_document  # late: imports torch
-
     with uncollected():
+        from gossamer.run.planning.check import examine_document  # late: imports torch
+
         results, wrong = examine_document(document)
     for sentence in wrong:
         echo(f"gossamer: {sentence}", file=sys.stderr)

@@ -3,7 +3,6 @@
 Results go to stdout, everything else to stderr. With `--json` stdout has one line: an object, whose keys `docs/json.md` explains.
 """
 
-import gc
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -81,16 +80,6 @@ def working(sentence: str) -> Iterator[None]:
 
     with Console(stderr=True).status(Text(printable(sentence))):
         yield
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """A context without garbage collection, which would traverse the plan of a million workers repeatedly, and free nothing."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def print_json(result: Any) -> None:

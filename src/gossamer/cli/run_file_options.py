@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from cyclopts import Parameter, Token
 
 from gossamer.cli.help_columns import OPTIONS
+from gossamer.collector import uncollected
 from gossamer.errors import ConfigError
 from gossamer.settings.quantities import Unit
 
@@ -100,11 +101,11 @@ def run_and_folder(
         raise ConfigError("no run file was given (got none, need one); name a TOML file, or --resume with a run folder")
     else:
         document, folder = with_settings(read_spelt(file, overrides), changes), out
-    # Not before: a wrong path or word is reported before torch is imported.
-    from gossamer.record.folder import store_file
-    from gossamer.run.bookkeeping.resume import history
-    from gossamer.run.config.resolve import settings_of
-    from gossamer.run.config.run_file import parse, survey
+    with uncollected():  # not before: a wrong path or word is reported before torch is imported
+        from gossamer.record.folder import store_file
+        from gossamer.run.bookkeeping.resume import history
+        from gossamer.run.config.resolve import settings_of
+        from gossamer.run.config.run_file import parse, survey
 
     try:
         config = parse(document)

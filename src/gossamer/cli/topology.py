@@ -4,7 +4,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from gossamer.cli.output import Json, print_json, uncollected
+from gossamer.cli.output import Json, print_json
+from gossamer.collector import uncollected
 from gossamer.errors import ConfigError
 from gossamer.record.progress import echo
 
