@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-FIRST_STEP = """
+STOP = """
 import os
 from gossamer.run.worker.replica import Replica
 step = Replica._step
@@ -22,18 +22,16 @@ def stepped(self, round, h):
     step(self, round, h)
     os._exit(0)
 Replica._step = stepped
-import gossamer
-gossamer.simulate({"workers": 8})
 """
-OWN = (
-    FIRST_STEP.rpartition("gossamer.simulate")[0]
-    + """
+FIRST_STEP = f"import gossamer\ngossamer.simulate{STOP}gossamer.simulate({{'workers': 8}})"
+OWN = f"""
 import torch
+import gossamer
+gossamer.simulate{STOP}
 gossamer.simulate(model=lambda: torch.nn.Linear(2, 1), data=lambda w, s: torch.ones(4, 2),
     loss=lambda model, x: model(x).square().mean(), optimizer=lambda p: torch.optim.AdamW(p, lr=0.1),
     method="gasloc", workers=8, local_steps=2, rounds=1)
 """
-)
 TORCH, CHECK = ("-c", "import torch"), ("-m", "gossamer", "check", "run.toml")
 MISTAKES = {"none.toml", "misspelt.toml", "run.stps=3", "7B"}
 RUN = 'workers = 2\n[run]\nsteps = 1\nlocal_steps = 1\neval_every = 0\n[model]\nsize = "0.2m"\n'
