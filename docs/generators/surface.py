@@ -1,20 +1,26 @@
 """S of docs/evidence/registered.md: what a method loses beside data parallelism after 5,400 steps, by local steps and codec."""
 
+import itertools
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
-from generators.sources import RESULTS, losses_by_seed
+from generators.sources import RESULTS, ROOT, losses_by_seed
 from generators.verdicts import rises
 from gossamer.report.figures import mean_and_deviation
-from gossamer.report.paired import effect
+from gossamer.report.paired import effect, holm
 from gossamer.report.results import PointResult, read_results
 from gossamer.report.table import DASH, markdown_lines
+from gossamer.run.config.document import load_document
+from gossamer.run.config.experiment_file import Point, points
+from gossamer.run.planning.check import examine_run
 
 PENALTY = "penalty"
 """The stem of the file."""
 _SPENT = (5, 15, 30, 60, 120)
 """Local steps."""
 _HEADS = [f"H = {h}" for h in _SPENT]
+_LEAST, _MUON, _TARGET = "data parallel", "MuLoCo", "DiLoCo, exact, H = 30"
 _EXACT, _LOSSY = "exact", ("bf16", "int8", "int4", "topk2bit")
 
 Surface = Mapping[str, Mapping[int, Mapping[int, float]]]
@@ -24,7 +30,7 @@ Surface = Mapping[str, Mapping[int, Mapping[int, float]]]
 def surface_of(ended: Iterable[PointResult]) -> Surface:
     """Of each row the seeds that data parallelism has and the row at all of its local steps; nothing before one has."""
     losses = losses_by_seed(ended)
-    least = losses.pop("data parallel", {})
+    least = losses.pop(_LEAST, {})
     rows: dict[str, dict[int, dict[int, float]]] = {}
     for label, own in losses.items():
         name, _, steps = label.rpartition(", H = ")
@@ -49,7 +55,7 @@ def surface_page(ended: Iterable[PointResult]) -> str:
     rows = {name: by_seed(own) for name, own in surface.items() if name.startswith("DiLoCo, ")}
     said = f"That the penalty of DiLoCo rises with local steps, by Page's test after Holm's correction: {rises(rows).effect}.\n"
     tested = [said] if len(rows["DiLoCo, exact"]) > 1 else []
-    return "\n".join([penalties_table(surface), *tested, codecs_table(surface)])
+    return "\n".join([penalties_table(surface), *tested, codecs_table(surface), *_beside_a_slow_uplink(surface)])
 
 
 def penalties_table(surface: Surface) -> str:
@@ -85,6 +91,98 @@ def codecs_table(surface: Surface) -> str:
     ]
     heads = ["nats above exact messages", *_HEADS, "mean of all"]
     return markdown_lines([heads, ["---", *["---:"] * (len(heads) - 1)], *rows])
+
+
+class _Arm(NamedTuple):
+    """A row of the surface at one number of local steps, on one network."""
+
+    method: str
+    label: str
+    hours: float
+    losses: Mapping[int, float]
+    """Nats above data parallelism, by seed."""
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.losses.values())
+
+
+def _beside_a_slow_uplink(surface: Surface) -> list[str]:
+    """The front of each network, and what has Muon inside, in time and loss against DiLoCo with exact messages and H = 30."""
+    seeds = {seed for own in surface.values() for some in own.values() for seed in some}
+    if any({*some} != seeds for own in surface.values() for some in own.values()):
+        return []
+    rows: list[list[str]] = []
+    for network, arms in _priced(surface).items():
+        (target,) = (one for one in arms if one.label == _TARGET)
+        with_muon = [one for one in arms if one.method == _MUON]
+        ahead = _front([one for one in arms if one.method != _MUON])
+        for arm, leads in [*zip(ahead, _leading(ahead, arms), strict=True), *((one, False) for one in with_muon)]:
+            above = _interval([arm.losses[seed] - target.losses[seed] for seed in sorted(seeds)])
+            rows.append(
+                [network, arm.label, f"{arm.hours / target.hours:.2f}", *above.split(" ± "), "leads" if leads else ""]
+            )
+    heads = ["slow uplink", "arm", "share of the time", "nats above it", "±", ""]
+    said = (
+        "Beside one slow uplink, of the arms with AdamW those than which none takes at most as long and ends lower, and below "
+        f"them those with Muon inside. Shares of the time of {_TARGET}, and nats above it with half of the 95 % interval.\n"
+    )
+    return [said, markdown_lines([heads, ["---", "---", "---:", "---:", "---:", "---"], *rows])]
+
+
+def _priced(surface: Surface) -> dict[str, list[_Arm]]:
+    """The arms on each network. Cost: some seconds.
+
+    A round is priced once for a method and codec: its seconds beyond the steps are the same for each number of these, but for
+    streaming, whose messages travel beside them.
+    """
+    document = load_document(ROOT / "experiments" / "evidence" / f"{PENALTY}.toml")
+    networks = load_document(ROOT / "experiments" / "evidence" / "straggler_codecs.toml")["network"]
+    runs = {run.method: run for run in points({**document, "network": networks}, seeds=[0])}
+    arms: dict[str, list[_Arm]] = {name: [] for name in networks}
+    for name, own in {
+        _LEAST: {1: dict.fromkeys(next(iter(surface["DiLoCo, exact"].values())), 0.0)},
+        **surface,
+    }.items():
+        label = f"{name}, H = {{}}".format if name != _LEAST else lambda _: _LEAST
+        at = {h: _round_seconds(runs[label(h)]) for h in own if name.startswith("streaming") or h == max(own)}
+        for h, losses in own.items():
+            for network in networks:
+                round_s = at[h][network] if h in at else at[max(own)][network] - max(own) + h
+                method = name.partition(", ")[0]
+                arms[network].append(
+                    _Arm(method, label(h), runs[label(h)].config.run.steps / h * round_s / 3600, losses)
+                )
+    return arms
+
+
+def _round_seconds(run: Point) -> dict[str, float]:
+    """Mean seconds of a round, by network, whose steps take a second each."""
+    return {one.name: one.round_s for one in examine_run(run.config).networks if one.round_s is not None}
+
+
+def _front(arms: Sequence[_Arm]) -> list[_Arm]:
+    """Those than which no other takes at most as long and ends lower, by their time."""
+    ordered = sorted(arms, key=lambda one: (one.hours, one.mean))
+    return [one for place, one in enumerate(ordered) if all(one.mean < other.mean for other in ordered[:place])]
+
+
+def _leading(front: Sequence[_Arm], arms: Sequence[_Arm]) -> list[bool]:
+    """Whether an arm is surely lower than each of another method with AdamW that takes at most as long; not without one."""
+    rivals = [
+        [other for other in arms if other.hours <= one.hours and other.method not in (one.method, _MUON)]
+        for one in front
+    ]
+    tests = [
+        effect([(one.losses[seed] - other.losses[seed], 1.0) for seed in one.losses])
+        for one, others in zip(front, rivals, strict=True)
+        for other in others
+    ]
+    sure = iter(
+        found.mean < 0 and p is not None and p < 0.05
+        for found, p in zip(tests, holm([found.apart for found in tests]), strict=True)
+    )
+    return [bool(others) and all([*itertools.islice(sure, len(others))]) for others in rivals]
 
 
 def by_seed(own: Mapping[int, Mapping[int, float]]) -> list[tuple[float, ...]]:

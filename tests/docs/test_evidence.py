@@ -904,10 +904,13 @@ def test_penalties_are_listed_by_local_steps_and_codec_over_the_seeds_that_a_row
         "streaming, int4",
         *(f"GASLoC {k}-Peer, {codec}" for k in (1, 2) for codec in ("bf16", "int8")),
     }
+    assert "| tenth | MuLoCo, H = 60 | 0.75 |" in page, "the time of a round is that of check"
+    assert "| half | data parallel | 5.72 |" in page and "| thirtieth | streaming, int4, H = 15 |" not in page
     cut = [one for one in ended if one.seed != 7 or one.method not in ("MuLoCo, H = 120", "DiLoCo, int4, H = 5")]
     kept = surface.surface_of(cut)
     assert {name for name, row in kept.items() if len(surface.by_seed(row)) == 2} == {"MuLoCo", "DiLoCo, int4"}
     assert [*surface.codec_costs(kept)["DiLoCo, int4"][5]] == [5, 6]
+    assert "slow uplink" not in surface.surface_page(cut), "arms of other seeds are not compared"
     without = [one for one in ended if one.method != "data parallel"]
     assert surface.surface_page(without) == "", "there is nothing to compare with"
 
