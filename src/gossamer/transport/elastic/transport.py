@@ -246,7 +246,7 @@ class ElasticTransport:
             # If all others have finished for good there will never be a majority.
             if closing.left_out or self.stop() or self.members.alone:
                 raise LeftOutError(self.worker, self.core.round, closing.source)
-            if needed := closing.needed:
+            if needed := closing.needed(time.monotonic()):
                 who = " and ".join(map(str, sorted(needed)))
                 raise TrainingError(
                     f"the message of worker {who} in round {self.core.round + 1} has numbers that are not finite, or cannot be "
