@@ -21,20 +21,21 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from peers_sides import LENGTH, LOCAL_STEPS, SEQUENCES, WORKERS
+from peers_sides import LENGTH, LIMIT_S, LOCAL_STEPS, SEQUENCES, WORKERS
 
 from gossamer.report.figures import on_any_ground
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "benchmarks" / "peers.jsonl"
 PAGE = ROOT / "docs" / "results" / "peers.md"
-ROUNDS, FIRST, LIMIT_S = 8, 2, 300.0
-"""Rounds of a run, the first that counts as steady, and when a run is given up."""
+ROUNDS, FIRST = 8, 2
+"""Rounds of a run, and the first that counts as steady."""
 SIDES = {
     "bare": "a loop on one thread, which never exchanges",
     "simulate": "`gossamer.simulate`, one process",
@@ -68,31 +69,37 @@ def measured(side: str, python: str) -> dict[str, Any]:
         port = free.getsockname()[1]
     load, began, peak = os.getloadavg()[0], time.perf_counter(), 0
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
-    started = [
-        subprocess.Popen(
-            [python, str(ROOT / "benchmarks" / "peers_sides.py"), side, str(rank), str(port), str(ROUNDS)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=environment,
-            start_new_session=True,
-        )
-        for rank in range(1 if side in ALONE else WORKERS)
-    ]
-    try:
-        while any(one.poll() is None for one in started):
-            if time.perf_counter() > began + LIMIT_S or any(one.poll() for one in started):
-                raise RuntimeError(f"a process of {side} failed, or took more than {LIMIT_S:.0f} s")
-            peak = max(peak, pss_bytes({one.pid for one in started}))
-            time.sleep(0.5)
-        if any(one.returncode for one in started):
-            raise RuntimeError(f"a process of {side} failed")
-    finally:
-        for one in started:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(one.pid, signal.SIGKILL)  # its children too
-            one.wait()
-    said = [json.loads(line) for one in started if one.stdout for line in one.stdout if line.startswith("{")]
+    with tempfile.TemporaryFile("w+") as complaints:
+        started = [
+            subprocess.Popen(
+                [python, str(ROOT / "benchmarks" / "peers_sides.py"), side, str(rank), str(port), str(ROUNDS)],
+                stdout=subprocess.PIPE,
+                stderr=complaints,
+                text=True,
+                env=environment,
+                start_new_session=True,
+            )
+            for rank in range(1 if side in ALONE else WORKERS)
+        ]
+        try:
+            while any(one.poll() is None for one in started) and not any(one.poll() for one in started):
+                if time.perf_counter() > began + LIMIT_S:
+                    break
+                peak = max(peak, pss_bytes({one.pid for one in started}))
+                time.sleep(0.5)
+            codes = [one.poll() for one in started]
+        finally:
+            for one in started:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(one.pid, signal.SIGKILL)  # its children too
+            outputs = [one.communicate()[0] for one in started]
+        if any(code != 0 for code in codes):
+            complaints.seek(0)
+            raise RuntimeError(
+                f"the processes of {side} ended with {codes} after {time.perf_counter() - began:.0f} s of at most "
+                f"{LIMIT_S:.0f} s, None for one that was still running:\n{complaints.read()[-4000:]}"
+            )
+    said = [json.loads(line) for output in outputs for line in output.splitlines() if line.startswith("{")]
     first, last = (said[0]["marks"][r] for r in (FIRST, ROUNDS - 1))
     tokens = (ROUNDS - 1 - FIRST) * ROUND_TOKENS
     cpu_s = sum(one["marks"][ROUNDS - 1][1] - one["marks"][FIRST][1] for one in said)

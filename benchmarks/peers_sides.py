@@ -5,6 +5,7 @@
 Nothing of Gossamer is imported but by its own two sides, so that the others run in environments without it.
 """
 
+import faulthandler
 import json
 import os
 import platform
@@ -20,6 +21,8 @@ from typing import Any
 WORKERS, LOCAL_STEPS, SEQUENCES, LENGTH = 4, 10, 8, 128
 VOCABULARY, WIDTH, LAYERS, HEADS = 256, 128, 4, 4
 LR, OUTER_LR, MOMENTUM = 1e-3, 0.7, 0.9
+LIMIT_S = 300.0
+"""When a run is given up."""
 
 
 class Clock:
@@ -148,7 +151,9 @@ def processes(rank: int, side: str, port: int, rounds: int) -> None:
     torch.manual_seed(0)
     clock = Clock()
     built, batch, loss = torch_parts(clock)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORKERS)
+    # torch's own timeout of half an hour would be longer than a run, so that a lost message looked like a slow one.
+    meets, patience = f"tcp://127.0.0.1:{port}", timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=meets, rank=rank, world_size=WORKERS, timeout=patience)
     model: Any = built()
     inner: Any = torch.optim.AdamW(model.parameters(), LR)
     used, trained = ["torch"], model
@@ -199,6 +204,7 @@ def processes(rank: int, side: str, port: int, rounds: int) -> None:
     dist.barrier()
     if side == "torchft":
         os._exit(0)  # threads of its server outlive the end of Python
+    dist.destroy_process_group()  # else its threads run while Python ends
 
 
 def _outer_step_at_rank_0(model: Any, rank: int) -> Callable[[], None]:
@@ -368,7 +374,8 @@ def vmapped(rounds: int) -> None:
 
 
 def main() -> None:
-    """Trains as one process of a side."""
+    """Trains as one process of a side; one that takes too long shows where it stands before it is given up."""
+    faulthandler.dump_traceback_later(0.9 * LIMIT_S)
     side, rank, port, rounds = sys.argv[1], *map(int, sys.argv[2:])
     match side:
         case "bare":

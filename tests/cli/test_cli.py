@@ -181,22 +181,41 @@ def test_a_run_file_and_a_network_file_are_not_taken_for_each_other(run_file, tm
     refused(["plan", tmp_path / "network.toml", "--workers", 2], capsys, "give --step-s or --peak-flops, or step_s")
 
 
-def test_a_folder_of_runs_is_not_taken_for_a_run(tmp_path, capsys):
+def test_what_is_no_run_folder_is_refused_in_the_same_words_by_all_that_read_one(tmp_path, capsys):
     for name in "ba":
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "run.toml").write_text("")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "run").write_text("")
+    (tmp_path / "text").write_text("")
     (tmp_path / "network.toml").write_text("uplink_bps = 1e6\ndownlink_bps = 1e6\n")
-    for words in (["evaluate"], ["report"], ["price"], ["simulate", "--resume"], ["train", "--resume"]):
+    folder, read = tmp_path / "runs" / "a", (["evaluate"], ["report"], ["price"], ["audit"])
+    for words in (*read, ["simulate", "--resume"], ["train", "--resume"], ["simulate", "--replay"], ["status"]):
         more = [tmp_path / "network.toml"] if words == ["price"] else []
-        refused(
-            [*words, tmp_path / "runs", *more], capsys, "is no run folder (no run.toml); it holds runs: a, b; name one"
-        )
-        refused([*words, tmp_path / "empty", *more], capsys, "is no run folder (no run.toml); name one")
-        folder = tmp_path / "runs" / "a"
-        refused(
-            [*words, folder / "run.toml", *more], capsys, f"is a file and no run folder; name its folder, '{folder}'"
-        )
+        for path, sentence in (
+            (tmp_path / "runs", "is no run folder (no run.toml); it holds runs: a, b; name one"),
+            (tmp_path / "empty", "is no run folder (no run.toml); name one"),
+            (tmp_path / "nowhere", "is no run folder (nothing is there); name one"),
+            (tmp_path / "text", "is a file and no run folder; name a run's folder"),
+            (folder / "run.toml", f"is a file and no run folder; name its folder, '{folder}'"),
+            *(((tmp_path / "store", "is the store of a run and no run folder"),) if words != ["status"] else ()),
+        ):
+            refused([*words, path, *more], capsys, f"'{path}' {sentence}")
+
+
+def test_the_address_of_a_store_is_refused_as_it_was_given_where_a_path_is_needed(
+    run_file, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    sentence = (
+        "'s3://bucket/run', which is an address, and a file or folder of this machine is needed; gossamer status,"
+    )
+    for words in (["simulate", run_file, "--out"], ["train", "--resume"], ["status", "store", "--peers"]):
+        refused([*words, "s3://bucket/run"], capsys, f"{words[-1]} got {sentence}")
+    for words in (["report", "run"], ["price"], ["evaluate"], ["audit"], ["check"], ["compare"], ["init"]):
+        refused([*words, "file:///run"], capsys, "'file:///run' was given, which is an address, and a file or folder")
+    assert {one.name for one in tmp_path.iterdir()} <= {run_file.name}
 
 
 def test_a_run_that_has_ended_is_not_resumed_but_scored(tmp_path, capsys):

@@ -102,8 +102,8 @@ class Averager(Participant):
         closing = self.closing
         if closing.closed:
             self._update()
-        elif closing.needed:
-            self._fail(f"needs the message of worker {sorted(closing.needed)}, which is not finite")
+        elif needed := closing.needed(self.network.now):
+            self._fail(f"needs the message of worker {sorted(needed)}, which is not finite")
         elif self.members.replaced:
             self._must_end(closing.round)
         elif closing.left_out or self.members.alone:

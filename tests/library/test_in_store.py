@@ -18,12 +18,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gossamer
 from commands import Command, free_port, run
 from gossamer.errors import ConfigError, GossamerError, PeerError
 from gossamer.integrations.begin import begin_outer
-from gossamer.library.in_store import STATE_EVERY
+from gossamer.library.in_store import STATE_EVERY, _state_bytes, _tensors_of
 from gossamer.record.packed import packed
 from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.combine import FITTING
@@ -31,8 +32,10 @@ from gossamer.rounds.compatibility.incompatibilities import combination_faults
 from gossamer.rules import RULES
 from gossamer.run.config.recipes import missing
 from gossamer.topologies import make_topology
-from gossamer.transport.bucket.bucket import sealed
+from gossamer.transport.bucket import bucket
+from gossamer.transport.bucket.bucket import ObjectLimit, sealed
 from gossamer.transport.keys import certificate_of, new_key
+from gossamer.tree import nbytes
 from s3 import S3
 
 Loop = gossamer.Outer[nn.Module]
@@ -353,20 +356,46 @@ def test_what_a_store_does_not_carry_is_refused_before_anything_is_written(
 
 
 @pytest.mark.parametrize(("rest", "state_bytes"), [("compare", 96), ("broadcast", 120)])
-def test_a_state_that_s3_does_not_take_in_one_object_is_refused_before_the_store_is_asked(
+def test_a_state_that_a_provider_does_not_take_in_one_object_is_refused_before_the_store_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rest: Any, state_bytes: int
 ) -> None:
     """8 parameters, the start of the round and the momentum, with 6 frozen numbers where they are part of the state."""
     model, folder = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2).requires_grad_(False)), str(tmp_path / "run")
     given: dict[str, Any] = {"workers": 1, "rest": rest}
-    monkeypatch.setattr("gossamer.transport.bucket.bucket.MOST_IN_S3", state_bytes - 1)
-    output = refusal(lambda: gossamer.Outer(model, "diloco", store="s3://bucket/run", **given))
-    assert output.startswith("Outer got store='s3://bucket/run', and the state of this run is an object of ")
-    monkeypatch.setattr("gossamer.library.in_store.is_s3", lambda url: url == folder)
+    for kind, url in (("S3", "s3://bucket/run"), ("AZURE", "az://container/run")):
+        limit = getattr(bucket, f"{kind}_LIMIT")
+        monkeypatch.setattr(bucket, f"{kind}_LIMIT", limit._replace(most_bytes=state_bytes - 1))
+        output = refusal(lambda url=url: gossamer.Outer(model, "diloco", store=url, **given))
+        assert output.startswith(f"Outer got store='{url}', and the state of this run is an object of ")
+        assert f"where {limit.store} takes at most" in output
+    least = ObjectLimit("a folder", state_bytes - 1)
+    monkeypatch.setattr("gossamer.library.in_store.object_limit", lambda url: least)
     refusal(lambda: gossamer.Outer(model, "diloco", store=folder, **given))
     assert not [*tmp_path.iterdir()]
-    monkeypatch.setattr("gossamer.transport.bucket.bucket.MOST_IN_S3", state_bytes)
+    least = ObjectLimit("a folder", state_bytes)
     gossamer.Outer(model, "diloco", store=folder, **given).close()
+
+
+class _NoData(TorchDispatchMode):
+    """Refuses operations whose result is a vector with data."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        assert not isinstance(result, torch.Tensor) or result.is_meta or result.numel() < 8, func
+        return result
+
+
+@pytest.mark.parametrize(
+    "rule", ["diloco", "anchored_gasloc", "fedopt", "sparta", gossamer.rules.clipped(gossamer.gossip())], ids=str
+)
+def test_a_state_is_weighed_without_a_second_outer_state(rule: Any, tmp_path: Path) -> None:
+    outer = loop_in(tmp_path, rule=rule, workers=1)
+    assert outer._store is not None
+    there = _tensors_of(outer._store._state())
+    with _NoData():
+        weighed = _state_bytes(outer.method, outer._flat, {}, 1, outer._timetable)
+    assert weighed == nbytes((*there,))
+    outer.close()
 
 
 def test_processes_of_one_group_and_trainers_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -628,7 +628,9 @@ def test_a_site_that_comes_back_does_not_take_a_state_and_asks_another(
         outer.close()
 
 
-def test_sites_that_end_stay_until_one_that_their_last_round_was_closed_without_has_their_state() -> None:
+def test_sites_that_end_stay_until_one_that_their_last_round_was_closed_without_has_their_state(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     _, outers = begun(3, timeout_s=6.0)
     late = outers.pop()
     in_threads(*(outer.step for outer in outers))
@@ -640,6 +642,28 @@ def test_sites_that_end_stay_until_one_that_their_last_round_was_closed_without_
             end.result(2.0)
     assert torch.equal(late.model.weight, outers[0].model.weight)
     late.close()
+    for site in range(2):
+        stays = f"worker {site} stays for 5 s at most, so that worker 2 can take its state: the last round was closed"
+        assert caplog.text.count(stays) == 1
+
+
+def test_those_that_stay_at_the_end_wait_in_turns_for_one_deadline_in_all() -> None:
+    _, outers = begun(3, timeout_s=4.0)
+    late = outers.pop()
+    in_threads(*(outer.step for outer in outers))
+    assert outers[0]._site is not None
+    inner, start_s = outers[0]._site._inner, time.monotonic()
+    inner.stop = lambda: False
+    deadline_s = start_s + 10
+    while not inner._closes().late and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    turns = 1
+    while inner.stay_for_late(0.5):
+        turns += 1
+    assert turns > 2 and time.monotonic() - start_s > inner.core.limit_s
+    assert not inner.stay_for_late(0.5), "the deadline is over"
+    for outer in (*outers, late):
+        outer.close()
 
 
 # --- what is refused, and in which words ------------------------------------------------------------------------------
@@ -674,6 +698,17 @@ def two() -> Iterator[Begun]:
     yield join, outers
     for outer in outers:
         outer.close()
+
+
+def test_a_process_of_a_site_that_ends_alone_says_that_it_waits_for_no_late_site(
+    two: Begun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def gone(*given: Any) -> list[int]:
+        raise PeerError("another process of worker 0 is gone")
+
+    monkeypatch.setattr(two[1][0]._siblings, "from_first", gone)
+    two[1][0].close()
+    assert "site 0 ends without waiting for sites that may be late: another process of worker 0 is gone" in caplog.text
 
 
 def test_a_site_that_is_there_is_refused_in_a_sentence_and_disturbs_nobody(two: Begun) -> None:

@@ -682,6 +682,13 @@ def test_a_number_that_a_line_may_lack_is_refused_with_its_bounds(tmp_path: Path
         read_metrics(tmp_path)
 
 
+def test_no_folder_is_made_that_is_named_as_an_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DiskError, match="'s3:/bucket/run' is an address, and a folder of this machine is to be made"):
+        make_folder(Path("s3://bucket/run"))
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_folder_in_which_no_checkpoint_could_be_read_again_is_not_made(tmp_path: Path) -> None:
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
     with pytest.raises(DiskError, match="no name in UTF-8, which checkpoints and models need; name another folder"):

@@ -168,7 +168,7 @@ class World:
                 self.left_s[i] = self.draw.uniform(0.1, 2.0)
             elif worker.proposed is not None and self.held.get(i) != (worker.round, worker.proposed.attempt):
                 self._try(i, worker, worker.proposed)
-            elif worker.needed:
+            elif worker.needed(self.now):
                 self.ended.add(i)
                 return self._die(i)
         worker.tick(self.now)
@@ -276,7 +276,7 @@ def test_who_needs_a_declined_message_ends_and_the_others_have_one_history_where
         live = [worker for i, worker in enumerate(world.workers) if not world.dead[i]]
         assert got_through or 2 * len(live) <= n, (seed, n, "only too few wait")
         assert len({(worker.round, worker.history_hash) for worker in live}) == len({one.round for one in live})
-        assert not world.contradictions and not any(worker.needed for worker in live), (seed, n)
+        assert not world.contradictions and not any(worker.needed(world.now) for worker in live), (seed, n)
         ended += len(world.ended)
     assert ended
 
@@ -414,7 +414,33 @@ def test_where_too_few_are_left_without_who_sends_what_is_not_finite_its_message
             closing.receive(Letter(LetterKind.REPORT, i, body=body_of(json.dumps(report).encode())), 1.0)
         assert closing.proposed is not None and closing.proposed.workers == frozenset(range(slots))
         closing.fail(closing.proposed.attempt, 1.0, {1})
-        assert closing.needed == (frozenset({1}) if few else frozenset())
+        assert closing.needed(1.0) == (frozenset({1}) if few else frozenset())
+
+
+@pytest.mark.parametrize("heals", [True, False])
+def test_who_needs_a_declined_message_waits_a_deadline_for_workers_that_are_suspected(heals: bool) -> None:
+    trio = Trio()
+    for i in range(3):
+        trio.workers[i].ready(0.0)
+    trio.pass_s(0.2)
+    trio.cut = {2}
+    for worker in trio.workers[:2]:
+        worker.members.suspect(2)
+    first = trio.workers[0].proposed
+    assert first is not None
+    trio.workers[0].fail(first.attempt, trio.now, {1})
+    trio.pass_s(2.5)
+    assert not trio.workers[0].needed(trio.now), "worker 2 may answer yet"
+    if heals:
+        trio.cut = set()
+        for worker in trio.workers[:2]:
+            entry = worker.members.entries[2]
+            worker.members.merge([entry._replace(status=MemberStatus.ALIVE, incarnation=1)])
+        trio.pass_s(1.5)
+        proposed = trio.workers[0].proposed
+        assert proposed is not None and proposed.workers == {0, 2}, "the round is closed without the accused"
+    trio.pass_s(0.6)
+    assert trio.workers[0].needed(trio.now) == (frozenset() if heals else {1})
 
 
 @pytest.mark.sampled(1)

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, get_args
 
 from cyclopts import (
     App,
@@ -34,7 +34,7 @@ from cyclopts import (
 )
 
 from gossamer.cli.help_columns import OPTIONS, HelpColumns
-from gossamer.errors import GossamerError, UserCodeError, choose
+from gossamer.errors import ConfigError, GossamerError, UserCodeError, choose
 from gossamer.record.progress import echo, printable
 from gossamer.stop_signals import ignore_stop_signals, interrupted, without_lost_terminal
 from gossamer.version import __version__
@@ -84,7 +84,18 @@ VERBS = {verb: line for lines in _GROUPS.values() for verb, line in lines.items(
 
 
 def _convert(kind: Any, tokens: Sequence[Token]) -> Any:
-    """Converts words as cyclopts does, except whole numbers, which it would round."""
+    """Converts words as cyclopts does, except whole numbers, which it would round.
+
+    Raises: ConfigError for an address in place of a path, which would lose a slash and name a folder of this machine.
+    """
+    takes_paths = Path in (kind, *get_args(kind))
+    for token in tokens if takes_paths else ():
+        if "://" in token.value:
+            given = f"{token.keyword} got '{token.value}'" if token.keyword else f"'{token.value}' was given"
+            raise ConfigError(
+                f"{given}, which is an address, and a file or folder of this machine is needed; gossamer status, watch and "
+                "train --store take the address of a store"
+            )
     if kind is int and not re.fullmatch(r"[+-]?\d+", tokens[0].value):
         raise CoercionError(token=tokens[0], target_type=int)
     return convert(kind, tokens)
@@ -198,6 +209,8 @@ def _users(trace: TracebackType | None) -> TracebackType | None:
 def _usage(error: CycloptsError) -> str:
     """One sentence for arguments that no verb accepts, with the nearest valid name."""
     words = " ".join(["gossamer", *(error.command_chain or ())])
+    if isinstance(error.__cause__, ConfigError):
+        return str(error.__cause__)  # of `_convert`
     match error:
         case UnknownCommandError(unused_tokens=[word, *_]):
             return choose("command", word, [*VERBS, "--help", "--version"])

@@ -29,7 +29,7 @@ from gossamer.rounds.in_store import RoundsInStore
 from gossamer.rounds.loop import EVERYONE, Membership, OuterLoop
 from gossamer.rounds.together import Together
 from gossamer.settings.over_time import Timetable
-from gossamer.transport.bucket.bucket import Bucket, is_s3, too_large_for_s3
+from gossamer.transport.bucket.bucket import Bucket, object_limit, too_large
 from gossamer.transport.bucket.perform import free_slot, open_sealed, paced, perform, renewing
 from gossamer.transport.bucket.protocol import Attendance, Basis, Commit, Steps, StoreTerms, TrainPhase
 from gossamer.transport.contract import Transport
@@ -245,17 +245,28 @@ def _loop_of(
     connection: Transport,
     together: Together | None = None,
     membership: Membership = EVERYONE,
+    *,
+    x: Tensor | None = None,
 ) -> OuterLoop:
+    x = flat.x if x is None else x
     return OuterLoop(
         method,
         connection,
-        [(flat.x[a:b], flat.layout.slice(a, b)) for a, b in flat.spans],
+        [(x[a:b], flat.layout.slice(a, b)) for a, b in flat.spans],
         local_steps=timetable.at(0).full_steps,
         timetable=timetable,
         seed=seed,
         together=together,
         membership=membership,
     )
+
+
+def _state_bytes(method: Method, flat: Flat, rest: Mapping[str, Tensor], workers: int, timetable: Timetable) -> int:
+    """The size of a state, by an outer loop without data: a second outer state may not fit in the memory."""
+    method = method._replace(rule=method.rule._replace(distrusts=None))  # without data there are no counts to read
+    alone = MemoryNetwork(workers).transport(0)
+    loop = _loop_of(method, flat, timetable, 0, alone, x=flat.x.to("meta"))
+    return nbytes((*_tensors_of(_state_of(loop, flat, rest)),))
 
 
 def _state_of(loop: OuterLoop, flat: Flat, rest: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -287,11 +298,9 @@ def join_store(
     Raises: ConfigError for a store that cannot be used, or takes no state as large as this; as `LoopInStore.advance` does.
     """
     part = rest if common.rest == "broadcast" else dict[str, Tensor]
-    if is_s3(url):  # before anything is asked of the store, as in gossamer train
-        state = _state_of(_loop_of(method, flat, timetable, seed, MemoryNetwork(workers).transport(0)), flat, part())
-        if sentence := too_large_for_s3(nbytes((*_tensors_of(state),))):
-            raise ConfigError(f"Outer got store='{url}', and {sentence}")
-        del state  # an outer state that is not needed again
+    limit = object_limit(url)  # before anything is asked of the store, as in gossamer train
+    if limit is not None and (sentence := too_large(_state_bytes(method, flat, part(), workers, timetable), limit)):
+        raise ConfigError(f"Outer got store='{url}', and {sentence}")
     bucket, seal = open_sealed(url, keys)
     compared = fingerprints(rest(), numbers=common.rest == "compare") if common.rest != "own" else []
     digest = hashlib.sha256(repr(compared).encode()).hexdigest()[:16]

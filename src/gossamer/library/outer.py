@@ -871,7 +871,7 @@ class Outer(Generic[M]):
                 self._leave()  # before the connections end, so that a peer that sees one closed can read the reason
                 self._watch.end()
                 if self._site is not None:
-                    self._site.transport.await_late()
+                    self._site.transport.stay_for_late()
             self._closed_with = self._loop.state_in_flight()
         self._closed = True
         self._check.end()

@@ -115,18 +115,19 @@ class LaneTransport:
         self._inner.outcomes()  # discarded, as they have no reader
         return came
 
-    def await_late(self) -> None:
-        """Stays for a round's deadline at most, so that sites that the last round was closed without can take its state."""
-        end_s = time.monotonic() + self._inner.core.limit_s
+    def stay_for_late(self) -> None:
+        """Stays for a round's deadline at most, so that sites that the last round was closed without can take its state.
 
-        def result() -> list[int] | None:
-            self._inner.stop = lambda: False
-            late = self._inner.await_late(min(2.0, end_s - time.monotonic()))
-            return None if late and time.monotonic() < end_s else [0]
-
-        if self._closes:
-            with contextlib.suppress(PeerError):  # a sibling has failed: there is no whole state to be taken
-                self._siblings.from_first(result, "the end")
+        All processes of this site stay, as each gives away its shard; one that is alone in `close` waits for the others
+        for the timeout.
+        """
+        if not self._closes:
+            return
+        self._inner.stop = lambda: False
+        try:
+            self._siblings.from_first(lambda: None if self._inner.stay_for_late(2.0) else [0], "the end")
+        except PeerError as error:  # there is no whole state to be taken
+            log.warning("site %d ends without waiting for sites that may be late: %s", self.worker, error)
 
     def close(self) -> None:
         """Announces its departure, and ends all connections. A second call does nothing."""

@@ -441,11 +441,17 @@ def run_file(folder: Path) -> Path:
             f"name its folder, '{Path(folder).parent}'" if Path(folder).name == "run.toml" else "name a run's folder"
         )
         raise ConfigError(f"'{folder}' is a file and no run folder; {instead}")
+    if (Path(folder) / "run").is_file() and not path.is_file():
+        raise ConfigError(
+            f"'{folder}' is the store of a run and no run folder; name the folder of one of its machines: only gossamer status "
+            "and watch read stores"
+        )
     if not path.is_file():
         inside = sorted(one.parent.name for one in Path(folder).glob("*/run.toml"))
         names = ", ".join(inside[:8]) + (f" and {len(inside) - 8} more" if len(inside) > 8 else "")
         instead = f"it holds runs: {names}; name one of them" if inside else "name one that gossamer wrote"
-        raise ConfigError(f"'{folder}' is no run folder (no run.toml); {instead}")
+        why = "no run.toml" if Path(folder).exists() else "nothing is there"
+        raise ConfigError(f"'{folder}' is no run folder ({why}); {instead}")
     return path
 
 

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -39,6 +40,8 @@ def make_folder(path: Path) -> None:
     """Creates a folder with its parents, unless it exists. Raises DiskError."""
     if str(path).encode(errors="ignore") != os.fsencode(path):  # safetensors would write there, and read nothing
         raise DiskError(f"'{path}' is no name in UTF-8, which checkpoints and models need; name another folder")
+    if re.match(r"[A-Za-z][A-Za-z0-9]+:/", str(path)):  # of a URL, which as a path has one slash
+        raise DiskError(f"'{path}' is an address, and a folder of this machine is to be made; name a folder")
     if path.exists() and not path.is_dir():
         raise DiskError(f"'{path}' is a file, and a folder is to be made there; name another folder")
     with writing(path):

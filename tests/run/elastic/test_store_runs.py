@@ -16,7 +16,7 @@ from test_stored import look
 
 from commands import Command, run
 from drifted_rounds import play
-from gossamer.errors import ConfigError
+from gossamer.errors import ConfigError, DataError
 from gossamer.layout import Layout, Leaf
 from gossamer.record import checkpoint
 from gossamer.record.logs.outcomes import read_outcomes
@@ -377,6 +377,23 @@ def test_a_folder_of_another_run_is_refused_before_one_is_created_in_the_store(
     ):
         train(resolve(single(workers=2, **settings), real=True), tmp_path / "out", f"{tmp_path / 'store'}")
     assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "train"),
+    [(MEANS, train_in_store), ({"server__name": "heloco"}, train_served_in_store)],
+    ids=["rounds", "server"],
+)
+@pytest.mark.parametrize("lacks", ["text", "secret"])
+def test_no_folder_is_made_for_a_store_before_the_run_can_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, object], train: Callable[..., None], lacks: str
+) -> None:
+    (tmp_path / "text.txt").write_text("too short" if lacks == "text" else "long enough " * 10_000)
+    monkeypatch.setenv("GOSSAMER_SECRET", "short" if lacks == "secret" else "")
+    config = single(workers=2, data__source=str(tmp_path / "text.txt"), **settings)
+    with pytest.raises(DataError if lacks == "text" else ConfigError):
+        train(resolve(config, real=True), tmp_path / "out", f"{tmp_path / 'store'}")
+    assert {one.name for one in tmp_path.iterdir()} == {"text.txt"}
 
 
 def test_a_worker_that_ends_with_an_error_frees_its_slot(tmp_path: Path) -> None:

@@ -349,11 +349,13 @@ def test_check_plays_a_few_of_many_workers_and_says_what_it_does_not_price(topol
     ],
     ids=["rounds", "server"],
 )
-def test_a_state_that_s3_does_not_take_in_one_object_is_named_before_the_run(method, size, tmp_path, capsys):
+def test_a_state_that_a_provider_does_not_take_in_one_object_is_named_before_the_run(method, size, tmp_path, capsys):
     large = tiny(model={"size": "1b"}, **method)
     sentence = f"the state of this run is an object of {size} GB, where S3 takes at most 5.37 GB in one"
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         must_fit_its_store(resolve(large, real=True), "s3://bucket/run")
+    with pytest.raises(ConfigError, match=re.escape(f"of {size} GB, where Azure takes at most 5.24 GB in one")):
+        must_fit_its_store(resolve(large, real=True), "az://container/run")
     must_fit_its_store(resolve(large, real=True), f"{tmp_path}")
     must_fit_its_store(resolve(tiny(**method), real=True), "s3://bucket/run")
     if "server__name" not in method:

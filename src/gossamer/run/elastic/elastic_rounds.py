@@ -421,15 +421,8 @@ class ElasticRounds(Participant[ElasticTransport]):
 
     def part(self, *, failed: bool) -> None:
         """See `Participant`: stays first, for those that the last round was closed without."""
-        if not (failed or self.asked.is_set()) and (late := self.transport.await_late(0.0)):
-            within_s = self.transport.core.limit_s
-            log.warning(
-                "worker %d stays for %.0f s at most, so that worker %s can take its state: the last round was closed without it",
-                self.slot,
-                within_s,
-                " and ".join(map(str, sorted(late))),
-            )
-            self.transport.await_late(within_s)
+        if not (failed or self.asked.is_set()):
+            self.transport.stay_for_late()
         # With a required majority, the others must not wait for a worker whose training has failed. One stopped on
         # request may come back, for example when its machine is free again.
         self.transport.close(for_good=failed or not self.asked.is_set())

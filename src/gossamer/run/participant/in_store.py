@@ -35,8 +35,10 @@ def open_store(run: ResolvedRun, folder: Path, url: str, more: Mapping[str, Any]
         raise ConfigError(
             f"'{folder}' holds a run, and none lies in the store '{url}'; give another --out, or the store of that run"
         )
-    bucket, seal = open_sealed(url, keys_for(run.peers, run.workers))
+    bucket_at(url)  # an address that is none is refused before the data is read
+    keys = keys_for(run.peers, run.workers)
     task, key = prepare(run)
+    bucket, seal = open_sealed(url, keys)  # last, as it makes the folder of a new store
     described = {
         "gossamer": 1,
         "key": f"{key:016x}",

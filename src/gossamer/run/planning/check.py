@@ -37,7 +37,7 @@ from gossamer.run.config.user_parts import named
 from gossamer.run.planning.traffic import extent, period_of, play_rounds, traffic
 from gossamer.run.worker.stages.timing import in_stages
 from gossamer.settings.user_code import is_code
-from gossamer.transport.bucket.bucket import is_s3, too_large_for_s3
+from gossamer.transport.bucket.bucket import S3_LIMIT, ObjectLimit, object_limit, too_large
 from gossamer.transport.keys import dealt, keys_for
 from gossamer.transport.processes.launch import device_of
 
@@ -191,7 +191,9 @@ def examine_run(config: RunConfig, refused: Mapping[Verb, Sequence[str]] | None 
     sent, most, kept, networks, partly = counted(run, layout) if layout else (None, None, (), (), ())
     warnings = [*run.warnings, *_endless(documents, run.data.tokenizer)]
     warnings += [doubt for name, network in config.network.items() for doubt in doubts_of(network, f"network.{name}")]
-    if any(network.store is not None for network in config.network.values()) and (doubt := _too_large(run, kept)):
+    if any(network.store is not None for network in config.network.values()) and (
+        doubt := _too_large(run, kept, S3_LIMIT)
+    ):
         warnings.append(doubt)
     warnings += [passes_warning(passes)] if passes is not None and passes > MANY_PASSES else []
     starts = f", after {run.loop.synchronous_steps} synchronous steps" if run.loop.synchronous_steps else ""
@@ -219,17 +221,18 @@ def examine_run(config: RunConfig, refused: Mapping[Verb, Sequence[str]] | None 
 def must_fit_its_store(run: ResolvedRun, url: str) -> None:
     """Raises ConfigError for a run whose state is larger than an object of the store at this address may be.
 
-    Nothing is known of a folder, of other stores than S3, and of a model that the user's code makes.
+    Nothing is known of a folder, of other stores than S3 and Azure, and of a model that the user's code makes.
     """
-    layout = _layout(run, vocabulary(run.data.tokenizer))
-    if is_s3(url) and layout and (sentence := _too_large(run, counted(run, layout, 1).kept)):
+    limit = object_limit(url)
+    layout = None if limit is None else _layout(run, vocabulary(run.data.tokenizer))
+    if limit and layout and (sentence := _too_large(run, counted(run, layout, 1).kept, limit)):
         raise ConfigError(f"--store got '{url}', and {sentence}")
 
 
-def _too_large(run: RunSettings, kept: Sequence[Copies]) -> str:
-    """Why S3 would refuse the state of a run; empty where it takes it."""
+def _too_large(run: RunSettings, kept: Sequence[Copies], limit: ObjectLimit) -> str:
+    """Why a store would refuse the state of a run; empty where it takes it."""
     state = ("weights", "server: state") if run.kind == "server" else ("weights", "inner optimizer", "outer state")
-    return too_large_for_s3(sum(one.bytes for one in kept if one.what in state))
+    return too_large(sum(one.bytes for one in kept if one.what in state), limit)
 
 
 def _disagreement(method: Method | WithServer | InPairs, steps: int) -> float | None:

@@ -25,8 +25,6 @@ from gossamer.record.jsonl import json_from_peer
 log = logging.getLogger("gossamer")
 MOST_HEAD_BYTES = 1 << 24
 """Most bytes of a head in JSON: some hundred for each of 100,000 workers."""
-MOST_IN_S3 = 5 << 30
-"""Most bytes of an object that S3 creates by one request."""
 _CODE = hashlib.sha256().digest_size
 _SIZE = 4
 
@@ -186,27 +184,46 @@ def _code(secret: bytes, name: str, content: bytes | memoryview) -> bytes:
     return whole.digest()
 
 
-def is_s3(url: str) -> bool:
-    """Whether a store is S3, or speaks as it does.
+class ObjectLimit(NamedTuple):
+    """The most bytes of an object that a kind of store creates by one request, as `ObjectStore.create` does."""
 
-    >>> is_s3("s3://bucket/run"), is_s3("https://bucket.s3.eu-west-1.amazonaws.com/run"), is_s3("gs://bucket/run")
-    (True, True, False)
+    store: str
+    most_bytes: int
+
+
+S3_LIMIT = ObjectLimit("S3", 5 << 30)
+AZURE_LIMIT = ObjectLimit("Azure", 5000 << 20)
+"""Of Put Blob, from version 2019-12-12 of that interface on; `obstore` uses a later one."""
+
+
+def object_limit(url: str) -> ObjectLimit | None:
+    """The limit of the store at an address; None for a folder, and where none is known.
+
+    >>> [object_limit(url).store for url in ("s3://bucket/run", "https://bucket.s3.eu-west-1.amazonaws.com/run")]
+    ['S3', 'S3']
+    >>> [object_limit(url).store for url in ("abfs://container/run", "https://a.blob.core.windows.net/container/run")]
+    ['Azure', 'Azure']
+    >>> object_limit("gs://bucket/run"), object_limit("/runs/az")
+    (None, None)
     """
-    return re.match(r"s3a?:|https://[^/]*\.amazonaws\.com(/|$)", url, re.IGNORECASE) is not None
+    if re.match(r"s3a?:|https://[^/]*\.(amazonaws|r2\.cloudflarestorage)\.com(/|$)", url, re.IGNORECASE):
+        return S3_LIMIT
+    azure = r"(az|azure|adl|abfss?):|https://[^/]*\.(blob|dfs)\.(core\.windows\.net|fabric\.microsoft\.com)(/|$)"
+    return AZURE_LIMIT if re.match(azure, url, re.IGNORECASE) else None
 
 
-def too_large_for_s3(state_bytes: float) -> str:
-    """Why S3 would refuse the state of a run; empty where it takes it.
+def too_large(state_bytes: float, limit: ObjectLimit) -> str:
+    """Why a store would refuse the state of a run; empty where it takes it.
 
-    >>> too_large_for_s3(1e9), too_large_for_s3(6e9)
+    >>> too_large(1e9, S3_LIMIT), too_large(6e9, S3_LIMIT)
     ('', 'the state of this run is an object of 6 GB, where S3 takes at most 5.37 GB in one; take a folder or another store, \
 or a smaller model')
     """
     return (
         ""
-        if state_bytes <= MOST_IN_S3
-        else f"the state of this run is an object of {state_bytes / 1e9:.3g} GB, where S3 takes at most {MOST_IN_S3 / 1e9:.3g} "
-        "GB in one; take a folder or another store, or a smaller model"
+        if state_bytes <= limit.most_bytes
+        else f"the state of this run is an object of {state_bytes / 1e9:.3g} GB, where {limit.store} takes at most "
+        f"{limit.most_bytes / 1e9:.3g} GB in one; take a folder or another store, or a smaller model"
     )
 
 

@@ -29,7 +29,7 @@ log = logging.getLogger("gossamer")
 
 def open_sealed(url: str, keys: Keys | None) -> tuple[Bucket, Seal]:
     """Opens a store; warns where others may read or change what lies there. Raises: ConfigError, PeerError."""
-    bucket, secret = opened_bucket(url), environment_secret()
+    secret, bucket = environment_secret(), opened_bucket(url)  # a wrong secret is refused before a folder is made
     if keys is None:
         log.warning(
             "what lies in the store '%s' is not encrypted: all who may read there read the parameters, and %s; give rights to "

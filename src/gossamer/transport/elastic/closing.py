@@ -197,6 +197,8 @@ class Closing:
         """Accusers and accused to be reported; cleared by the caller that reports them."""
         self._declined, self._listed = set[int](), set[tuple[int, int]]()
         """Whose messages in this round it has declined, and the accusations of this round listed in `accused`."""
+        self._few_s: float | None = None
+        """Since when no round is closed without the workers whose messages it has declined, as too few are alive."""
         self._last_out: dict[tuple[int, int], int] = {}
         """Without which of the two the last round was closed in which one accused the other."""
         self._disputed_s: dict[int, float] = {}
@@ -314,6 +316,7 @@ class Closing:
         """Repeats its report, and leads if it is the leader."""
         self._away_until_s = {j: until_s for j, until_s in self._away_until_s.items() if now < until_s}
         self._returns_until_s = {j: until_s for j, until_s in self._returns_until_s.items() if now < until_s}
+        self._few_s = (now if self._few_s is None else self._few_s) if self._are_few else None
         present = self._present
         if self.round % self.per_round and 2 * len(present) <= self.members.slots < 2 * len(self._living):
             self._leave_out(None)  # workers that are away wait for the end of this round, which needs them
@@ -358,13 +361,22 @@ class Closing:
             left = {pair for pair in left if most not in pair}
         return frozenset(excluded)
 
+    def needed(self, now: float) -> frozenset[int]:
+        """The workers whose messages this one has declined, where a round needs them: without them too few are alive.
+
+        Workers that are suspected or join have a deadline to take part: a partition may heal within seconds.
+        """
+        if self._few_s is None:
+            return frozenset()
+        others_may_come = self.members.with_status(MemberStatus.SUSPECT, MemberStatus.JOINING)
+        waits = others_may_come and now < self._few_s + self._limit_s
+        return frozenset() if waits else frozenset(self._declined & self._living)
+
     @property
-    def needed(self) -> frozenset[int]:
-        """The workers whose messages this one has declined, where a round needs them: without them too few are alive."""
+    def _are_few(self) -> bool:
+        """Whether those that are alive close no round without the workers whose messages this one has declined."""
         slots, living = self.members.slots, self._living
-        declined = self._declined & living
-        few = bool(declined) and 2 * len(living - self._excluded) <= slots < 2 * len(living)
-        return frozenset(declined) if few else frozenset()
+        return bool(self._declined & living) and 2 * len(living - self._excluded) <= slots < 2 * len(living)
 
     def _list(self, accuser: int, senders: Collection[int]) -> None:
         new = {(accuser, j) for j in senders if j != accuser} - self._listed

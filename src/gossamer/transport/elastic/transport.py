@@ -109,7 +109,9 @@ class ElasticTransport:
         self.taken: Callable[[], int] | None = None
         """The inner steps of this worker's slot so far, for sends within a round."""
         self.stop: Callable[[], bool] = lambda: False
-        """Set to end a wait for a majority."""
+        """Set to end a wait for a majority, or for those that are late at the end."""
+        self._stays_until_s: float | None = None
+        """Until when it stays for workers without which the last round was closed, once it does."""
         self.redial = Redial(2 * self._beat_s, endpoint.timeout_s)
         self.refusals = Refusals()
         self._owner = Owner(
@@ -244,7 +246,7 @@ class ElasticTransport:
             # If all others have finished for good there will never be a majority.
             if closing.left_out or self.stop() or self.members.alone:
                 raise LeftOutError(self.worker, self.core.round, closing.source)
-            if needed := closing.needed:
+            if needed := closing.needed(time.monotonic()):
                 who = " and ".join(map(str, sorted(needed)))
                 raise TrainingError(
                     f"the message of worker {who} in round {self.core.round + 1} has numbers that are not finite, or cannot be "
@@ -485,18 +487,31 @@ class ElasticTransport:
         except (OSError, GossamerError) as error:
             log.info("worker %d stopped serving a newcomer: %s", self.worker, error)
 
-    def await_late(self, within_s: float) -> frozenset[int]:
-        """The workers without which the last round was closed and that have no state after it yet, after so long at most.
+    def stay_for_late(self, turn_s: float = math.inf) -> bool:
+        """Waits until the workers without which the last round was closed have a state after it, a round's deadline at most.
 
         They learn of that round once it is closed. If it is the last one, the only states are those of the others.
+
+        Args: `turn_s` is how long this call waits at most; the deadline counts from the first call.
+        Returns: whether to call it again.
         """
-        end_s = time.monotonic() + within_s
+        end_s = time.monotonic() + turn_s
         with self.changed:
-            while self.closing is not None and (late := self.closing.late):
-                if self.stop() or time.monotonic() >= end_s:
-                    return late
-                self.changed.wait(min(self._beat_s, end_s - time.monotonic()))
-        return frozenset()
+            while self.closing is not None and (late := self.closing.late) and not self.stop():
+                now = time.monotonic()
+                if self._stays_until_s is None:
+                    self._stays_until_s = now + self.core.limit_s
+                    log.warning(
+                        "worker %d stays for %.0f s at most, so that worker %s can take its state: the last round was closed "
+                        "without it",
+                        self.worker,
+                        self.core.limit_s,
+                        " and ".join(map(str, sorted(late))),
+                    )
+                if now >= min(self._stays_until_s, end_s):
+                    return now < self._stays_until_s
+                self.changed.wait(min(self._beat_s, min(self._stays_until_s, end_s) - now))
+        return False
 
     def close(self, *, leaves: bool = True, for_good: bool = True) -> None:
         """Announces the departure, unless this worker has failed and so never `leaves`, sends queued letters and ends
