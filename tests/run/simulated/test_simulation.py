@@ -735,6 +735,8 @@ def test_a_sweep_has_all_combinations_and_seeds_in_one_table(tmp_path: Path, cap
     assert "At these settings, for which this comparison did not search." in page
     assert [line for line in caplog.messages if "some 30 rounds and this run has 2" in line]
     with pytest.raises(ConfigError, match="lists of values"):
+        gossamer.sweep("run.toml", **given)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="lists of values"):
         gossamer.sweep({"seed": 3}, **given)  # type: ignore[dict-item]
     with pytest.raises(ConfigError, match=r"seeds is 3; give a list of whole numbers, such as \[0, 1, 2\]"):
         gossamer.sweep(grid, seeds=3, **given)

@@ -140,7 +140,8 @@ def sweep(
 
 def _check_sweep(grid: Mapping[str, Sequence[Any]], seeds: Sequence[int], given: Keywords) -> None:
     """Raises ConfigError for what is no sweep: no lists of values, no list of seeds, or a setting that was given twice."""
-    lists = [isinstance(values, Sequence) and not isinstance(values, str) and values for values in grid.values()]
+    given_lists = grid.values() if isinstance(grid, Mapping) else ()
+    lists = [isinstance(values, Sequence) and not isinstance(values, str) and values for values in given_lists]
     if not lists or not all(lists):
         raise ConfigError(f"grid is {grid!r:.80}; give lists of values by name, such as {{'inner.lr': [1e-3, 2e-3]}}")
     if not isinstance(seeds, Sequence) or not seeds or not all(type(seed) is int for seed in seeds):
