@@ -46,7 +46,8 @@ class PlanOptions:
     """What is planned for, and what is tried."""
 
     model: Annotated[str | None, Parameter(metavar="SIZE|FILE"), _MODEL] = None
-    """size of the model, up to 70b, or the run file that has it (default: the one that was probed, else 134m)"""
+    """size of the model, up to 70b, or the run file that has it, with its text and inner step (default: the one that was
+    probed, else 134m)"""
     data: Annotated[str | None, _MODEL] = None
     """text of the run file and of a race, as in data.source (default: stdlib)"""
     tokenizer: Annotated[str | None, _MODEL] = None
@@ -112,9 +113,11 @@ def command(
     if asked.race is not None:
         say(f"pricing all candidates; then the best of them train for {in_minutes(asked.race)}")
     _check_out(options)
+    _check_goal(options)
     links = read_network(network)  # a missing file is reported before torch is imported
     must_be_direct(links, "gossamer plan")
     _check_workers(links, options, network)
+    options = _of_run_file(options)
     links, cut, made, priced, choice = _planned(links, network, options, json=json)
     prepared = None if asked.race is None else prepare_race(made, choice, _racers(made, priced), network, asked)
     if not json:
@@ -265,8 +268,24 @@ def _check_race(asked: RaceOptions, options: PlanOptions, output: Watchable) -> 
         )
 
 
+def _check_goal(options: PlanOptions) -> None:
+    """Raises ConfigError for goals that exclude each other, or a loss without an anchor or a law."""
+    goals = {"--tokens": options.tokens, "--hours": options.hours, "--loss": options.loss}
+    if len(given := [name for name, value in goals.items() if value is not None]) > 1:
+        raise ConfigError(f"{' and '.join(given)} were given, and a plan has one goal; give one of them")
+    known = {"--anchor": options.anchor, "--law": options.law}
+    named = [name for name, value in known.items() if value is not None]
+    if (options.loss is not None or named) and (options.loss is None or len(named) != 1):
+        loss = "nothing" if options.loss is None else f"{options.loss:g}"
+        raise ConfigError(
+            f"--loss got {loss} with {' and '.join(named) or 'neither --anchor nor --law'}, but a loss on your text is known "
+            "only from what was measured there; give --loss with one of them, such as --loss 3.0 --anchor 3.21@1e9, or --tokens "
+            "or --hours"
+        )
+
+
 def _settings(options: PlanOptions, step: dict[str, int], parameters: int) -> "PlanSettings":
-    """The settings of a plan. Raises ConfigError for goals and options that do not fit each other."""
+    """The settings of a plan. Raises ConfigError for options that do not fit each other."""
     from gossamer.run.planning.plan import PlanSettings, bits_per_parameter
 
     if "{" in options.local_steps:
@@ -295,24 +314,12 @@ def _settings(options: PlanOptions, step: dict[str, int], parameters: int) -> "P
 def _tokens(options: PlanOptions, parameters: int, vocab_size: int) -> "tuple[float | None, Law | None]":
     """The number of tokens to plan for, and the law of losses on the user's text; None where it is not given.
 
-    Raises: ConfigError for goals that exclude each other, or a loss without an anchor or a law.
+    Raises: ConfigError for a loss that is too far from its anchor, and what is no anchor or no law.
     """
     from gossamer.run.planning.expected_loss import TOKENS_PER_PARAMETER, LossScale, read_law
 
-    goals = {"--tokens": options.tokens, "--hours": options.hours, "--loss": options.loss}
-    if len(given := [name for name, value in goals.items() if value is not None]) > 1:
-        raise ConfigError(f"{' and '.join(given)} were given, and a plan has one goal; give one of them")
-    known = {"--anchor": options.anchor, "--law": options.law}
-    named = [name for name, value in known.items() if value is not None]
-    if options.loss is None and not named:
+    if options.loss is None:
         return options.tokens, None
-    if options.loss is None or len(named) != 1:
-        loss = "nothing" if options.loss is None else f"{options.loss:g}"
-        raise ConfigError(
-            f"--loss got {loss} with {' and '.join(named) or 'neither --anchor nor --law'}, but a loss on your text is known "
-            "only from what was measured there; give --loss with one of them, such as --loss 3.0 --anchor 3.21@1e9, or --tokens "
-            "or --hours"
-        )
     if options.law is not None:
         law = read_law(options.law)
         return law.tokens_for(options.loss), law
@@ -348,9 +355,9 @@ def _facts(
             "hours": choice.hours_of(candidate),
             "tokens": choice.tokens_of(candidate),
             "whole_round": choice.whole_round(candidate),
-            "loss": None if choice.too_far(candidate) else choice.loss(candidate),
+            "loss": choice.loss(candidate) if choice.foretold(candidate) else None,
             "carried_from": choice.carried_from(candidate),
-            "above_choice": None if choice.too_far(candidate) else choice.above_best(candidate),
+            "above_choice": choice.above_best(candidate) if choice.foretold(candidate) else None,
         }
 
     return {
@@ -399,6 +406,24 @@ def _timed_model(network: "Network", options: PlanOptions, file: Path) -> "tuple
         )
         return replace(network, step_s=scaled), model, step
     return network, model, step
+
+
+def _of_run_file(options: PlanOptions) -> PlanOptions:
+    """The options with the text, the tokenizer and the inner step of the run file that has the model, unless they are given."""
+    if options.model is None or not options.model.endswith(".toml"):
+        return options
+    from gossamer.run.config.document import load_document
+    from gossamer.run.config.run_file import parse
+
+    data = parse(load_document(Path(options.model))).data
+    has: dict[str, Any] = {"seq_len": data.seq_len}
+    if data.global_batch is None:
+        has["batch_size"] = data.batch_size * data.accumulate
+    if isinstance(data.source, str):
+        has["data"] = data.source
+    if data.tokenizer != "bytes" and options.vocab is None:
+        has["tokenizer"] = data.tokenizer
+    return replace(options, **{name: value for name, value in has.items() if getattr(options, name) is None})
 
 
 def _model(named: str) -> "ModelConfig":
@@ -529,7 +554,7 @@ def _print(made: "RunPlan", cut: "StagePlan | None", priced: "Priced", choice: "
     if parallel is not None:
         print_sentence(_as_ddp(choice, parallel))
     for name, why in priced.unpriced.items():
-        if options.all or name == USUAL:
+        if options.all or (name == USUAL and made.workers > 1):
             print_sentence(f"no price: {name}: {why}")
     _print_choice(made, choice, rivals)
     if options.loss is not None:
@@ -603,6 +628,8 @@ def _codecs(candidate: "Candidate") -> str:
 
 def _team(candidate: "Candidate") -> str:
     """The participants, in words."""
+    from gossamer.run.planning.choice import SITE_ALONE
+
     n, gone = len(candidate.local_steps) + len(candidate.left_out), {*candidate.left_out}
     if candidate.site > 1:
         return f" between {n} sites of {candidate.site} workers, each of which trains as one"
@@ -611,7 +638,7 @@ def _team(candidate: "Candidate") -> str:
         return ("", " on both workers", f" on all {n} workers")[min(n, 3) - 1]
     if len(staying) == 1:
         return f" (worker {staying[0]})"
-    if len(gone) < len(staying):
+    if len(gone) < len(staying) and candidate.method != SITE_ALONE:
         return f" without {candidate.dropped}"
     return f" on workers {', '.join(map(str, staying))}" if len(staying) <= 8 else f" on {len(staying)} of {n} workers"
 
@@ -645,7 +672,7 @@ def _basis(choice: "Pick") -> str:
         f"loss: {unit} above data parallelism after all tokens, expected; ±: half of the 95 % interval of a difference; "
         f"measured with {measured}"
     )
-    if not choice.scale.outside:
+    if not choice.scale.outside or choice.scale.workers == 1:
         return line
     small = choice.scale.log_fraction_to(FITTED_PARAMETERS[0]) < 1
     return (
@@ -705,7 +732,8 @@ def _print_choice(made: "RunPlan", choice: "Pick", rivals: "Sequence[Candidate]"
             f"not told apart and within 0.02 nats: {choice.undecided_in_words}; the lowest expectation is taken, within 0.005 "
             "nats the fastest"
         )
-    print_sentence("another method is taken with --method NAME; --all shows every candidate")
+    if made.workers > 1:
+        print_sentence("another method is taken with --method NAME; --all shows every candidate")
 
 
 def _run_file(made: "RunPlan", chosen: "Candidate", options: PlanOptions, out: Path) -> str:

@@ -139,7 +139,7 @@ def prepare_race(
     assert asked.race is not None
     if len(some) < 2:
         raise ConfigError(
-            f"--race has {label_of(some[0])} alone on its shortlist, as nothing else is near it; leave --race out, or try more "
+            f"--race has only one candidate, {some[0].name}, as nothing else is near it; leave --race out, or try more "
             "--local-steps and --codec"
         )
     folder = asked.race_folder or Path("runs") / f"race-{network.stem}-{made.model.size}"
@@ -281,10 +281,11 @@ def _largest_that_fits(ways: "Iterable[Course]", made: "RunPlan", seconds: float
         if takes > _SHARE * seconds:
             if largest is None:
                 minutes, first = math.ceil(takes / _SHARE / 60), way.entrants[0]
+                fewer = first.candidate.full_steps > min(made.options.local_steps)
                 raise ConfigError(
                     f"--race got {in_minutes(seconds / 60)}, and {_SEEDS} seeds of {len(way.entrants)} candidates take about "
                     f"{in_minutes(minutes)} here, as {first.label} needs {first.rounds} rounds to have learnt something; give "
-                    f"{minutes:,}, or fewer --local-steps"
+                    f"{minutes:,}{', or fewer --local-steps' * fewer}"
                 )
             break
         largest = way

@@ -286,7 +286,9 @@ def test_minutes_in_which_nothing_fits_are_refused_with_what_it_would_take(
     printed, output = capsys.readouterr()
     assert not printed, "a plan that nobody asked for alone"
     assert "--race got 1e-06 minutes, and 3 seeds of" in output
-    assert re.search(r"candidates take about (\d+) minutes? here, .* give \1, or fewer", output), output
+    assert re.search(r"candidates take about (\d+) minutes? here, .* give \1\n", output), (
+        "its local steps are the fewest"
+    )
     assert not Path("runs").exists()
 
 

@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import subprocess
+import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,17 @@ from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import Network, read_network
 from gossamer.run.config.resolve import run_faults
 from gossamer.run.config.run_file import parse
-from gossamer.run.planning.choice import PLAN_HEADINGS, Candidate, hours_text, leading, notes_on, pick, plan_rows
+from gossamer.run.planning.choice import (
+    PLAN_HEADINGS,
+    Candidate,
+    _with_more_steps,  # pyright: ignore[reportPrivateUsage]
+    doublings_that_help,
+    hours_text,
+    leading,
+    notes_on,
+    pick,
+    plan_rows,
+)
 from gossamer.run.planning.expected_loss import LossScale
 from gossamer.run.planning.measured_losses import DRIFT, MEASURED_PARAMETERS, measured_schedule
 from gossamer.run.planning.plan import PlanSettings, RunPlan, bits_per_parameter, plan, run_toml, slow_teams
@@ -67,6 +79,45 @@ def test_a_loss_far_from_all_measured_local_steps_has_a_mark_and_is_not_taken_fo
     assert note.startswith("*: carried from the nearest") and note.endswith(": streaming_diloco with 30")
     assert not notes_on(choice, [near]), "nothing to explain"
     assert choice.best == one("DiLoCo", 30, 1.0) and pick([far, near], SCALE).best == near
+
+
+def test_local_steps_far_from_all_measured_ones_in_too_few_rounds_are_taken_only_if_significantly_lower(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "net.toml").write_text("uplink_bps = 1e5\ndownlink_bps = 1e5\nlatency_s = 0.02\nstep_s = 0.5\n")
+    words = ["plan", str(file), "--workers", "2", "--model", "134m", "--local-steps", "480,5000,50000"]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("take one machine alone") and "50,000" in printed, "17 rounds of 50,000 local steps"
+    assert "a row with * and fewer rounds than were measured is taken only if" in printed
+    words[-1] = "480,50000"
+    assert main([*words, "--method", "diloco"]) == 0, "with 480 it takes thirteen times as long"
+    assert capsys.readouterr().out.startswith("asked for: DiLoCo with 50,000 local steps")
+
+
+def test_more_local_steps_are_not_advised_where_they_would_not_be_taken() -> None:
+    at = LossScale(85_347_072, 2, 20 * 85_347_072, 256, steps=20 * 85_347_072 / 2048)
+    alone = Candidate("one machine alone", "exact", None, (1,), 0.5, 0.0, 1.0, 0.5 / 1024)
+    steps, round_s = 20_000, 10_000 + 9_000.0
+    pair = Candidate(
+        "DiLoCo", "fp4", None, (steps, steps), round_s, 1.0, 10_000 / round_s, round_s / (2 * steps * 1024)
+    )
+    choice, more = pick([alone, pair], at), _with_more_steps(pair, 2)
+    assert choice.best == alone and choice.is_guess(more) and not choice.is_guess(pair)
+    assert (above := choice.above_best(more)) is not None and above.nats < -0.005 and above.open
+    assert pick([alone, pair, more], at).best == alone and doublings_that_help(choice, [alone, pair], steps) is None
+
+
+def test_no_number_is_printed_for_a_loss_no_lower_than_without_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "net.toml").write_text("uplink_bps = 1e5\ndownlink_bps = 1e5\nstep_s = 0.5\n")
+    words = ["plan", str(file), "--workers", "2", "--model", "134m", "--hours", "0.001", "--local-steps", "480"]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^DiLoCo .* not foretold +no whole round$", printed, re.MULTILINE), printed
+    assert "or no lower than without any training" in printed
+    assert max(map(float, re.findall(r" \+(\d+\.\d{3})\b", printed)), default=0.0) < math.log(256)
 
 
 def test_the_json_of_a_plan_says_from_which_local_steps_a_loss_is_carried(
@@ -458,6 +509,13 @@ def test_a_goal_that_cannot_be_is_refused_in_one_sentence(
     assert main(["plan", str(tmp_path / "net.toml"), "--workers", "4", "--model", "0.2m", *words]) == 2
     output = capsys.readouterr().err
     assert output.count("\n") == 1 and sentence in output, output
+
+
+def test_two_goals_are_refused_before_torch_is_imported() -> None:
+    words = ["plan", "configs/networks/two_sites.toml", "--tokens", "1e9", "--hours", "3"]
+    program = f"import sys; from gossamer.cli import main; print(main({words}), 'torch' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ended.stdout.split() == ["2", "False"] and "a plan has one goal" in ended.stderr
 
 
 def test_a_loss_is_reached_by_way_of_what_data_parallelism_reached_on_the_text(

@@ -446,6 +446,14 @@ def test_a_plan_takes_the_model_of_a_run_file_the_vocabulary_of_a_tokenizer_and_
 
     facts, document = found("a.toml", "--model", "own.toml")
     assert document["model"]["layers"] == 2 and facts["parameters"] < 869_504
+    with Path("own.toml").open("a") as file:
+        file.write('[data]\nsource = "text"\ntokenizer = "gpt2"\nseq_len = 64\nbatch_size = 2\naccumulate = 3\n')
+    _, document = found("own_b.toml", "--model", "own.toml", "--vocab", "50257", "--tokenizer", "gpt2")
+    assert document["data"] == {"source": "text", "seq_len": 64, "batch_size": 6, "tokenizer": "gpt2"}
+    _, document = found("own_c.toml", "--model", "own.toml", "--vocab", "300", "--batch-size", "4", "--data", "stdlib")
+    assert document["data"] == {"source": "stdlib", "seq_len": 64, "batch_size": 4}, "options come first"
+    assert main([*words, "own_d.toml", "--model", "own.toml"]) == 2
+    assert "'gpt2', which is not on this machine" in capsys.readouterr().err
     facts, document = found("b.toml", "--model", "70b", "--vocab", "32000")
     assert 68e9 < facts["parameters"] < 71e9 and parse(document).model.shape.layers == 80
     assert main([*words, "none.toml", "--model", "7B"]) == 2

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from gossamer.cli import main
+from gossamer.cli.plan import _team as team_in_words  # pyright: ignore[reportPrivateUsage]
 from gossamer.errors import ConfigError
 from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import Change, Network, Route, Site, links_of, to_toml
@@ -133,6 +134,8 @@ def test_each_kind_of_machine_and_each_site_alone_are_rows_and_written_as_runs_o
         own = document["network"]["planned"]
         assert document["workers"] == len(one.local_steps) and "sites" not in own and "routes" not in own
     slower = max(named(found, SITE_ALONE), key=lambda one: one.round_s)
+    assert team_in_words(slower) == " on workers 4, 5, 6, 7", "also where fewer are left out than stay:"
+    assert team_in_words(slower._replace(left_out=(0,))) == " on workers 1, 2, 3, 4"
     assert tomllib.loads(run_toml(found, slower))["network"]["planned"]["step_s"] == [1.0] * 4
 
 
@@ -148,7 +151,12 @@ def test_a_plan_for_one_worker_is_that_machine_alone(tmp_path: Path, capsys: pyt
     with pytest.raises(ConfigError, match=r"step_s of worker 0 is 0\.0 but must be above 0"):
         made(Network(uplink_bps=1e7, downlink_bps=1e7, step_s=0.0), "0.2m", workers=1)
     assert main([*words[:6], "--method", "diloco"]) == 2
-    assert "DiLoCo is not planned for 1 worker;" in capsys.readouterr().err
+    assert "--method got 'diloco' but one worker exchanges nothing; leave --method out" in capsys.readouterr().err
+    assert main(words[:6]) == 0
+    printed = capsys.readouterr().out
+    assert not [words for words in ("--method", "no price", "how methods differ") if words in printed]
+    assert main([*words[:6], "--race", "1"]) == 2
+    assert "--race has only one candidate, one machine alone, as nothing else is near it" in capsys.readouterr().err
     assert not price_recipes(made(Network(uplink_bps=1e7, downlink_bps=1e7, step_s=1.0), "0.2m", workers=1)).candidates
 
 

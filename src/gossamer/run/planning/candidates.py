@@ -152,14 +152,14 @@ def choose_among(made: RunPlan, priced: Priced, method: str | None = None) -> Pi
     if method is None:
         usual = [one for one in priced.candidates if one.method == USUAL]
         return pick(choosable([*made.candidates, *usual], made.options), scale, hours)
+    if made.workers == 1:
+        raise ConfigError(f"--method got '{method}' but one worker exchanges nothing; leave --method out")
     if method in priced.unpriced:
         raise ConfigError(f"method '{method}' has no price here: {priced.unpriced[method]}; choose another --method")
     label = PLANNED.get(method, method)
     labelled = [one for one in [*made.candidates, *priced.candidates] if one.method == label]
     if not labelled:
-        raise ConfigError(
-            f"{label} is not planned for {made.workers} worker{'s' * (made.workers > 1)}; choose another --method"
-        )
+        raise ConfigError(f"{label} is not planned for {made.workers} workers; choose another --method")
     return pick(labelled, scale, hours)
 
 

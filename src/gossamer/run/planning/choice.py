@@ -194,10 +194,20 @@ class Pick(NamedTuple):
         """Whether it reads so many tokens in the time that no loss is extrapolated to them."""
         return self.tokens_of(candidate) > FAR * self.tokens
 
+    def foretold(self, candidate: Candidate) -> bool:
+        """Whether its loss is a number to show: not `too_far`, and below that of a model that gives all tokens equal chances."""
+        loss = self.loss(candidate)
+        return loss is not None and not self.too_far(candidate) and loss.nats <= math.log(self.scale.vocab_size)
+
     def carried_from(self, candidate: Candidate) -> int | None:
         """The local steps from which its loss is carried to its own, where these are far; None where some near were measured."""
         penalty = candidate.penalty(self.scale)
         return None if penalty is None else penalty.carried_from
+
+    def is_guess(self, candidate: Candidate) -> bool:
+        """Whether its loss is carried to local steps and to fewer rounds that are both far from what was measured."""
+        penalty = candidate.penalty(self.scale)
+        return penalty is not None and penalty.is_guess
 
     def whole_round(self, candidate: Candidate) -> bool:
         """Whether a round of a candidate ends in the time, and needs no more tokens than there are."""
@@ -230,7 +240,9 @@ def doublings_that_help(choice: Pick, candidates: Iterable[Candidate], most: int
     for doublings in (1, 2, 3):
         for one in at_most:
             above = choice.above_best(more := _with_more_steps(one, 2**doublings))
-            if above is not None and above.nats < -_AS_LOW and choice.whole_round(more):
+            if above is None or above.nats >= -_AS_LOW or not choice.whole_round(more):
+                continue
+            if not (above.open and choice.is_guess(more)):  # which would not be taken
                 return doublings
     return None
 
@@ -257,6 +269,8 @@ def pick(candidates: Iterable[Candidate], scale: LossScale, hours: float | None 
     taken wherever it is as low, within 0.005 nats, as nothing is simpler. Undecided are those that are expected to end 0.02 nats
     above the lowest at most, and the interval of whose difference holds zero.
 
+    A loss that is a guess (`Penalty.is_guess`) counts only where it is significantly lower than the lowest of all others.
+
     Args: `hours` is the time; unless given, what the choice needs for the tokens of the scale.
     """
     candidates = list(candidates)
@@ -269,12 +283,20 @@ def pick(candidates: Iterable[Candidate], scale: LossScale, hours: float | None 
 
     alone = list[Candidate]()
     if known:
-        lowest = min(known, key=in_time)
+        surest = min((pair for pair in known if not pair[1].is_guess), key=in_time, default=None)
+
+        def counts(pair: _Known) -> bool:
+            if surest is None or not pair[1].is_guess:
+                return True
+            above = _difference(scale, pair, surest)
+            return above.nats < 0 and not above.open
+
+        lowest = min(filter(counts, known), key=in_time)
         alone = [pair[0] for pair in known if pair[0].method == ALONE and in_time(pair) <= in_time(lowest) + _AS_LOW]
-        apart = [(pair[0], _difference(scale, pair, lowest)) for pair in known if pair is not lowest]
-        open_ = [(one, above.nats) for one, above in apart if above.open and above.nats <= _MARGIN]
-        undecided = [lowest[0], *(one for one, _ in open_)]
-        alike = [lowest[0], *(one for one, nats in open_ if nats <= _AS_LOW)]
+        apart = [(pair, _difference(scale, pair, lowest)) for pair in known if pair is not lowest]
+        open_ = [(pair, above.nats) for pair, above in apart if above.open and above.nats <= _MARGIN]
+        undecided = [lowest[0], *(pair[0] for pair, _ in open_)]
+        alike = [lowest[0], *(pair[0] for pair, nats in open_ if nats <= _AS_LOW and counts(pair))]
     alike = alone or alike
     fastest = min(one.seconds_per_token for one in alike)
     near = [one for one in alike if one.seconds_per_token <= _AS_FAST * fastest]
@@ -370,7 +392,7 @@ def plan_rows(choice: Pick, candidates: Iterable[Candidate]) -> list[tuple[str, 
         stands = "" if above is None else "cannot tell apart" if above.open else str(above)
         mark = "" if choice.carried_from(one) is None else CARRIED
         nats = NOT_MEASURED if loss is None else f"{loss.nats:+z.3f}{mark}"
-        if loss is not None and above is not None and choice.too_far(one):
+        if loss is not None and above is not None and not choice.foretold(one):
             nats, stands = NOT_FORETOLD, stands if above.open else "lower" if above.nats < 0 else "higher"
         if one == choice.best:
             stands = "chosen"
@@ -394,15 +416,20 @@ def plan_rows(choice: Pick, candidates: Iterable[Candidate]) -> list[tuple[str, 
 def notes_on(choice: Pick, candidates: Iterable[Candidate]) -> list[str]:
     """What words and marks mean in those rows of a plan that have them, a sentence each."""
     known, notes = [one for one in candidates if choice.loss(one) is not None], list[str]()
-    if any(map(choice.too_far, known)):
+    if not all(map(choice.foretold, known)):
         notes.append(
-            f"{NOT_FORETOLD}: after more than {FAR} times the tokens of the plan, which no measurement reaches"
+            f"{NOT_FORETOLD}: after more than {FAR} times the tokens of the plan, which no measurement reaches, or no lower than "
+            "without any training"
         )
     if carried := sorted({(one.method, steps) for one in known if (steps := choice.carried_from(one)) is not None}):
         nearest = ", ".join(f"{method} with {steps}" for method, steps in carried)
         notes.append(
             f"{CARRIED}: carried from the nearest local steps that were measured, over a factor of more than {FAR_STEPS}: "
             f"{nearest}"
+        )
+    if any(map(choice.is_guess, known)):
+        notes.append(
+            f"a row with {CARRIED} and fewer rounds than were measured is taken only if it is significantly lower than all others"
         )
     return notes
 

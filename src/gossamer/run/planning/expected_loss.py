@@ -316,6 +316,11 @@ class Penalty(NamedTuple):
     """The nearest local steps that its method was measured with, where they are far from its own; else None."""
 
     @property
+    def is_guess(self) -> bool:
+        """Whether its local steps are far from all that were measured, and its rounds fewer."""
+        return self.carried_from is not None and self.few_rounds > 0
+
+    @property
     def nats(self) -> float:
         """The mean."""
         return self.exact + (fmean(self.codec) if self.codec else 0.0)
