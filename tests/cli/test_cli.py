@@ -531,6 +531,14 @@ def test_a_closed_pipe_ends_a_command_silently():
         assert (process.wait(60), process.stderr.read()) == (0, b"")
 
 
+def test_a_plan_writes_its_run_file_though_its_table_has_no_reader(tmp_path):
+    (tmp_path / "network.toml").write_text("uplink_bps = 1e8\ndownlink_bps = 1e8\nstep_s = 1.0\n")
+    command = [sys.executable, "-m", "gossamer", "plan", "network.toml", "--workers", "2", "--local-steps", "15"]
+    with subprocess.Popen([*command, "--out", "run.toml"], stdout=subprocess.PIPE, cwd=tmp_path) as process:
+        process.stdout.close()
+        assert process.wait(250) == 0 and (tmp_path / "run.toml").is_file()
+
+
 def test_a_command_that_is_terminated_ends_as_with_ctrl_c():
     program = "import os, signal\nfrom gossamer.cli import app, main\n"
     program += (

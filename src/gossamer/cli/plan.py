@@ -120,27 +120,28 @@ def command(
     options = _of_run_file(options)
     links, cut, made, priced, choice = _planned(links, network, options, json=json)
     prepared = None if asked.race is None else prepare_race(made, choice, _racers(made, priced), network, asked)
+    result, text = None, _run_file(made, choice.best, options)
+    if prepared is None:
+        _write(options.out, text)  # before the table, whose reader may close the pipe
     if not json:
         for sentence in doubts_of(links):
             print_sentence(sentence)
         _print(made, cut, priced, choice, options)
-    result, best = None, choice.best
+    best = choice.best
     if prepared is not None:  # a race that does not fit its minutes is refused before the plan is printed
         result = race(prepared, made, choice, asked, output)
         best = result.candidates[result.taken]
-    text = _run_file(made, best, options, options.out or Path("planned.toml"))
+        _write(options.out, text := _run_file(made, best, options))
     passes = _passes(text)
     if json:
         print_json({**_facts(made, cut, priced, choice, result, options), "passes": passes})
-    else:
-        if result is not None:
-            print_race(result)
-        for sentence in _doubts(links, choice, passes):
-            print_sentence(sentence)
+        return
+    if result is not None:
+        print_race(result)
+    for sentence in _doubts(links, choice, passes):
+        print_sentence(sentence)
     if options.out is not None:
-        _write(options.out, text)
-        if not json:
-            _print_written(made, options, raced=best != choice.best)
+        _print_written(made, options, raced=best != choice.best)
 
 
 def _check_workers(links: "Network", options: PlanOptions, file: Path) -> None:
@@ -225,11 +226,13 @@ def _racers(made: "RunPlan", priced: "Priced") -> "list[Candidate]":
     return [*made.candidates, *(one for one in priced.candidates if one.method == USUAL)]
 
 
-def _write(out: Path, text: str) -> None:
+def _write(out: Path | None, text: str) -> None:
+    """Writes the run file, unless none is asked for."""
     from gossamer.record.whole_files import writing
 
-    with writing(out):
-        out.write_text(text, encoding="utf-8")
+    if out is not None:
+        with writing(out):
+            out.write_text(text, encoding="utf-8")
 
 
 def _print_written(made: "RunPlan", options: PlanOptions, *, raced: bool) -> None:
@@ -736,12 +739,13 @@ def _print_choice(made: "RunPlan", choice: "Pick", rivals: "Sequence[Candidate]"
         print_sentence("another method is taken with --method NAME; --all shows every candidate")
 
 
-def _run_file(made: "RunPlan", chosen: "Candidate", options: PlanOptions, out: Path) -> str:
+def _run_file(made: "RunPlan", chosen: "Candidate", options: PlanOptions) -> str:
     """The run file of the chosen candidate."""
     from gossamer.run.planning.candidates import recipe_toml
     from gossamer.run.planning.plan import run_toml
 
+    name = (options.out or Path("planned.toml")).stem
     if chosen in made.candidates:
-        return run_toml(made, chosen, name=out.stem, adapt=options.adapt, weigh_steps=options.weigh_steps)
+        return run_toml(made, chosen, name=name, adapt=options.adapt, weigh_steps=options.weigh_steps)
     run = {key: True for key in ("adapt", "weigh_steps") if getattr(options, key)}
-    return recipe_toml(made, chosen, name=out.stem, run=run)
+    return recipe_toml(made, chosen, name=name, run=run)
