@@ -419,11 +419,15 @@ def _of_run_file(options: PlanOptions) -> PlanOptions:
     from gossamer.run.config.run_file import parse
 
     data = parse(load_document(Path(options.model))).data
-    has: dict[str, Any] = {"seq_len": data.seq_len}
-    if data.global_batch is None:
-        has["batch_size"] = data.batch_size * data.accumulate
+    has: dict[str, Any] = {"seq_len": data.seq_len, "batch_size": data.batch_size * data.accumulate}
     if isinstance(data.source, str):
         has["data"] = data.source
+    elif options.data is None:
+        echo(
+            f"gossamer: '{options.model}' has {len(data.source)} texts, and a plan is for one: it takes stdlib; give --data, or "
+            "set data.source in the run file that it writes",
+            file=sys.stderr,
+        )
     if data.tokenizer != "bytes" and options.vocab is None:
         has["tokenizer"] = data.tokenizer
     return replace(options, **{name: value for name, value in has.items() if getattr(options, name) is None})

@@ -44,11 +44,12 @@ def passes_over(shards: Any, text_tokens: Sequence[int], worker_tokens: Sequence
 def passes_warning(passes: float) -> str:
     """A warning for this number of passes over the text.
 
-    >>> passes_warning(256)[:43]
-    'the text is trained on about 256 times; abo'
+    >>> passes_warning(123_456)[:47]
+    'the text is trained on about 123,456 times; abo'
     """
+    many = f"{passes:,.0f}" if passes >= 1000 else f"{passes:.4g}"
     return (
-        f"the text is trained on about {passes:,.4g} times; above {MANY_PASSES} times, more text is worth much more than more "
+        f"the text is trained on about {many} times; above {MANY_PASSES} times, more text is worth much more than more "
         "steps; give more of it in data.source, or lower run.steps"
     )
 

@@ -454,6 +454,10 @@ def test_a_plan_takes_the_model_of_a_run_file_the_vocabulary_of_a_tokenizer_and_
     assert document["data"] == {"source": "stdlib", "seq_len": 64, "batch_size": 4}, "options come first"
     assert main([*words, "own_d.toml", "--model", "own.toml"]) == 2
     assert "'gpt2', which is not on this machine" in capsys.readouterr().err
+    Path("two.toml").write_text('workers = 4\n[data]\nsource = ["a", "b"]\nglobal_batch = 8\n')
+    assert main([*words, "own_e.toml", "--model", "two.toml"]) == 0
+    assert "'two.toml' has 2 texts, and a plan is for one: it takes stdlib; give --data" in capsys.readouterr().err
+    assert tomllib.loads(Path("own_e.toml").read_text())["data"]["batch_size"] == 2, "of each of its workers"
     facts, document = found("b.toml", "--model", "70b", "--vocab", "32000")
     assert 68e9 < facts["parameters"] < 71e9 and parse(document).model.shape.layers == 80
     assert main([*words, "none.toml", "--model", "7B"]) == 2
