@@ -435,7 +435,7 @@ def held_out_section(lines: Sequence[dict[str, Any]]) -> str:
     rows[0] += ["registered pick", "above the lowest, nats", "told apart"]
     rows.append(["---", "---", "---", "---", "---", "---:", "---", "---", "---:", "---"])
     done, tables, within = 0, list[str](), {"second": 0, "registered": 0}
-    apart_of = dict.fromkeys(within, 0)
+    apart_of, holds, off = dict.fromkeys(within, 0), dict.fromkeys(within, 0), list[float]()
     for cell in HELD_OUT_CELLS:
         own = [one for one in lines if one["network"] == cell.network]
         own = [one for one in own if one["horizon_s"] == own[-1]["horizon_s"]]
@@ -454,10 +454,12 @@ def held_out_section(lines: Sequence[dict[str, Any]]) -> str:
             is_above = not one.standing.may_be_best(label)
             within[which] += one.above(label) <= MARGIN
             apart_of[which] += is_above
+            holds[which] += one.above(label) <= MARGIN and not is_above
             row += [_gap(one, label), "yes" if is_above else "no"]
         rows.append(row)
         tables.append(f"### {cell.network}, {cell.size}, {cell.text}")
         tables.append(_held_out_table(own, one))
+        off += [nats - one.above(label) for label, nats in _expected_above(own, one).items()]
     if not done:
         return "\n\n".join([*parts, "None has run with all seeds."]) + "\n"
     core_hours = sum(one["core_s"] for one in lines) / 3600
@@ -465,22 +467,30 @@ def held_out_section(lines: Sequence[dict[str, Any]]) -> str:
         f"{done} of {len(HELD_OUT_CELLS)} networks have run with all seeds, {len(lines)} runs in {core_hours:.2f} core-hours. "
         f"Within {MARGIN:g} nats of the lowest are {within['second']} picks of the planner as it was when they ran and "
         f"{within['registered']} of the registered ones; significantly above it (5 %, Holm) are {apart_of['second']} and "
-        f"{apart_of['registered']}."
+        f"{apart_of['registered']}. By both, {holds['second']} and {holds['registered']} hold: all were aimed at, six expected. "
+        f"What a plan expected of {len(off)} other candidates above the lowest is off by "
+        f"{statistics.fmean(map(abs, off)):.3f} nats in the mean, {statistics.median(map(abs, off)):.3f} in the median."
     )
     return "\n\n".join([*parts, markdown_lines(rows).rstrip(), *tables]) + "\n"
 
 
+def _expected_above(lines: Sequence[dict[str, Any]], one: Verdict) -> dict[str, float]:
+    """What a plan expected of each other candidate above the one that ended lowest, where it expected something of both."""
+    expected: dict[str, float | None] = {line["label"]: line["expected"] for line in lines}
+    least = expected.pop(one.standing.best)
+    return {} if least is None else {label: nats - least for label, nats in expected.items() if nats is not None}
+
+
 def _held_out_table(lines: Sequence[dict[str, Any]], one: Verdict) -> str:
     """All candidates of a network, the lowest first; ± is half a 95 % interval of the paired difference."""
+    above = _expected_above(lines, one)
     rows = [["candidate", "rounds", "s a round", "tokens", "loss, mean of the seeds", "above the lowest", "expected"]]
     rows.append(["---", *["---:"] * 6])
-    least: float | None = next(line["expected"] for line in reversed(lines) if line["label"] == one.standing.best)
     for label in sorted(one.losses, key=lambda label: statistics.fmean(one.losses[label])):
         line = next(line for line in reversed(lines) if line["label"] == label)
         mean = statistics.fmean(one.losses[label])
         gap = "" if label == one.standing.best else _gap(one, label)
-        own: float | None = line["expected"]
-        expected = f"{own - least:+.4f}" if gap and own is not None and least is not None else ""
+        expected = f"{above[label]:+.4f}" if label in above else ""
         rows.append(
             [
                 label,
