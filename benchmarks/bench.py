@@ -49,7 +49,7 @@ COMMANDS = {
     "plan": ("prices.py", "--plan", "64"),
     "means": ("prices.py", "--mean", "1024"),
     "delay": ("delay.py",),
-    "start": ("start.py",),
+    "start": ("start.py", "--repeats", "9"),
     "update": ("update.py", "--repeats", "5"),
     "exchange": ("exchange.py",),
     "shards": ("shards.py",),
@@ -70,6 +70,7 @@ BETWEEN = {
     "one exchange of 1 MB": "two passes of the checksum, and three threads hand over",
     "gasloc: outer step of FSDP2": "four processes on two cores: the shards of a worker wait for the slower of their lanes",
     "seconds of work under a flood": "each stranger costs a thread and the beginning of TLS, in the process that works",
+    "to the first step of torch's optimizer beyond": "imports of 456 modules, 0.7 ms each: of ours, pydantic and rich",
     "outer update of": "without a compiler, an update writes and reads the temporaries of a chunk",
 }
 """What stands between a missed aim and what was reached, by how its line begins."""
