@@ -36,7 +36,7 @@ from gossamer.errors import DataError
 from gossamer.models.sizes import ModelConfig, parameter_count
 from gossamer.network.links import read_network
 from gossamer.record.jsonl import json_lines
-from gossamer.report.paired import effect, holm
+from gossamer.report.paired import effect, holm, trend
 from gossamer.report.results import PointResult, read_results
 from gossamer.run.config.document import load_document
 from gossamer.run.config.experiment_file import Point, points
@@ -1092,3 +1092,25 @@ def test_the_first_figure_prices_what_was_trained_with_fp32_with_its_codec() -> 
     assert leaderboard.share_of_seconds("streaming_diloco", None) == 1.0
     assert leaderboard.share_of_seconds("diloco", {"name": "fp4", "back": "bf16"}) == pytest.approx(0.4255, abs=1e-3)
     assert leaderboard.apart([1.0, 1.01, 2.0, 1.005], 0.1) == pytest.approx([1.0, 1.2, 2.0, 1.1])
+
+
+def test_what_diloco_loses_rises_with_workers_that_each_keep_their_batch() -> None:
+    gaps = dict[int, dict[int, float]]()
+    ends = dict[int, float]()
+    for n in (2, 3, 4, 8, 16):
+        stem, least, name = (f"workers_own_batch-n{n}", "data parallel", "DiLoCo")
+        if n == 8:
+            stem, least, name = "equal_warmup", "data_parallel", "DiLoCo, H = 30"
+        without, found = losses_of(stem, least), losses_of(stem, name)
+        gaps[n] = {seed: found[seed] - without[seed] for seed in (5, 6, 7)}
+        ends[n] = statistics.fmean(found[seed] for seed in (5, 6, 7))
+    rising = trend([[own[seed] for own in gaps.values()] for seed in (5, 6, 7)], "rising")
+    assert rising is not None and rising < 0.001
+    expected = {n: LossScale(139_584, n, 1350 * 256 * n, 256, steps=1350).gap for n in gaps}
+    means = {n: statistics.fmean(own.values()) for n, own in gaps.items()}
+    page = " ".join((ROOT / "docs/evidence/size-and-rounds.md").read_text(encoding="utf-8").split())
+    assert f"it ends {ends[2] - ends[16]:.3f} below its loss with two" in page
+    assert (
+        f"{expected[2]:.3f} of DiLoCo with two, {expected[4]:.3f} with four and {expected[16]:.3f} with sixteen" in page
+    )
+    assert f"gap rises by {expected[8] - expected[2]:.3f}, the measured one by {means[8] - means[2]:.3f}" in page
