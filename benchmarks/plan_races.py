@@ -451,10 +451,10 @@ def held_out_section(lines: Sequence[dict[str, Any]]) -> str:
             if label is None:
                 row += ["", ""]
                 continue
-            is_above = not one.standing.may_be_best(label)
-            within[which] += one.above(label) <= MARGIN
+            is_within, is_above = one.above(label) <= MARGIN, not one.standing.may_be_best(label)
+            within[which] += is_within
             apart_of[which] += is_above
-            holds[which] += one.above(label) <= MARGIN and not is_above
+            holds[which] += is_within and not is_above
             row += [_gap(one, label), "yes" if is_above else "no"]
         rows.append(row)
         tables.append(f"### {cell.network}, {cell.size}, {cell.text}")

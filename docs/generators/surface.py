@@ -98,7 +98,7 @@ class _Arm(NamedTuple):
 
     method: str
     label: str
-    hours: float
+    time_s: float
     losses: Mapping[int, float]
     """Nats above data parallelism, by seed."""
 
@@ -118,10 +118,10 @@ def _beside_a_slow_uplink(surface: Surface) -> list[str]:
         with_muon = [one for one in arms if one.method == _MUON]
         ahead = _front([one for one in arms if one.method != _MUON])
         for arm, leads in [*zip(ahead, _leading(ahead, arms), strict=True), *((one, False) for one in with_muon)]:
-            above = _interval([arm.losses[seed] - target.losses[seed] for seed in sorted(seeds)])
-            rows.append(
-                [network, arm.label, f"{arm.hours / target.hours:.2f}", *above.split(" ± "), "leads" if leads else ""]
-            )
+            above = effect([(arm.losses[seed] - target.losses[seed], 1.0) for seed in sorted(seeds)])
+            half = "" if above.half is None else f"{above.half:.4f}"
+            share = f"{arm.time_s / target.time_s:.2f}"
+            rows.append([network, arm.label, share, f"{above.mean:+.4f}", half, "leads" if leads else ""])
     heads = ["slow uplink", "arm", "share of the time", "nats above it", "±", ""]
     said = (
         "Beside one slow uplink, of the arms with AdamW those than which none takes at most as long and ends lower, and below "
@@ -140,19 +140,16 @@ def _priced(surface: Surface) -> dict[str, list[_Arm]]:
     networks = load_document(ROOT / "experiments" / "evidence" / "straggler_codecs.toml")["network"]
     runs = {run.method: run for run in points({**document, "network": networks}, seeds=[0])}
     arms: dict[str, list[_Arm]] = {name: [] for name in networks}
-    for name, own in {
-        _LEAST: {1: dict.fromkeys(next(iter(surface["DiLoCo, exact"].values())), 0.0)},
-        **surface,
-    }.items():
-        label = f"{name}, H = {{}}".format if name != _LEAST else lambda _: _LEAST
-        at = {h: _round_seconds(runs[label(h)]) for h in own if name.startswith("streaming") or h == max(own)}
+    none_above = {1: dict.fromkeys(next(iter(surface["DiLoCo, exact"].values())), 0.0)}
+    for name, own in {_LEAST: none_above, **surface}.items():
+        labels = {h: _LEAST if name == _LEAST else f"{name}, H = {h}" for h in own}
+        most, method = max(own), name.partition(", ")[0]
+        at = {h: _round_seconds(runs[labels[h]]) for h in own if method == "streaming" or h == most}
         for h, losses in own.items():
+            steps = runs[labels[h]].config.run.steps
             for network in networks:
-                round_s = at[h][network] if h in at else at[max(own)][network] - max(own) + h
-                method = name.partition(", ")[0]
-                arms[network].append(
-                    _Arm(method, label(h), runs[label(h)].config.run.steps / h * round_s / 3600, losses)
-                )
+                round_s = at[h][network] if h in at else at[most][network] - most + h
+                arms[network].append(_Arm(method, labels[h], steps / h * round_s, losses))
     return arms
 
 
@@ -163,14 +160,14 @@ def _round_seconds(run: Point) -> dict[str, float]:
 
 def _front(arms: Sequence[_Arm]) -> list[_Arm]:
     """Those than which no other takes at most as long and ends lower, by their time."""
-    ordered = sorted(arms, key=lambda one: (one.hours, one.mean))
+    ordered = sorted(arms, key=lambda one: (one.time_s, one.mean))
     return [one for place, one in enumerate(ordered) if all(one.mean < other.mean for other in ordered[:place])]
 
 
 def _leading(front: Sequence[_Arm], arms: Sequence[_Arm]) -> list[bool]:
     """Whether an arm is surely lower than each of another method with AdamW that takes at most as long; not without one."""
     rivals = [
-        [other for other in arms if other.hours <= one.hours and other.method not in (one.method, _MUON)]
+        [other for other in arms if other.time_s <= one.time_s and other.method not in (one.method, _MUON)]
         for one in front
     ]
     tests = [

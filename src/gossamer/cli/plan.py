@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from gossamer.models.sizes import ModelConfig
     from gossamer.network.links import Network
+    from gossamer.run.config.run_file import RunConfig
     from gossamer.run.planning.candidates import Priced
     from gossamer.run.planning.choice import Candidate, Pick
     from gossamer.run.planning.expected_loss import Law
@@ -415,10 +416,7 @@ def _of_run_file(options: PlanOptions) -> PlanOptions:
     """The options with the text, the tokenizer and the inner step of the run file that has the model, unless they are given."""
     if options.model is None or not options.model.endswith(".toml"):
         return options
-    from gossamer.run.config.document import load_document
-    from gossamer.run.config.run_file import parse
-
-    data = parse(load_document(Path(options.model))).data
+    data = _run_with_model(options.model).data
     has: dict[str, Any] = {"seq_len": data.seq_len, "batch_size": data.batch_size * data.accumulate}
     if isinstance(data.source, str):
         has["data"] = data.source
@@ -433,16 +431,21 @@ def _of_run_file(options: PlanOptions) -> PlanOptions:
     return replace(options, **{name: value for name, value in has.items() if getattr(options, name) is None})
 
 
+def _run_with_model(file: str) -> "RunConfig":
+    """The run file that has the model."""
+    from gossamer.run.config.document import load_document
+    from gossamer.run.config.run_file import parse
+
+    return parse(load_document(Path(file)))
+
+
 def _model(named: str) -> "ModelConfig":
     """The model of a size, or of a run file."""
     from gossamer.models.sizes import LARGE, SIZES, ModelConfig
     from gossamer.settings.user_code import is_code
 
     if named.endswith(".toml"):
-        from gossamer.run.config.document import load_document
-        from gossamer.run.config.run_file import parse
-
-        return parse(load_document(Path(named))).model
+        return _run_with_model(named).model
     if named in LARGE:
         return ModelConfig(size="1b", **LARGE[named]._asdict())
     if named not in SIZES and not is_code(named):

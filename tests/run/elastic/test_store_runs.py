@@ -361,11 +361,14 @@ def test_a_process_that_leaves_while_it_waits_for_a_slot_names_no_lost_outcome(t
     )
 
 
-@pytest.mark.parametrize(
+of_rounds_and_of_a_server = pytest.mark.parametrize(
     ("settings", "train"),
     [(MEANS, train_in_store), ({"server__name": "heloco"}, train_served_in_store)],
     ids=["rounds", "server"],
 )
+
+
+@of_rounds_and_of_a_server
 @pytest.mark.parametrize("file", ["store.txt", "run.toml"])
 def test_a_folder_of_another_run_is_refused_before_one_is_created_in_the_store(
     tmp_path: Path, settings: dict[str, object], train: Callable[..., None], file: str
@@ -379,11 +382,7 @@ def test_a_folder_of_another_run_is_refused_before_one_is_created_in_the_store(
     assert not (tmp_path / "store").exists()
 
 
-@pytest.mark.parametrize(
-    ("settings", "train"),
-    [(MEANS, train_in_store), ({"server__name": "heloco"}, train_served_in_store)],
-    ids=["rounds", "server"],
-)
+@of_rounds_and_of_a_server
 @pytest.mark.parametrize("lacks", ["text", "secret"])
 def test_no_folder_is_made_for_a_store_before_the_run_can_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, object], train: Callable[..., None], lacks: str
