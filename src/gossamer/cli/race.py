@@ -197,7 +197,7 @@ def _written_page(
     from gossamer.run.experiments.race import FILE
 
     report, done = folder / "report.html", {(one.method, one.seed) for one in ended}
-    shown = {run.label: folders[run.label] for run in runs if (run.method, run.seed) in done}
+    shown = {run.label: at for run in runs if (run.method, run.seed) in done and (at := folders[run.label]).exists()}
     lost = {(one.method, one.seed) for one in ended if one.row["loss"] is None}
     labels = [run.label for run in runs if (run.method, run.seed) in lost]
     write_report(shown, report, None, command=shlex.join(["gossamer", "compare", str(folder / FILE)]), lost=labels)

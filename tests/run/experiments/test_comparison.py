@@ -432,3 +432,32 @@ def test_a_comparison_is_not_resumed_over_the_damaged_files_of_a_run_that_has_en
     assert main([*words, "--resume"]) == 0
     (one,) = read_results(outcomes)
     assert one.row["loss"] == json.loads(lines)["row"]["loss"], "a run whose folder is removed is trained again"
+
+
+def test_an_outcome_whose_folder_is_gone_is_kept_until_its_run_has_ended_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = document(workers=2, run__steps=4, run__eval_every=0, model__layers=1)
+    variants = [{"label": "pairs"}, {"label": "all", "topology": {"name": "complete"}}]
+    (tmp_path / "file.toml").write_text(tomli_w.dumps({**base, "variant": variants}))
+    out = tmp_path / "out"
+    words = ["compare", str(tmp_path / "file.toml"), "--out", str(out), "--jobs", "1"]
+    assert main(words) == 0
+    outcomes = out / "outcomes.jsonl"
+    lines = outcomes.read_bytes()
+    shutil.rmtree(out / "all")
+    capsys.readouterr()
+
+    def dies(pool: RunPool) -> list[tuple[str, RunEnd]]:
+        raise RuntimeError("before the run has ended")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunPool, "ended", dies)
+        with pytest.raises(RuntimeError, match="before the run"):
+            main([*words, "--resume"])
+    output = "".join(capsys.readouterr())
+    assert "1 of 2 runs have a line in" in output and "'all' first" in output
+    assert sorted(outcomes.read_text().splitlines()) == sorted(lines.decode().splitlines())
+    assert main([*words, "--resume"]) == 0
+    again = read_results(outcomes)
+    assert sorted(one.method for one in again) == ["all", "pairs"], "one line for each run at the end"

@@ -97,7 +97,19 @@ def train_all(
     make_folder(file.parent)
     places = {place_in_experiment(run) for run in runs}
     of_others = [line for place, line in lines.items() if place not in places]
-    atomic_write(file, result_lines([*of_others, *(line for line in over.values() if line is not None)]).encode())
+    gone = (run for run in waiting.values() if not folders[run.label].exists())
+    again = {run.label: line for run in gone if (line := _line_of(run, lines.get(place_in_experiment(run))))}
+
+    def write_all() -> None:
+        ended = (line for line in {**again, **over}.values() if line is not None)
+        atomic_write(file, result_lines([*of_others, *ended]).encode())
+
+    write_all()  # with the line of a run whose folder is gone, until that run has ended again: it may record hours
+    if again:
+        say(
+            f"{len(again)} of {len(runs)} runs have a line in '{file}' and no folder, and train again, "
+            f"'{next(iter(again))}' first; bring the folders back to keep them"
+        )
     pool = RunPool(jobs, began=lambda label: began(waiting[label]), asked=asked)
     with contextlib.closing(Appender(file)) as written, pool as apart:
         for label, run in waiting.items():
@@ -112,6 +124,8 @@ def train_all(
                 on_end(run, ended)
             if enough():
                 apart.drop()
+    if again:
+        write_all()  # a run that has ended again has two lines until here
     return over
 
 
