@@ -12,15 +12,17 @@ from gossamer.report.paired import effect, holm
 from gossamer.report.results import PointResult, read_results
 from gossamer.report.table import DASH, markdown_lines
 from gossamer.run.config.document import load_document
-from gossamer.run.config.experiment_file import Point, points
+from gossamer.run.config.experiment_file import Point, place_in_experiment, points
 from gossamer.run.planning.check import examine_run
 
-PENALTY = "penalty"
-"""The stem of the file."""
+PENALTY, LEFT_OUT = "penalty", "left_out"
+"""The stems of the files."""
 _SPENT = (5, 15, 30, 60, 120)
 """Local steps."""
 _HEADS = [f"H = {h}" for h in _SPENT]
 _LEAST, _MUON, _TARGET = "data parallel", "MuLoCo", "DiLoCo, exact, H = 30"
+_EIGHT = "DiLoCo, int4, H = 120"
+"""What keeps all eight workers on equal terms with leaving the slow one out."""
 _EXACT, _LOSSY = "exact", ("bf16", "int8", "int4", "topk2bit")
 
 Surface = Mapping[str, Mapping[int, Mapping[int, float]]]
@@ -151,6 +153,53 @@ def _priced(surface: Surface) -> dict[str, list[_Arm]]:
                 round_s = at[h][network] if h in at else at[most][network] - most + h
                 arms[network].append(_Arm(method, labels[h], steps / h * round_s, losses))
     return arms
+
+
+def left_out_page(ended: Iterable[PointResult]) -> str:
+    """DiLoCo without the slow worker beside DiLoCo of eight on each network, as Markdown; nothing before all runs have ended."""
+    stems = {PENALTY: read_results(RESULTS / "evidence" / f"{PENALTY}.jsonl"), LEFT_OUT: [*ended]}
+    least, surface = losses_by_seed(stems[PENALTY])[_LEAST], surface_of(stems[PENALTY])
+    eight = _priced({name: surface[name] for name in ("DiLoCo, exact", "DiLoCo, int4")})
+    networks = load_document(ROOT / "experiments" / "evidence" / "straggler_codecs.toml")["network"]
+    fast = {name: {**one, "uplink_bps": one["uplink_bps"][0]} for name, one in networks.items()}
+    document = load_document(ROOT / "experiments" / "evidence" / f"{LEFT_OUT}.toml")
+    runs = points({**document, "network": fast}, seeds=sorted(least))
+    losses = {place_in_experiment(one): one.row["loss"] for one in stems[LEFT_OUT]}
+    if any(losses.get(place_in_experiment(run)) is None for run in runs):
+        return ""
+    seven = {name: list[_Arm]() for name in networks}
+    for own in (run for run in runs if run.seed == min(least)):
+        steps, local = own.config.run.steps, int(own.method.rpartition("H = ")[2])
+        mine = [run for run in runs if (run.method, run.at) == (own.method, own.at)]
+        above = {run.seed: losses[place_in_experiment(run)] - least[run.seed] for run in mine}
+        for name, round_s in _round_seconds(own).items():
+            seven[name].append(_Arm(own.method, f"{own.method}, {steps:,} steps", steps / local * round_s, above))
+    return _without_and_with(seven, eight)
+
+
+def _without_and_with(seven: Mapping[str, Sequence[_Arm]], eight: Mapping[str, Sequence[_Arm]]) -> str:
+    """The table, with what ends surely lower than eight in at most as much time, by Holm's correction over all such arms."""
+    kept = {name: {one.label: one for one in arms} for name, arms in eight.items()}
+    tested = [
+        (name, one, effect([(one.losses[seed] - kept[name][_EIGHT].losses[seed], 1.0) for seed in one.losses]))
+        for name, arms in seven.items()
+        for one in arms
+    ]
+    in_time = [(name, one, found) for name, one, found in tested if one.time_s <= kept[name][_EIGHT].time_s]
+    corrected = zip(in_time, holm([found.apart for _, _, found in in_time]), strict=True)
+    sure = {(name, one.label) for (name, one, found), p in corrected if found.mean < 0 and p is not None and p < 0.05}
+    rows: list[list[str]] = []
+    for name, arms in kept.items():
+        target, other = arms[_TARGET], arms[_EIGHT]
+        for one in (arms["DiLoCo, int4, H = 30"], other, *seven[name]):
+            cells = [name, one.label, f"{one.time_s / target.time_s:.2f}"]
+            for rival in (target, other):
+                found = effect([(one.losses[seed] - rival.losses[seed], 1.0) for seed in sorted(one.losses)])
+                cells += [f"{found.mean:+.4f}", "" if found.half is None else f"{found.half:.4f}"]
+            rows.append([*cells, "surely lower in less time" if (name, one.label) in sure else ""])
+    heads = ["slow uplink", "arm", "share of the time", "nats above it", "±", f"above {_EIGHT}", "± (2)", ""]
+    text = f"Shares of the time of {_TARGET} of all eight, nats above it and above {_EIGHT}, with half of the 95 % interval.\n"
+    return "\n".join([text, markdown_lines([heads, ["---", "---", *["---:"] * 5, "---"], *rows])])
 
 
 def _round_seconds(run: Point) -> dict[str, float]:

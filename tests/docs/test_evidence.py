@@ -915,6 +915,27 @@ def test_penalties_are_listed_by_local_steps_and_codec_over_the_seeds_that_a_row
     assert surface.surface_page(without) == "", "there is nothing to compare with"
 
 
+def test_leaving_the_slow_worker_out_is_priced_on_the_fast_links_and_compared_with_all_eight_in_at_most_its_time() -> (
+    None
+):
+    runs = points(load_document(CONFIGS / "left_out.toml"), seeds=[5, 6, 7])
+    eight = losses_of("penalty", "DiLoCo, int4, H = 120")
+
+    def page(gain: float) -> str:
+        rows = [{"loss": eight[run.seed] - gain - 1e-5 * run.seed * run.config.run.steps / 5400} for run in runs]
+        return surface.left_out_page(
+            [PointResult(run.method, run.at, run.seed, row) for run, row in zip(runs, rows, strict=True)]
+        )
+
+    lower = [line for line in page(0.01).splitlines() if "surely lower" in line]
+    assert len(lower) == 10, "the arms of seven that take at most as long as eight with four bits and 120 local steps"
+    assert any(line.startswith("| tenth | without it, int4, H = 120, 5,400 steps | 0.51 |") for line in lower)
+    assert not any(line.startswith("| tenth | without it, int4, H = 120, 6,120 steps") for line in lower)
+    assert "surely" not in page(-0.01) and "| tenth | DiLoCo, int4, H = 120 | 0.55 |" in page(-0.01)
+    short = [PointResult(run.method, run.at, run.seed, {"loss": 1.0}) for run in runs[:-1]]
+    assert surface.left_out_page(short) == "", "an arm lacks a seed"
+
+
 def test_momentum_is_compared_with_none_at_an_equal_effective_step_where_none_is_lowest() -> None:
     runs = points(load_document(CONFIGS / "effective_step.toml"), seeds=[5, 6, 7])
 
