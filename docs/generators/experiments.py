@@ -18,6 +18,7 @@ from generators.gains import Gain, drawn_gains, gains, gains_page, is_map
 from generators.leaderboard import LEADERBOARD, Standing, drawn_standings, leaderboard_table, standings
 from generators.sources import RESULTS, ROOT, config_of
 from generators.surface import LEFT_OUT, PENALTY, left_out_page, surface_page
+from generators.warmups import WARMUPS, warmups_page
 from gossamer.cli.tune import tuned_page
 from gossamer.record.jsonl import json_lines
 from gossamer.report.figures import Figure, draw_figure, figure_table, mean_and_deviation, swept
@@ -35,6 +36,7 @@ _COMPARED = {
     EFFECTIVE_STEP: effective_step_page,
     PENALTY: surface_page,
     LEFT_OUT: left_out_page,
+    WARMUPS: warmups_page,
 }
 """What a page says of those that compare as they were registered."""
 _OTHERWISE = (*_COMPARED, STRAGGLER_CODECS, "equal_warmup")

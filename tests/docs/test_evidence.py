@@ -29,6 +29,7 @@ from generators import (
     sources,
     surface,
     verdicts,
+    warmups,
 )
 from generators.verdicts import Arm
 from gossamer.data.corpus import open_corpus, text_fingerprint
@@ -913,6 +914,28 @@ def test_penalties_are_listed_by_local_steps_and_codec_over_the_seeds_that_a_row
     assert "slow uplink" not in surface.surface_page(cut), "arms of other seeds are not compared"
     without = [one for one in ended if one.method != "data parallel"]
     assert surface.surface_page(without) == "", "there is nothing to compare with"
+
+
+def test_a_share_of_warm_up_is_as_good_within_a_hundredth_of_the_lowest_mean_of_its_method_and_length() -> None:
+    runs = points(load_document(CONFIGS / "warmup_shares.toml"), seeds=[5, 6, 7])
+    before = {
+        1350: losses_of("equal_warmup", "DiLoCo, H = 30"),
+        5400: losses_of("four_times_as_long", "DiLoCo, H = 30"),
+    }
+
+    def ended(above: float) -> list[PointResult]:
+        rows = [{"loss": before[run.config.run.steps][run.seed] + above} for run in runs]
+        return [PointResult(run.method, run.at, run.seed, row) for run, row in zip(runs, rows, strict=True)]
+
+    good = {(one.method, one.steps): one.as_good for one in warmups.warmups(ended(0.009)) if one.method == "DiLoCo"}
+    assert good[("DiLoCo", 1350)] == [5, 10, 20, 40] and set(good[("DiLoCo", 5400)]) >= {5, 20, 40}
+    good = {(one.method, one.steps): one.as_good for one in warmups.warmups(ended(0.011)) if one.method == "DiLoCo"}
+    assert good[("DiLoCo", 1350)] == [20] and not {5, 40} & {*good[("DiLoCo", 5400)]}
+    assert "| DiLoCo | 1,350 |" in warmups.warmups_page(ended(0.0)) and "in so many of 8 rows" in warmups.warmups_page(
+        ended(0)
+    )
+    short = [one for one in ended(0.0) if one.at["inner.warmup_steps"] != 2160]
+    assert {one.steps for one in warmups.warmups(short)} == {1350}, "a length without one of its warm-ups is left out"
 
 
 def test_leaving_the_slow_worker_out_is_priced_on_the_fast_links_and_compared_with_all_eight_in_at_most_its_time() -> (
