@@ -5,8 +5,7 @@ make results
 
 import logging
 
-from generators import bound, casts, experiments, leaderboard, measured_losses, prices, sources
-from gossamer.report.results import read_results
+from generators import bound, casts, experiments, measured_losses, prices, slow_uplink, sources
 
 
 def write() -> None:
@@ -17,8 +16,7 @@ def write() -> None:
             outcomes.with_suffix(".svg").write_bytes(picture)
     (sources.RESULTS / "methods.md").write_text(prices.prices_page(), encoding="utf-8")
     (sources.RESULTS / "casts.md").write_text(casts.casts_page(), encoding="utf-8")
-    ended = read_results(sources.RESULTS / "evidence" / f"{leaderboard.LEADERBOARD}.jsonl")
-    leaderboard.OVER_TIME_FILE.write_bytes(leaderboard.drawn_over_time(ended))
+    slow_uplink.FIGURE.write_bytes(slow_uplink.drawn_at_equal_time())
     measured_losses.FILE.write_text(measured_losses.measured_losses(), encoding="utf-8")
     measured_losses.PAGE.write_text(measured_losses.losses_page(), encoding="utf-8")
     for page in bound.with_sources():

@@ -16,8 +16,9 @@ from generators.equal_terms import STRAGGLER_CODECS, drawn_shares, equal_terms_p
 from generators.fresh import FRESH, LONG, RECENT, fresh_table, long_table, recent_table
 from generators.gains import Gain, drawn_gains, gains, gains_page, is_map
 from generators.leaderboard import LEADERBOARD, Standing, drawn_standings, leaderboard_table, standings
+from generators.slow_uplink import LEFT_OUT, left_out_page, penalty_page
 from generators.sources import RESULTS, ROOT, config_of
-from generators.surface import LEFT_OUT, PENALTY, left_out_page, surface_page
+from generators.surface import PENALTY
 from generators.warmups import WARMUPS, warmups_page
 from gossamer.cli.tune import tuned_page
 from gossamer.record.jsonl import json_lines
@@ -34,7 +35,7 @@ _COMPARED = {
     LONG: long_table,
     RECENT: recent_table,
     EFFECTIVE_STEP: effective_step_page,
-    PENALTY: surface_page,
+    PENALTY: penalty_page,
     LEFT_OUT: left_out_page,
     WARMUPS: warmups_page,
 }

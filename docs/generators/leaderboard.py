@@ -3,38 +3,19 @@
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from generators.claims import NOT_RUN
 from generators.sources import RESULTS, ROOT
-from gossamer.report.figures import INK, chart_style, dashed_styles, mean_and_deviation, on_any_ground, plain_axes, svg
+from gossamer.report.figures import chart_style, mean_and_deviation, plain_axes, svg
 from gossamer.report.results import PointResult, read_results
 from gossamer.report.table import DASH, markdown_lines
 from gossamer.run.config.document import load_document
-from gossamer.run.config.experiment_file import points
-from gossamer.run.config.layouts import layout_for
-from gossamer.run.config.resolve import resolve
-from gossamer.run.planning.check import counted
-from gossamer.run.planning.plan import BYTES
 
 LEADERBOARD = "leaderboard_tuned"
 """The stem of its outcomes."""
-OVER_TIME_FILE = ROOT / "docs" / "pictures" / "slow_uplink.svg"
 _MEGA, _MINUTE = 1e6, 60
-_SLOW = "slow-uplink"
-_OVER_TIME = {
-    "data_parallel": ("data parallel, bf16", {"name": "bf16", "back": "bf16"}),
-    "diloco": ("DiLoCo, 4 bits", {"name": "fp4", "back": "bf16"}),
-    "muloco": ("DiLoCo with Muon, 4 bits", {"name": "fp4", "back": "bf16"}),
-    "streaming_diloco": ("streaming DiLoCo, 4 bits", None),
-    "sparseloco": ("SparseLoCo, 3 % of 2 bits", None),
-    "gossip": ("gossip, one peer, 8 bits", {"name": "int8"}),
-    "gasloc": ("GASLoC, one peer, 8 bits", {"name": "int8"}),
-    "gasloc_2peer": ("GASLoC, two peers, 8 bits", {"name": "int8"}),
-}
-"""What is drawn over time, and the codec that it is priced with where it was trained with messages of fp32."""
-_ROUNDS_PRICED = 16
 
 
 class Standing(NamedTuple):
@@ -125,74 +106,6 @@ def drawn_standings(found: Sequence[Standing]) -> bytes:
         plain_axes(losses, "loss at equal tokens, nats per byte")
         plain_axes(minutes, "minutes of the run")
         return svg(canvas)
-
-
-def drawn_over_time(ended: Iterable[PointResult]) -> bytes:
-    """Mean validation loss over priced minutes beside one slow uplink, as SVG; only the end of a curve is annealed.
-
-    Messages are compressed: the seconds of what was trained with fp32 are those that it takes with its codec.
-    """
-    from matplotlib.figure import Figure as Canvas
-
-    runs: dict[str, list[Sequence[tuple[float, float]]]] = {}
-    for one in ended:
-        if one.row["loss"] is not None and _SLOW in one.row["loss_at_s"]:
-            runs.setdefault(one.method, []).append(one.row["loss_at_s"][_SLOW])
-    with chart_style():
-        canvas = Canvas(figsize=(7.5, 4.2), layout="constrained")
-        axes = canvas.subplots()
-        ends = list[tuple[float, float, str, str]]()
-        styles = dashed_styles(_OVER_TIME)
-        for method, (label, codec) in _OVER_TIME.items():
-            if method not in runs:
-                continue
-            curves, share = runs[method], share_of_seconds(method, codec)
-            drawn = [
-                (share * statistics.fmean(s for s, _ in some) / _MINUTE, statistics.fmean(loss for _, loss in some))
-                for some in zip(*curves, strict=True)
-            ]
-            colour, line = styles[method]
-            axes.plot(*zip(*drawn, strict=True), color=colour, linestyle=line, linewidth=1.4)
-            axes.plot(*drawn[-1], marker="o", markersize=5, color=colour)
-            ends.append((*drawn[-1], label, colour))
-        axes.set_xscale("log")
-        axes.set_ylim(1.4, 2.6)
-        axes.set_ylabel("validation loss, nats per byte", color=INK)
-        heights = apart([loss for _, loss, _, _ in ends], 0.045)
-        for (minutes, loss, label, colour), height in zip(ends, heights, strict=True):
-            axes.annotate(
-                label,
-                (minutes, loss),
-                (1.02, height),
-                textcoords=axes.get_yaxis_transform(),
-                va="center",
-                fontsize=8,
-                arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.5},
-            )
-        plain_axes(axes, "priced minutes, one uplink of eight at a tenth")
-        return on_any_ground(svg(canvas))
-
-
-def apart(heights: Sequence[float], least: float) -> list[float]:
-    """Heights of labels, each moved up from the one below it until they do not overlap."""
-    found, below = dict[int, float](), -math.inf
-    for place in sorted(range(len(heights)), key=heights.__getitem__):
-        found[place] = below = max(heights[place], below + least)
-    return [found[place] for place in range(len(heights))]
-
-
-def share_of_seconds(method: str, codec: Mapping[str, str] | None) -> float:
-    """The share of its seconds beside one slow uplink that a method takes with a codec."""
-    if codec is None:
-        return 1.0
-    document = load_document(ROOT / "experiments" / "evidence" / f"{LEADERBOARD}.toml")
-    (row,) = (one for one in document["variant"] if one["label"] == method)
-    seconds = list[float]()
-    for variant in (row, {**row, "codec": dict(codec)}):
-        run = resolve(points({**document, "variant": [variant]}, seeds=[0])[0].config)
-        priced = counted(run, layout_for(run.model, BYTES), _ROUNDS_PRICED).networks
-        seconds.append(next(one.round_s for one in priced if one.name == _SLOW) or math.nan)
-    return seconds[1] / seconds[0]
 
 
 def _mean_minutes(seconds: Sequence[float | None]) -> float | None:

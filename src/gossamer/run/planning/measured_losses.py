@@ -24,8 +24,8 @@ _RISES_FROM = 5
 """Local steps from which more of them never lose less, as published runs and the theory of drift agree."""
 FAR_STEPS = 4
 """The factor of local steps over which a loss is carried without a mark."""
-_WARMUP = 0.2
-"""Share of the steps: a shorter warm-up costs methods with few local steps more than others."""
+_WARMUP = 0.4
+"""Share of the steps that warms up in run files of small models; the losses here are of a fifth (docs/adr/0105)."""
 
 
 class TunedLoss(NamedTuple):
@@ -213,9 +213,9 @@ def carried_from(method: str, local_steps: int) -> int | None:
 
 
 def measured_schedule(steps: int) -> dict[str, Any]:
-    """The keys of `[inner]` that all that was measured has in common, for a run of so many inner steps.
+    """Clipping and schedule of all that was measured, with the warm-up that is within 0.01 nats of the lowest for each method.
 
     >>> measured_schedule(1350)
-    {'clip': 1.0, 'schedule': 'cosine', 'warmup_steps': 270}
+    {'clip': 1.0, 'schedule': 'cosine', 'warmup_steps': 540}
     """
     return {"clip": 1.0, "schedule": "cosine", "warmup_steps": max(1, round(_WARMUP * steps))}

@@ -103,7 +103,7 @@ def optima(
 def _measured(method: str, steps: int, local_steps: int, own_lr: bool) -> Optima:
     """The settings of the search of a small model, with about as many local steps."""
     if method not in MEASURED:
-        return Optima(measured_schedule(steps), {}, "# Warm-up: that of the measured runs.\n")
+        return Optima(measured_schedule(steps), {}, "# Warm-up: the best share of the steps for small models.\n")
     at, tuned = nearest_measured(method, local_steps)
     outer = {key: value for key in ("lr", "momentum") if (value := getattr(tuned, key)) is not None}
     source = (
