@@ -577,7 +577,9 @@ def _print(made: "RunPlan", cut: "StagePlan | None", priced: "Priced", choice: "
     rivals = choosable(usually if options.method is None else asked, made.options)
     if not options.all:
         shown = leading(choice, shown)
-    print_table(PLAN_HEADINGS, plan_rows(choice, shown), text=2, bold=shown.index(choice.best), spare=_SPARE)
+    missing = print_table(PLAN_HEADINGS, plan_rows(choice, shown), text=2, bold=shown.index(choice.best), spare=_SPARE)
+    if missing:
+        print_sentence(f"a wider terminal, or a file, has also: {', '.join(missing)}")
     print_sentence(_basis(choice))
     for sentence in notes_on(choice, shown):
         print_sentence(sentence)
