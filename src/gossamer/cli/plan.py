@@ -36,6 +36,8 @@ _SPARE = ("computing", "loss (nats)", "tokens", "codec there, back", "local step
 """Columns of a plan that a narrow terminal leaves out, the first of them first."""
 _MOST_E_FOLDS = math.log(10)
 _YEAR_H = 8766.0
+_HELD_BYTES, _LARGE_BYTES = 16, 8e9
+"""Bytes of a parameter in fp32 with its gradient and both moments of AdamW, and those of a replica that many devices lack."""
 _SLOWER = 1.05
 """Above so many times the hours of DDP, the recommendation says whose hours it has, as `gossamer train` sends after the step."""
 _MODEL, _GOAL, _MACHINES, _TRIED, _FILE = (
@@ -567,6 +569,12 @@ def _print(made: "RunPlan", cut: "StagePlan | None", priced: "Priced", choice: "
             )
     elif options.memory_bytes is not None:
         echo(f"a replica fits a process of {options.memory_bytes / 1e9:.4g} GB, without activations")
+    elif (held := _HELD_BYTES * made.parameters) >= _LARGE_BYTES:
+        site = f" (in shards of {held / choice.best.site / 1e9:.4g} GB)" if choice.best.site > 1 else ""
+        print_sentence(
+            f"a replica takes about {held / 1e9:.4g} GB{site} for weights, gradients and AdamW, and more for outer state and "
+            "activations; --memory-bytes cuts one that does not fit"
+        )
     print_sentence(_what_is_trained(made, choice, options))
     if made.network.step_of is None and options.step_s is None and options.peak_flops is None:
         print_sentence(

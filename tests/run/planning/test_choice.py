@@ -232,6 +232,16 @@ def test_a_run_file_that_cannot_be_written_is_refused_before_the_network_is_read
     assert "'/proc/run.toml' could not be written" in capsys.readouterr().err
 
 
+def test_a_plan_of_a_large_model_says_what_a_replica_takes_and_what_cuts_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "net.toml").write_text("uplink_bps = 1e9\ndownlink_bps = 1e9\nstep_s = 9.0\n")
+    words = ["plan", str(file), "--workers", "2", "--local-steps", "30", "--codec", "bf16", "--method", "diloco"]
+    for size, large in (("7b", True), ("350m", False)):
+        assert main([*words, "--model", size]) == 0
+        assert ("GB for weights, gradients and AdamW" in capsys.readouterr().out) is large
+
+
 def test_streaming_diloco_among_many_says_in_one_sentence_why_it_has_no_price() -> None:
     among = Network(uplink_bps=1e9, downlink_bps=1e9, step_s=0.5)
     found = plan(among, ModelConfig(size="0.2m"), PlanSettings(workers=64, local_steps=(30,)))
