@@ -45,9 +45,10 @@ def test_a_narrow_terminal_leaves_out_columns_that_can_be_spared_before_it_cuts_
     terminal: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: int, left: int
 ) -> None:
     terminal.setenv("COLUMNS", str(columns))
-    print_table(HEADINGS, ROWS, text=2, spare=("codec", "hours"))
+    missing = print_table(HEADINGS, ROWS, text=2, spare=("codec", "hours"))
     head, *rows = printed_lines(capsys)
     assert [name in head for name in HEADINGS] == [True, left > 3, left > 2, True]
+    assert missing == [name for name in HEADINGS if name not in head]
     assert all("less 4" in row for row in rows) and all(len(line) <= columns for line in (head, *rows))
     terminal.setenv("TTY_COMPATIBLE", "0")
     print_table(HEADINGS, ROWS, text=2, spare=("codec", "hours"))

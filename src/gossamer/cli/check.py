@@ -98,7 +98,12 @@ def _known(value: _T | None, words: Callable[[_T], str]) -> str | None:
 
 
 def _megabytes(size: float) -> str:
-    return f"{size / 1e6:,.4g} MB"
+    """Bytes in megabytes, from ten gigabytes on in those.
+
+    >>> _megabytes(2.5e6), _megabytes(1.685e11)
+    ('2.5 MB', '168.5 GB')
+    """
+    return f"{size / 1e9:,.4g} GB" if size >= 1e10 else f"{size / 1e6:,.4g} MB"
 
 
 def _stages(examined: "Examined") -> list[tuple[str, str]]:

@@ -63,13 +63,17 @@ PLAIN = Output()
 def must_be_new_file(out: Path) -> None:
     """Refuses a file that is there, and makes the folder of one that is not, before the work whose result it is for.
 
-    Raises: ConfigError; DiskError for a folder that cannot be made.
+    Raises: ConfigError; DiskError for a folder that cannot be made, or in which nothing can be written.
     """
-    from gossamer.record.whole_files import make_folder
+    from tempfile import TemporaryFile
+
+    from gossamer.record.whole_files import make_folder, writing
 
     if out.exists():
         raise ConfigError(f"'{out}' already exists; name another file with --out, or remove it")
     make_folder(out.parent)
+    with writing(out), TemporaryFile(dir=out.parent):
+        pass
 
 
 @contextmanager

@@ -36,6 +36,10 @@ _SPARE = ("computing", "loss (nats)", "tokens", "codec there, back", "local step
 """Columns of a plan that a narrow terminal leaves out, the first of them first."""
 _MOST_E_FOLDS = math.log(10)
 _YEAR_H = 8766.0
+_HELD_BYTES, _LARGE_BYTES = 16, 8e9
+"""Bytes of a parameter in fp32 with its gradient and both moments of AdamW, and those of a replica that many devices lack."""
+_SLOWER = 1.05
+"""Above so many times the hours of DDP, the recommendation says whose hours it has, as `gossamer train` sends after the step."""
 _MODEL, _GOAL, _MACHINES, _TRIED, _FILE = (
     Parameter(group=OPTIONS[title]) for title in ("Model and text", "Goal", "Machines", "What is tried", "Run file")
 )
@@ -111,6 +115,7 @@ def command(
 
     options, json = options or PlanOptions(), output.json
     _check_race(asked, options, output)
+    _check_numbers(options)
     if asked.race is not None:
         say(f"pricing all candidates; then the best of them train for {in_minutes(asked.race)}")
     _check_out(options)
@@ -217,7 +222,7 @@ def _doubts(links: "Network", choice: "Pick", passes: float | None) -> list[str]
             f"that takes {choice.hours / _YEAR_H:.3g} years; plan for fewer --tokens, for --hours, or for a smaller --model"
         )
     if passes is not None and passes > MANY_PASSES:
-        sentences.append(passes_warning(passes))
+        sentences.append(passes_warning(passes, "give more of it by --data, or plan for fewer --tokens or --hours"))
     return sentences
 
 
@@ -270,6 +275,15 @@ def _check_race(asked: RaceOptions, options: PlanOptions, output: Watchable) -> 
             f"--race got {in_minutes(asked.race)} and --method '{options.method}', but a race compares methods; remove one of "
             "them"
         )
+
+
+def _check_numbers(options: PlanOptions) -> None:
+    """Raises ConfigError for a number that is not above 0, before the network file is read."""
+    for name in ("tokens", "hours", "step_s", "peak_flops", "mfu", "memory_bytes"):
+        value, most = getattr(options, name), 1.0 if name == "mfu" else math.inf
+        if value is not None and not (0 < value <= most and value < math.inf):
+            above = f"a number above 0{' and at most 1' if name == 'mfu' else ''}"
+            raise ConfigError(f"--{name.replace('_', '-')} got {value:g}; give {above}")
 
 
 def _check_goal(options: PlanOptions) -> None:
@@ -520,6 +534,13 @@ def _print_cut(cut: "StagePlan") -> None:
     why = f"the mildest {some}" if chosen.unhindered >= SPEED_LEFT else f"the fastest, as there is none {some}"
     echo(f"boundary codec: {chosen.forward} ({why})")
     echo(f"its stages compute for {chosen.computing:.1%} of an inner step and wait for each other in the rest")
+    links, n = cut.made.network.stages, cut.made.workers
+    speed = "" if links and links.speeds else ", each as fast as the one that takes step_s for a whole replica"
+    print_sentence(
+        f"a worker is then {chosen.stages} machines and not one, {n * chosen.stages} in all{speed}; the hours are of that many"
+    )
+    if links is None:
+        print_sentence("what crosses between stages takes no time here, as the network file has no [stages]")
     if chosen.unhindered < SPEED_LEFT and cut.made.model.bottleneck is None:
         echo("fewer bytes cross in another model, which is narrow at its cuts: model.bottleneck 'resbm' or 'subspace'")
     echo()
@@ -534,7 +555,8 @@ def _print(made: "RunPlan", cut: "StagePlan | None", priced: "Priced", choice: "
     from gossamer.run.planning.teams import places_of
 
     shown, usual = [*made.candidates, *priced.candidates], [one for one in priced.candidates if one.method == USUAL]
-    print_sentence(_recommendation(choice, shown, asked=options.method is not None))
+    stages = 1 if cut is None else cut.chosen.stages
+    print_sentence(_recommendation(choice, shown, asked=options.method is not None, stages=stages))
     if cut is not None:
         assert options.memory_bytes is not None
         _print_cut(cut)
@@ -543,20 +565,29 @@ def _print(made: "RunPlan", cut: "StagePlan | None", priced: "Priced", choice: "
             print_sentence(
                 f"the {site} workers of a site could hold a replica together in place of stages, each about "
                 f"{cut.replica_bytes / site / 1e9:.4g} GB without activations: gossamer train --shards {site}; "
-                "that is not priced here"
+                "that is not priced here, but a plan without --memory-bytes has it in its rows of sites"
             )
     elif options.memory_bytes is not None:
         echo(f"a replica fits a process of {options.memory_bytes / 1e9:.4g} GB, without activations")
+    elif (held := _HELD_BYTES * made.parameters) >= _LARGE_BYTES:
+        site = f" (in shards of {held / choice.best.site / 1e9:.4g} GB)" if choice.best.site > 1 else ""
+        print_sentence(
+            f"a replica takes about {held / 1e9:.4g} GB{site} for weights, gradients and AdamW, and more for outer state and "
+            "activations; --memory-bytes cuts one that does not fit"
+        )
     print_sentence(_what_is_trained(made, choice, options))
     if made.network.step_of is None and options.step_s is None and options.peak_flops is None:
         print_sentence(
             "seconds of an inner step are those of the network file, which names no model: they are the same with any --model"
         )
     asked = [one for one in shown if one.method == choice.best.method]
-    rivals = choosable([*made.candidates, *usual] if options.method is None else asked, made.options)
+    usually = [*made.candidates, *usual]
+    rivals = choosable(usually if options.method is None else asked, made.options)
     if not options.all:
         shown = leading(choice, shown)
-    print_table(PLAN_HEADINGS, plan_rows(choice, shown), text=2, bold=shown.index(choice.best), spare=_SPARE)
+    missing = print_table(PLAN_HEADINGS, plan_rows(choice, shown), text=2, bold=shown.index(choice.best), spare=_SPARE)
+    if missing:
+        print_sentence(f"a wider terminal, or a file, has also: {', '.join(missing)}")
     print_sentence(_basis(choice))
     for sentence in notes_on(choice, shown):
         print_sentence(sentence)
@@ -566,7 +597,7 @@ def _print(made: "RunPlan", cut: "StagePlan | None", priced: "Priced", choice: "
     for name, why in priced.unpriced.items():
         if options.all or (name == USUAL and made.workers > 1):
             print_sentence(f"no price: {name}: {why}")
-    _print_choice(made, choice, rivals)
+    _print_choice(made, choice, usually, rivals)
     if options.loss is not None:
         by, hours = "law" if options.law is not None else "anchor", _hours_to_loss(made, choice, options)
         when = "not foretold" if hours is None else f"after about {digits_text(hours)} h"
@@ -597,8 +628,11 @@ def _hours_to_loss(made: "RunPlan", choice: "Pick", options: PlanOptions) -> flo
     return choice.hours_of(choice.best) * law.times_as_many(options.loss, penalty.nats)
 
 
-def _recommendation(choice: "Pick", candidates: "Sequence[Candidate]", *, asked: bool) -> str:
-    """The choice, with its hours and tokens, compared with one machine alone, one site alone and data parallelism."""
+def _recommendation(choice: "Pick", candidates: "Sequence[Candidate]", *, asked: bool, stages: int) -> str:
+    """The choice, with its hours and tokens, compared with one machine alone, one site alone and data parallelism.
+
+    Args: `stages` of a worker, which needs as many machines.
+    """
     from gossamer.report.table import digits_text
     from gossamer.run.planning.choice import ALONE, SITE_ALONE
 
@@ -621,6 +655,10 @@ def _recommendation(choice: "Pick", candidates: "Sequence[Candidate]", *, asked:
                 f"{times:,.{1 if times < 9.95 else 0}f} times {how} {words} ({digits_text(choice.hours_of(other))} h)"
             )
     head = f"{'asked for:' if asked else 'take'} {best.method}{steps}{_team(best)}{_codecs(best)}"
+    if stages > 1:
+        head += f", on {stages} machines a worker ({stages * len(best.local_steps)} in all)"
+    if best.unhidden_round_s is not None and best.unhidden_round_s > _SLOWER * best.round_s:
+        head += ", as DDP runs it"
     return f"{head}: {digits_text(choice.hours)} h for {choice.tokens:.3g} tokens" + "".join(
         f", {words}" for words in beside
     )
@@ -692,10 +730,13 @@ def _basis(choice: "Pick") -> str:
     )
 
 
-def _print_choice(made: "RunPlan", choice: "Pick", rivals: "Sequence[Candidate]") -> None:
-    """Prints what is taken, and what was near; `rivals` are all candidates that could have been taken."""
+def _print_choice(
+    made: "RunPlan", choice: "Pick", priced: "Sequence[Candidate]", rivals: "Sequence[Candidate]"
+) -> None:
+    """Prints what is taken, and what was near; `rivals` are those of the `priced` that could have been taken."""
     from gossamer.report.table import digits_text, spread_text
     from gossamer.run.planning.choice import doublings_that_help, hours_text, lower_without_some
+    from gossamer.run.planning.plan import in_a_site
 
     best = choice.best
     left = f"dropping {best.dropped} (slowest): " if best.dropped and best.trained_as == best.method else ""
@@ -726,17 +767,15 @@ def _print_choice(made: "RunPlan", choice: "Pick", rivals: "Sequence[Candidate]"
             f"{best.fewer} of {best.full_steps:,} local steps, so that nobody waits; what fewer steps learn counts less"
         )
     if best.site > 1:
-        print_sentence(
-            f"in a site, {best.site} workers train as one, in data parallelism or under FSDP2: gossamer train --shards "
-            f"{best.site}"
-        )
+        print_sentence(f"in a site, {best.site} workers train as one, {in_a_site(best)}")
     if best.left_out:
         gone = best.dropped if len(best.left_out) <= 8 else "the workers left out"
         print_sentence(
             f"text that only {gone} ha{'s' if len(best.left_out) == 1 else 've'} is lost; --keep-all plans with everybody"
         )
-    if made.options.keep_all and (lower := lower_without_some(choice, made.candidates)) is not None:
-        print_sentence(f"{lower.name} is expected to end lower, and is not taken, as --keep-all leaves nobody out")
+    if made.options.keep_all and (lower := lower_without_some(choice, priced)) is not None:
+        why = "a plan in stages" if made.replica else "--keep-all"
+        print_sentence(f"{lower.name} is expected to end lower, and is not taken, as {why} leaves nobody out")
     if choice.undecided:
         print_sentence(
             f"not told apart and within 0.02 nats: {choice.undecided_in_words}; the lowest expectation is taken, within 0.005 "

@@ -42,8 +42,8 @@ def print_table(
     text: int = 1,
     bold: int | None = None,
     spare: Sequence[str] = (),
-) -> None:
-    """Prints rows in columns; a title brings lines around them.
+) -> list[str]:
+    """Prints rows in columns, and returns the headings of those that a narrow terminal lacks; a title brings lines around them.
 
     Args:
         text: the number of columns with text, on the left; the others have numbers. Under a title, text after the first wraps.
@@ -51,6 +51,7 @@ def print_table(
         spare: headings of columns that a terminal leaves out where it is too narrow, the first of them first.
     """
     rows, headings, console = [[*map(printable, row)] for row in rows], [*map(printable, headings)], Console()
+    missing = list[str]()
     widths = [max([len(head), *(len(row[place]) for row in rows)]) for place, head in enumerate(headings)]
     for heading in spare if console.is_terminal else ():
         if (
@@ -58,6 +59,7 @@ def print_table(
             <= console.width
         ):
             break
+        missing.append(heading)
         place = headings.index(heading)
         text -= place < text
         for each in (headings, widths, *rows):
@@ -92,6 +94,7 @@ def print_table(
     for place, row in enumerate(rows):
         view.add_row(*map(Text, row), style="bold" if place == bold else None)
     console.print(view)
+    return missing
 
 
 def print_estimate(

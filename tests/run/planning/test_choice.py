@@ -17,6 +17,7 @@ from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import Network, read_network
 from gossamer.run.config.resolve import run_faults
 from gossamer.run.config.run_file import parse
+from gossamer.run.planning.candidates import price_recipes
 from gossamer.run.planning.choice import (
     PLAN_HEADINGS,
     Candidate,
@@ -191,6 +192,61 @@ def test_a_plan_that_keeps_all_says_so_where_one_machine_alone_is_expected_to_en
     assert (
         "take one machine alone" in free and "text that only worker 1 has is lost" in free and "not taken" not in free
     )
+
+
+def test_a_plan_that_keeps_all_names_streaming_diloco_without_some_where_that_is_lowest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "net.toml").write_text(
+        "uplink_bps = 1e9\ndownlink_bps = 1e9\nlatency_s = 0.01\nstep_s = 0.3\n[sites.rest]\nworkers = [1, 2, 3, 4, 5]\n"
+        "[sites.hub]\nworkers = [0]\nuplink_bps = 1e7\ndownlink_bps = 1e7\n"
+    )
+    assert main(["plan", str(file), "--model", "134m", "--local-steps", "15,480", "--codec", "int8", "--keep-all"]) == 0
+    kept = capsys.readouterr().out
+    assert "streaming_diloco less 0 is expected to end lower, and is not taken, as --keep-all leaves nobody out" in kept
+
+
+def test_the_recommendation_of_data_parallelism_says_whose_hours_it_has_and_the_plan_how_to_repeat_less_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "net.toml").write_text("uplink_bps = 1e8\ndownlink_bps = 1e8\nlatency_s = 0.01\nstep_s = 0.3\n")
+    words = ["plan", str(file), "--workers", "4", "--model", "1m", "--local-steps", "5", "--codec", "bf16"]
+    assert main([*words, "--tokens", "60e6"]) == 0
+    output = capsys.readouterr().out
+    assert output.startswith("take data parallel on all 4 workers, bf16, as DDP runs it: ")
+    assert "give more of it by --data, or plan for fewer --tokens or --hours" in output and "run.steps" not in output
+
+
+@pytest.mark.parametrize("option", ["--tokens", "--hours", "--step-s", "--peak-flops", "--mfu", "--memory-bytes"])
+def test_a_number_that_is_not_above_0_is_refused_by_its_option_before_the_network_is_read(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "nowhere.toml", option, "0"]) == 2
+    assert f"{option} got 0; give a number above 0" in capsys.readouterr().err
+
+
+def test_a_run_file_that_cannot_be_written_is_refused_before_the_network_is_read(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", "nowhere.toml", "--out", "/proc/run.toml"]) == 2
+    assert "'/proc/run.toml' could not be written" in capsys.readouterr().err
+
+
+def test_a_plan_of_a_large_model_says_what_a_replica_takes_and_what_cuts_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "net.toml").write_text("uplink_bps = 1e9\ndownlink_bps = 1e9\nstep_s = 9.0\n")
+    words = ["plan", str(file), "--workers", "2", "--local-steps", "30", "--codec", "bf16", "--method", "diloco"]
+    for size, large in (("7b", True), ("350m", False)):
+        assert main([*words, "--model", size]) == 0
+        assert ("GB for weights, gradients and AdamW" in capsys.readouterr().out) is large
+
+
+def test_streaming_diloco_among_many_says_in_one_sentence_why_it_has_no_price() -> None:
+    among = Network(uplink_bps=1e9, downlink_bps=1e9, step_s=0.5)
+    found = plan(among, ModelConfig(size="0.2m"), PlanSettings(workers=64, local_steps=(30,)))
+    why = "a round of so many workers and messages takes too long to price"
+    assert price_recipes(found, "streaming_diloco").unpriced == {"streaming_diloco": why}
 
 
 def test_the_choice_does_not_depend_on_the_goal_and_its_figures_do() -> None:

@@ -108,6 +108,25 @@ def test_a_plan_in_stages_says_where_the_workers_of_a_site_could_hold_a_replica_
         assert ("the 4 workers of a site could hold a replica together" in capsys.readouterr().out) is there
 
 
+def test_a_plan_in_stages_says_how_many_machines_it_is_of_and_takes_no_site_as_one_worker(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Shards and stages of one worker do not go together, and hours of twice as many machines need them."""
+    network = Path(__file__).parents[3] / "configs" / "networks" / "two_sites.toml"
+    words = ["plan", str(network), "--model", "1m", "--memory-bytes", "20e6", "--local-steps", "30"]
+    assert main([*words, "--json", "--out", str(tmp_path / "run.toml")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["stages"]["chosen"]["stages"] == 2 and {one["site"] for one in found["candidates"]} == {1}
+    (priced,) = examine_run(parse(tomllib.loads((tmp_path / "run.toml").read_text()))).networks
+    as_sent = found["chosen"]["unhidden_round_s"] or found["chosen"]["round_s"]
+    assert priced.round_s == pytest.approx(as_sent, rel=1e-3)
+    assert main(words) == 0
+    first, *_ = (output := capsys.readouterr().out).splitlines()
+    assert "on 2 machines a worker (" in first
+    assert "a worker is then 2 machines and not one, 16 in all" in output
+    assert "what crosses between stages takes no time here, as the network file has no [stages]" in output
+
+
 @pytest.mark.full
 def test_the_run_that_was_planned_starts_and_its_check_has_the_planned_seconds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -150,8 +169,8 @@ def test_the_run_that_was_planned_starts_and_its_check_has_the_planned_seconds(
     ("words", "part"),
     [
         (["--memory-bytes", "1e5"], "the model does not fit 4 of them"),
-        (["--memory-bytes", "0"], "memory_bytes is 0"),
-        (["--memory-bytes", "nan"], "memory_bytes is nan"),
+        (["--memory-bytes", "0"], "--memory-bytes got 0; give a number above 0"),
+        (["--memory-bytes", "nan"], "--memory-bytes got nan"),
         (["--memory-bytes", "20e6", "--batch-size", "1"], "raise --batch-size to 2 or more"),
         (["--memory-bytes", "20e6", "--boundary", "tahquaint"], "did you mean 'tahquant'"),
         (["--boundary", "cast"], "give --memory-bytes"),

@@ -257,6 +257,11 @@ def test_the_run_file_of_sites_as_workers_has_their_batches_and_links_and_its_ch
     examined = examine_run(run)
     assert examined.networks[0].round_s == pytest.approx(one.round_s, rel=1e-6)
     assert examined.tokens == pytest.approx(1e8, rel=0.01), "of all processes together"
+    for other in found.candidates:
+        if other.site > 1:
+            file = parse(tomllib.loads(text := run_toml(found, other)))
+            refused = bool(run_faults(replace(file, run=replace(file.run, shards=other.site)), real=True))
+            assert ("gossamer.Outer(site=...)" in text) is refused, f"{other.name}, {other.codec}"
     mixed = replace(FAST_INSIDE, sites={"a": Site(workers=(0, 1, 2)), "b": Site(workers=(3, 4, 5, 6, 7))}, routes=())
     assert all(one.site == 1 for one in made(mixed, "0.2m", local_steps=(30,)).candidates), "a batch is one number"
 

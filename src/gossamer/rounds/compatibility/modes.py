@@ -552,8 +552,9 @@ MODES: tuple[Incompatibility, ...] = (
             and (not (c.codec.exact or (c.codec.blockwise == 1 and not c.codec.draws)) or c.codec.back is not None)
         ),
         lambda c: (
-            f"run.shards is {c.shards} and codec '{c.codec.name}' would cut or draw in each shard otherwise than in a whole "
-            "worker, so that the simulation were no oracle; use 'exact', 'bf16' or 'fp16'"
+            f"run.shards is {c.shards} and codec '{c.codec.name}'{' with codec.back' if c.codec.back else ''} would cut or draw "
+            "in each shard otherwise than in a whole worker, so that the simulation were no oracle; use 'exact', 'bf16' or "
+            "'fp16', without codec.back"
         ),
     ),
     Incompatibility(

@@ -255,7 +255,7 @@ def _candidate(
     sent_bytes, _, _, draws, _ = counted(run, layout, ROUNDS)  # in fewer, too little of what workers wait would be seen
     priced = draws[0]
     if priced.round_s is None or priced.utilisation is None or priced.between_stages is None:
-        raise ConfigError(f"{priced.name} gives it no price: {priced.note}")
+        raise ConfigError(priced.note.removeprefix("unknown: "))
     round_s = [one.round_s for one in draws if one.round_s is not None]
     spread_s = _T_OF_THREE * stdev(round_s) / math.sqrt(len(round_s)) if len(round_s) > 1 else 0.0
     shorter = priced.round_s / fmean(round_s)

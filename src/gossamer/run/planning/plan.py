@@ -680,7 +680,7 @@ def run_toml(
     document = with_tables(document, plan.replica)
     head = (
         f"{headline(plan, chosen)}{_sending_comment(chosen)}"
-        f"{without_text(chosen)}{_uneven_steps_comment(chosen)}{_sites_text(chosen)}"
+        f"{without_text(chosen)}{_uneven_steps_comment(chosen)}{_sites_comment(chosen)}"
         f"{best.source}"
         f"{plan.length_of(chosen, rounds)}"
     )
@@ -745,14 +745,28 @@ def _uneven_steps_comment(chosen: Candidate) -> str:
     return f"# {chosen.fewer[0].upper()}{chosen.fewer[1:]} of {chosen.full_steps:,} local steps, which count less.\n"
 
 
-def _sites_text(chosen: Candidate) -> str:
+def in_a_site(chosen: Candidate) -> str:
+    """How the processes of a site train as one worker, where each worker is a site; else empty.
+
+    Codecs with blocks or draws, and sums that come back in a codec, would cut each shard otherwise than a whole worker.
+    """
+    if chosen.site == 1:
+        return ""
+    if chosen.codec in EXACT_CODECS and chosen.back is None:
+        return f"in data parallelism or under FSDP2: gossamer train --shards {chosen.site}"
+    casts = "exact" if len(chosen.local_steps) > 2 else "bf16"
+    return (
+        f"in a loop of your own with gossamer.Outer(site=...), whose shards take any codec; gossamer train --shards "
+        f"{chosen.site} (FSDP2) takes none such as this: --codec {casts} plans for it"
+    )
+
+
+def _sites_comment(chosen: Candidate) -> str:
     """A comment of the run file where each of its workers is a site; else empty."""
     if chosen.site == 1:
         return ""
-    return (
-        f"# Each worker is a site of {chosen.site} processes, which take a micro-batch each: gossamer train --shards "
-        f"{chosen.site} (FSDP2).\n"
-    )
+    how = in_a_site(chosen).replace("; ", ";\n# ")
+    return f"# Each worker is a site of {chosen.site} processes, which take a micro-batch each,\n# {how}.\n"
 
 
 def without_text(chosen: Candidate) -> str:

@@ -130,7 +130,10 @@ def plan_in_stages(
     tables = chosen.tables(options.batch_size)
     run = settings_of(parse(sketch.document("diloco", tables)))
     steps = in_stages(network, run, layout)
-    made = plan(steps.network, model, replace(options, keep_all=True), steps.computing)
+    staged = replace(
+        steps.network, stages=network.stages or StageLinks()
+    )  # so that no site is one worker in shards too
+    made = plan(staged, model, replace(options, keep_all=True), steps.computing)
     made = made._replace(network=network, replica=tables)
     return StagePlan(made, round(per_number * layout.numel), chosen, tuple(tried), refused)
 
