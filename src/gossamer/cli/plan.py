@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from gossamer.run.planning.choice import Candidate, Pick
     from gossamer.run.planning.expected_loss import Law
     from gossamer.run.planning.plan import PlanSettings, RunPlan
-    from gossamer.run.planning.planned_stages import StagePlan
+    from gossamer.run.planning.planned_stages import ShardPlan, StagePlan
 
 _CODECS = ("bf16", "int8", "fp4")
 _SPARE = ("computing", "loss (nats)", "tokens", "codec there, back", "local steps")
@@ -82,7 +82,7 @@ class PlanOptions:
     mfu: Annotated[float, _MACHINES] = 0.4
     """share of peak FLOP/s that is reached (default: 0.4)"""
     memory_bytes: Annotated[float | None, quantity(BYTES), _MACHINES] = None
-    """memory of a process, without activations: a model that takes more is cut into stages"""
+    """memory of a machine, without activations: a model that takes more is sharded in its site, or cut into stages"""
     local_steps: Annotated[str, Parameter(metavar="15,30"), _TRIED] = "5,15,30,60,120,240,480"
     """local steps to try"""
     codec: Annotated[tuple[str, ...], Parameter(metavar="NAME"), _TRIED] = ()
@@ -124,7 +124,7 @@ def command(
     must_be_direct(links, "gossamer plan")
     _check_workers(links, options, network)
     options = _of_run_file(options)
-    links, cut, made, priced, choice = _planned(links, network, options, json=json)
+    links, parts, made, priced, choice = _planned(links, network, options, json=json)
     prepared = None if asked.race is None else prepare_race(made, choice, _racers(made, priced), network, asked)
     result, text = None, _run_file(made, choice.best, options)
     if prepared is None:
@@ -132,7 +132,7 @@ def command(
     if not json:
         for sentence in doubts_of(links):
             print_sentence(sentence)
-        _print(made, cut, priced, choice, options)
+        _print(made, parts, priced, choice, options)
     best = choice.best
     if prepared is not None:  # a race that does not fit its minutes is refused before the plan is printed
         result = race(prepared, made, choice, asked, output)
@@ -140,7 +140,7 @@ def command(
         _write(options.out, text := _run_file(made, best, options))
     passes = _passes(text)
     if json:
-        print_json({**_facts(made, cut, priced, choice, result, options), "passes": passes})
+        print_json({**_facts(made, parts, priced, choice, result, options), "passes": passes})
         return
     if result is not None:
         print_race(result)
@@ -171,8 +171,8 @@ def _check_out(options: PlanOptions) -> None:
 
 def _planned(
     links: "Network", file: Path, options: PlanOptions, *, json: bool
-) -> "tuple[Network, StagePlan | None, RunPlan, Priced, Pick]":
-    """The network as it is planned for, how a replica is cut, the plan, the priced methods and the choice."""
+) -> "tuple[Network, StagePlan | ShardPlan | None, RunPlan, Priced, Pick]":
+    """The network as it is planned for, how a replica is divided, the plan, the priced methods and the choice."""
     from gossamer.models.sizes import parameter_count
     from gossamer.run.config.spelling import must_be_named
 
@@ -184,18 +184,20 @@ def _planned(
     # Not before: a wrong name is reported before torch is imported.
     from gossamer.run.planning.candidates import USUAL, choose_among, price_recipes
     from gossamer.run.planning.plan import plan
-    from gossamer.run.planning.planned_stages import plan_in_stages
+    from gossamer.run.planning.planned_stages import plan_in_shards, plan_in_stages
 
     settings = _settings(options, step, parameter_count(model, step["vocab_size"]))
-    boundaries, cut = _boundaries(options), None
+    boundaries, parts = _boundaries(options), None
     if options.memory_bytes is not None:
-        cut = plan_in_stages(links, model, settings, options.memory_bytes, boundaries)
-    made = plan(links, model, settings) if cut is None else cut.made
+        if not options.boundary:  # which asks for stages
+            parts = plan_in_shards(links, model, settings, options.memory_bytes)
+        parts = parts or plan_in_stages(links, model, settings, options.memory_bytes, boundaries)
+    made = plan(links, model, settings) if parts is None else parts.made
     everything = options.all or (json and options.method is None)
     with working("pricing every method" if everything else "pricing"):
         only = options.method or (None if everything else USUAL)
         priced = price_recipes(made, only, thorough=options.method is not None)
-    return links, cut, made, priced, choose_among(made, priced, options.method)
+    return links, parts, made, priced, choose_among(made, priced, options.method)
 
 
 def _passes(text: str) -> float | None:
@@ -313,7 +315,9 @@ def _settings(options: PlanOptions, step: dict[str, int], parameters: int) -> "P
         )
     tokens, law = _tokens(options, parameters, step["vocab_size"])
     return PlanSettings(
-        **step,
+        vocab_size=step["vocab_size"],
+        seq_len=step["seq_len"],
+        batch_size=step["batch_size"],
         workers=options.workers,
         local_steps=whole_numbers("--local-steps", options.local_steps),
         codecs=bits_per_parameter(options.codec or _CODECS, parameters),
@@ -359,13 +363,14 @@ def _tokens(options: PlanOptions, parameters: int, vocab_size: int) -> "tuple[fl
 
 def _facts(
     made: "RunPlan",
-    cut: "StagePlan | None",
+    parts: "StagePlan | ShardPlan | None",
     priced: "Priced",
     choice: "Pick",
     result: Race | None,
     options: PlanOptions,
 ) -> dict[str, Any]:
     """A plan as JSON."""
+    from gossamer.run.planning.planned_stages import ShardPlan, StagePlan
 
     def of(candidate: "Candidate") -> dict[str, Any]:
         return {
@@ -391,8 +396,13 @@ def _facts(
         "outside": choice.scale.outside,
         "unpriced": priced.unpriced,
         "run_file": options.out,
-        "stages": cut and {key: getattr(cut, key) for key in ("replica_bytes", "chosen", "tried", "refused")},
+        "stages": _keys(parts, "replica_bytes chosen tried refused") if isinstance(parts, StagePlan) else None,
+        "shards": _keys(parts, "replica_bytes shards") if isinstance(parts, ShardPlan) else None,
     }
+
+
+def _keys(parts: "StagePlan | ShardPlan", names: str) -> dict[str, Any]:
+    return {name: getattr(parts, name) for name in names.split()}
 
 
 def _timed_model(network: "Network", options: PlanOptions, file: Path) -> "tuple[Network, ModelConfig, dict[str, int]]":
@@ -546,27 +556,27 @@ def _print_cut(cut: "StagePlan") -> None:
     echo()
 
 
-def _print(made: "RunPlan", cut: "StagePlan | None", priced: "Priced", choice: "Pick", options: PlanOptions) -> None:
-    """Prints how a replica is cut, the candidates, and which is taken."""
+def _print(
+    made: "RunPlan", parts: "StagePlan | ShardPlan | None", priced: "Priced", choice: "Pick", options: PlanOptions
+) -> None:
+    """Prints how a replica is divided, the candidates, and which is taken."""
     from gossamer.report.table import digits_text
     from gossamer.run.planning.candidates import USUAL
     from gossamer.run.planning.choice import PLAN_HEADINGS, leading, notes_on, plan_rows
     from gossamer.run.planning.plan import choosable
-    from gossamer.run.planning.teams import places_of
+    from gossamer.run.planning.planned_stages import ShardPlan, StagePlan
 
     shown, usual = [*made.candidates, *priced.candidates], [one for one in priced.candidates if one.method == USUAL]
-    stages = 1 if cut is None else cut.chosen.stages
+    stages = parts.chosen.stages if isinstance(parts, StagePlan) else 1
     print_sentence(_recommendation(choice, shown, asked=options.method is not None, stages=stages))
-    if cut is not None:
-        assert options.memory_bytes is not None
-        _print_cut(cut)
-        site = min(map(len, places_of(made.network).values()), default=1)
-        if site > 1 and cut.replica_bytes <= site * options.memory_bytes:
-            print_sentence(
-                f"the {site} workers of a site could hold a replica together in place of stages, each about "
-                f"{cut.replica_bytes / site / 1e9:.4g} GB without activations: gossamer train --shards {site}; "
-                "that is not priced here, but a plan without --memory-bytes has it in its rows of sites"
-            )
+    if isinstance(parts, StagePlan):
+        _print_cut(parts)
+    elif isinstance(parts, ShardPlan):
+        print_sentence(
+            f"a replica takes {parts.replica_bytes / 1e9:.4g} GB without activations, more than a machine has; the "
+            f"{parts.shards} of a site hold it in shards of {parts.replica_bytes / parts.shards / 1e9:.4g} GB (FSDP2), so the "
+            "workers are sites; --boundary dense cuts it into stages instead"
+        )
     elif options.memory_bytes is not None:
         echo(f"a replica fits a process of {options.memory_bytes / 1e9:.4g} GB, without activations")
     elif (held := _HELD_BYTES * made.parameters) >= _LARGE_BYTES:
@@ -767,7 +777,7 @@ def _print_choice(
             f"{best.fewer} of {best.full_steps:,} local steps, so that nobody waits; what fewer steps learn counts less"
         )
     if best.site > 1:
-        print_sentence(f"in a site, {best.site} workers train as one, {in_a_site(best)}")
+        print_sentence(f"in a site, {best.site} workers train as one, {in_a_site(best, sharded=made.options.sharded)}")
     if best.left_out:
         gone = best.dropped if len(best.left_out) <= 8 else "the workers left out"
         print_sentence(

@@ -10,13 +10,14 @@ import pytest
 from gossamer.cli import main
 from gossamer.errors import ConfigError
 from gossamer.models.sizes import ModelConfig
-from gossamer.network.links import Network, to_toml
+from gossamer.network.links import Network, Site, read_network, to_toml
 from gossamer.network.pipeline_time import StageLinks
 from gossamer.run.config.resolve import run_faults
 from gossamer.run.config.run_file import parse
 from gossamer.run.planning.check import examine_run
-from gossamer.run.planning.plan import PlanSettings
-from gossamer.run.planning.planned_stages import BOUNDARY_PAIRS, SPEED_LEFT, StagePlan, plan_in_stages
+from gossamer.run.planning.choice import SITE_ALONE
+from gossamer.run.planning.plan import PlanSettings, plan
+from gossamer.run.planning.planned_stages import BOUNDARY_PAIRS, SPEED_LEFT, StagePlan, plan_in_shards, plan_in_stages
 
 MODEL = ModelConfig(size="1m")
 FAST = Network(uplink_bps=1e9, downlink_bps=1e9, step_s=0.4, stages=StageLinks(bandwidth_bps=1e9))
@@ -89,23 +90,48 @@ def test_waits_between_stages_take_the_same_share_of_every_candidate_and_are_pri
     )
 
 
-def test_a_plan_in_stages_says_where_the_workers_of_a_site_could_hold_a_replica_together(
-    capsys: pytest.CaptureFixture[str],
+def test_where_the_machines_of_a_site_hold_a_replica_together_the_workers_are_sites_in_shards(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    networks = Path(__file__).parents[3] / "configs" / "networks"
-    for name, there in (("two_sites", True), ("even_1g", False)):
-        words = [
-            "plan",
-            str(networks / f"{name}.toml"),
-            "--model",
-            "1m",
-            "--memory-bytes",
-            "25e6",
-            "--local-steps",
-            "30",
-        ]
-        assert main(words) == 0
-        assert ("the 4 workers of a site could hold a replica together" in capsys.readouterr().out) is there
+    network = Path(__file__).parents[3] / "configs" / "networks" / "two_sites.toml"
+    words = ["plan", str(network), "--model", "1m", "--memory-bytes", "25e6", "--local-steps", "30"]
+    assert main([*words, "--json", "--out", str(tmp_path / "run.toml")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["stages"] is None and found["shards"]["shards"] == 4
+    assert {one["site"] for one in found["candidates"] if one["method"] != SITE_ALONE} == {4}
+    assert not any(one["method"] == "one machine alone" for one in found["candidates"]), "none holds the model"
+    text = (tmp_path / "run.toml").read_text()
+    (priced,) = examine_run(parse(tomllib.loads(text))).networks
+    assert priced.round_s == pytest.approx(found["chosen"]["round_s"], rel=1e-3)
+    assert "--shards 4" in text and "data parallelism" not in text
+    assert main(words) == 0
+    assert f"of a site hold it in shards of {found['shards']['replica_bytes'] / 4e9:.4g} GB (FSDP2)" in (output := capsys.readouterr().out)
+    assert "in a site, 4 workers train as one, under FSDP2" in output
+    for more in (["--boundary", "dense"], ["--memory-bytes", "8e6"]):
+        assert main([*words, *more, "--json"]) in (0, 2)
+        assert '"shards": {' not in capsys.readouterr().out, f"{more} leaves stages"
+    assert main([*words, "--method", "streaming_diloco"]) == 2
+    assert "not priced between sites" in capsys.readouterr().err
+
+
+def test_shards_need_sites_of_one_size_that_hold_the_replica_which_a_machine_does_not() -> None:
+    network = read_network(Path(__file__).parents[3] / "configs" / "networks" / "two_sites.toml")
+    settings = replace(SETTINGS, workers=None)
+    made = plan_in_shards(network, MODEL, settings, 25e6)
+    assert made is not None and made.shards == 4
+    assert plan_in_shards(network, MODEL, settings, made.replica_bytes) is None, "it fits a machine"
+    assert plan_in_shards(network, MODEL, settings, made.replica_bytes / 4 - 1) is None, "it fits no site"
+    uneven = {"a": Site(workers=(0, 1, 2)), "b": Site(workers=(3, 4, 5, 6, 7))}
+    for other in (replace(network, sites=uneven, routes=()), replace(network, sites={}, routes=()), FAST):
+        assert plan_in_shards(other, MODEL, replace(SETTINGS, workers=8), 25e6) is None
+    thin = replace(network, uplink_bps=1e7, downlink_bps=1e7)
+    parts = plan_in_shards(thin, MODEL, settings, 25e6)
+    assert parts is not None
+    shards, whole = (
+        min(one.round_s for one in found.candidates if one.method == SITE_ALONE)
+        for found in (parts.made, plan(thin, MODEL, settings))
+    )
+    assert shards > 1.2 * whole, "FSDP2 sends half as much again as an all-reduce"
 
 
 def test_a_plan_in_stages_says_how_many_machines_it_is_of_and_takes_no_site_as_one_worker(
@@ -113,7 +139,18 @@ def test_a_plan_in_stages_says_how_many_machines_it_is_of_and_takes_no_site_as_o
 ) -> None:
     """Shards and stages of one worker do not go together, and hours of twice as many machines need them."""
     network = Path(__file__).parents[3] / "configs" / "networks" / "two_sites.toml"
-    words = ["plan", str(network), "--model", "1m", "--memory-bytes", "20e6", "--local-steps", "30"]
+    words = [
+        "plan",
+        str(network),
+        "--model",
+        "1m",
+        "--memory-bytes",
+        "20e6",
+        "--local-steps",
+        "30",
+        "--boundary",
+        "dense",
+    ]
     assert main([*words, "--json", "--out", str(tmp_path / "run.toml")]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["stages"]["chosen"]["stages"] == 2 and {one["site"] for one in found["candidates"]} == {1}

@@ -81,6 +81,10 @@ def price_recipes(made: RunPlan, only: str | None = None, *, thorough: bool = Fa
     """
     if only is not None:
         recipe(only)  # raises
+    if made.options.sharded:
+        return Priced(
+            (), {} if only is None else {only: "it is not priced between sites whose machines hold a shard each"}
+        )
     candidates: list[Candidate] = []
     unpriced: dict[str, str] = {}
     layout, teams = layout_for(made.model, made.options.vocab_size), _teams(made)

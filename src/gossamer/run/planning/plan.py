@@ -63,6 +63,9 @@ COLLECTIVES: tuple[MeanKind, ...] = ("owners", "ring", "tree")
 """Ways to carry an all-reduce, of which data parallelism takes the quickest."""
 _BACK_BITS = 16.0
 """Bits for each parameter of the sum of a lossy mean, in bf16."""
+_FSDP = 1.5
+"""The bytes that FSDP2 sends in a step, relative to an all-reduce: weights are gathered for forward and backward, gradients
+scattered."""
 _MORE_DRAWS = 4
 """The factor of rounds to price where they vary and not all workers wait for each other, as these drift apart slowly."""
 MOST_STRETCHES = 16
@@ -128,6 +131,8 @@ class PlanSettings:
     """Share of the peak that is in use."""
     rounds: int = 64
     """Rounds to price, fewer where all are alike; as many for each stretch between two changes of the network."""
+    sharded: bool = False
+    """Whether no machine holds a replica and those of a site do together, in shards under FSDP2: sites alone take part then."""
     seed: int = 0
     source: str = "stdlib"
     """The text of the run file, as in data.source."""
@@ -252,6 +257,9 @@ def _candidates(
     network: Network, n: int, parameters: int, options: PlanSettings, computing: PerWorker
 ) -> list[Candidate]:
     """The priced candidates: of all workers, without slow ones, of one machine alone, and of sites."""
+    if options.sharded:
+        whole = [*_sites_alone(network, n, parameters, options, computing)]
+        return [*whole, *_site_candidates(network, parameters, options, whole)]
     teams: list[tuple[tuple[int, ...], PerWorker]] = [((), computing)]
     if not options.keep_all:
         teams += [(left_out, 1.0) for left_out in slow_teams(network, n, parameters)]
@@ -285,7 +293,7 @@ def choosable(candidates: Iterable[Candidate], options: PlanSettings) -> list[Ca
 def _alone(
     network: Network, n: int, parameters: int, options: PlanSettings, computing: PerWorker
 ) -> Iterator[Candidate]:
-    """One machine of each kind, and the workers of each site, in data parallelism."""
+    """One machine of each kind, and each site."""
     share = np.broadcast_to(np.asarray(computing, float), n)
     for worker, step_s in machines(network, n):
         if not step_s > 0:
@@ -305,9 +313,19 @@ def _alone(
             between_stages=1 - share_here,
             left_out=tuple(i for i in range(n) if i != worker),
         )
+    yield from _sites_alone(network, n, parameters, options, computing)
+
+
+def _sites_alone(
+    network: Network, n: int, parameters: int, options: PlanSettings, computing: PerWorker
+) -> Iterator[Candidate]:
+    """The workers of each site in data parallelism, or in shards."""
+    share = np.broadcast_to(np.asarray(computing, float), n)
     for left_out in site_teams(network, n):
         team, part = network_without(network, n, left_out), tuple(np.delete(share, left_out))
         sketches = [one for one in _sketches(n - len(left_out), options) if one.method == "data parallel"]
+        if options.sharded:
+            sketches = [one._replace(bits=_FSDP * one.bits) for one in sketches]
         for one in _all_priced(sketches, team, parameters, options, part):
             yield one._replace(method=SITE_ALONE, left_out=left_out)
 
@@ -680,7 +698,7 @@ def run_toml(
     document = with_tables(document, plan.replica)
     head = (
         f"{headline(plan, chosen)}{_sending_comment(chosen)}"
-        f"{without_text(chosen)}{_uneven_steps_comment(chosen)}{_sites_comment(chosen)}"
+        f"{without_text(chosen)}{_uneven_steps_comment(chosen)}{_sites_comment(chosen, sharded=plan.options.sharded)}"
         f"{best.source}"
         f"{plan.length_of(chosen, rounds)}"
     )
@@ -745,7 +763,7 @@ def _uneven_steps_comment(chosen: Candidate) -> str:
     return f"# {chosen.fewer[0].upper()}{chosen.fewer[1:]} of {chosen.full_steps:,} local steps, which count less.\n"
 
 
-def in_a_site(chosen: Candidate) -> str:
+def in_a_site(chosen: Candidate, *, sharded: bool) -> str:
     """How the processes of a site train as one worker, where each worker is a site; else empty.
 
     Codecs with blocks or draws, and sums that come back in a codec, would cut each shard otherwise than a whole worker.
@@ -753,7 +771,7 @@ def in_a_site(chosen: Candidate) -> str:
     if chosen.site == 1:
         return ""
     if chosen.codec in EXACT_CODECS and chosen.back is None:
-        return f"in data parallelism or under FSDP2: gossamer train --shards {chosen.site}"
+        return f"{'' if sharded else 'in data parallelism or '}under FSDP2: gossamer train --shards {chosen.site}"
     casts = "exact" if len(chosen.local_steps) > 2 else "bf16"
     return (
         f"in a loop of your own with gossamer.Outer(site=...), whose shards take any codec; gossamer train --shards "
@@ -761,11 +779,11 @@ def in_a_site(chosen: Candidate) -> str:
     )
 
 
-def _sites_comment(chosen: Candidate) -> str:
+def _sites_comment(chosen: Candidate, *, sharded: bool) -> str:
     """A comment of the run file where each of its workers is a site; else empty."""
     if chosen.site == 1:
         return ""
-    how = in_a_site(chosen).replace("; ", ";\n# ")
+    how = in_a_site(chosen, sharded=sharded).replace("; ", ";\n# ")
     return f"# Each worker is a site of {chosen.site} processes, which take a micro-batch each,\n# {how}.\n"
 
 

@@ -1,7 +1,8 @@
-"""The plan of a model that does not fit a worker's process: how many stages, what crosses them, in how many micro-batches.
+"""The plan of a model that does not fit a worker's process: shards within its site, or stages.
 
-An inner step then takes as long as its pipeline does (`gossamer.run.worker.stages.timing`), and the methods are planned for
-that step.
+Where the machines of a site hold a replica together, each site is a worker in shards. Else a plan says how many stages, what
+crosses them and in how many micro-batches; an inner step then takes as long as its pipeline does
+(`gossamer.run.worker.stages.timing`), and the methods are planned for that step.
 """
 
 import math
@@ -25,6 +26,7 @@ from gossamer.run.config.run_file import parse
 from gossamer.run.planning.candidates import PLANNED, drafted
 from gossamer.run.planning.check import counted
 from gossamer.run.planning.plan import PlanSettings, RunPlan, plan, stepped, workers_of
+from gossamer.run.planning.teams import places_of
 from gossamer.run.worker.stages.timing import in_stages, work_in
 from gossamer.settings.options import Positive, check_values
 
@@ -83,6 +85,37 @@ class StagePlan(NamedTuple):
     """The best of each boundary codec, from the mildest on."""
     refused: Mapping[str, str]
     """The boundary codecs that do not fit this model, and why."""
+
+
+class ShardPlan(NamedTuple):
+    """A plan whose workers are sites, each with a replica in shards under FSDP2."""
+
+    made: RunPlan
+    replica_bytes: int
+    """Memory of a whole replica, without activations."""
+    shards: int
+    """The machines of a site."""
+
+
+def plan_in_shards(
+    network: Network, model: ModelConfig, options: PlanSettings, memory_bytes: float
+) -> ShardPlan | None:
+    """Plans for sites as workers; None where a replica fits a machine, or no site, or sites are none or of unlike size.
+
+    As in `plan_in_stages`, the memory counted is that of the planned method which keeps most, and each machine has an equal
+    share of it; what FSDP2 gathers of a layer at a time comes on top, as activations do.
+    """
+    n, places = workers_of(network, options), places_of(network)
+    sizes = {len(workers) for workers in places.values()}
+    check_values(Positive, memory_bytes=memory_bytes)
+    if network.stages or len(sizes) != 1 or not 1 < min(sizes) < n:
+        return None
+    layout, (shards,) = layout_for(model, options.vocab_size), sizes
+    network = stepped(network, layout.numel, options)
+    replica_bytes = round(_Sketch(network, model, options, len(places), layout).bytes_per_number() * layout.numel)
+    if not memory_bytes < replica_bytes <= shards * memory_bytes:
+        return None
+    return ShardPlan(plan(network, model, replace(options, sharded=True)), replica_bytes, shards)
 
 
 def plan_in_stages(
