@@ -76,7 +76,9 @@ def drawn_at_equal_time() -> bytes:
             axes.plot(shares, heights, color=colour, linestyle=line, marker="o", markersize=4, label=_DRAWN[name])
         axes.axhline(0.0, color=INK, linewidth=0.5)
         axes.set_xlim(0.45, 1.55)
-        axes.set_ylim(-0.12, 0.18)  # SparseLoCo with 60 and 120 local steps, at 0.24 and 0.32, would press all others together
+        axes.set_ylim(
+            -0.12, 0.18
+        )  # SparseLoCo with 60 and 120 local steps, at 0.24 and 0.32, would press all others together
         axes.set_ylabel("nats above its loss", color=INK)
         axes.legend(fontsize=8)
         plain_axes(axes, "share of the time of DiLoCo with 32 bits and 30 local steps, one uplink of eight at a tenth")

@@ -38,7 +38,7 @@ from gossamer.errors import DataError
 from gossamer.models.sizes import ModelConfig, parameter_count
 from gossamer.network.links import read_network
 from gossamer.record.jsonl import json_lines
-from gossamer.report.paired import effect, holm, trend
+from gossamer.report.paired import Effect, effect, holm, trend
 from gossamer.report.results import PointResult, read_results
 from gossamer.run.config.document import load_document
 from gossamer.run.config.experiment_file import Point, points
@@ -754,11 +754,7 @@ def test_the_page_of_evidence_is_ten_answers_that_a_busy_reader_can_read() -> No
 
 
 def test_the_figure_of_the_page_of_evidence_is_that_of_its_outcomes() -> None:
-    outcomes = read_results(FIRST_STAGE / f"{leaderboard.LEADERBOARD}.jsonl")
-    drawn, committed = (
-        leaderboard.drawn_over_time(outcomes).decode(),
-        leaderboard.OVER_TIME_FILE.read_text(encoding="utf-8"),
-    )
+    drawn, committed = slow_uplink.drawn_at_equal_time().decode(), slow_uplink.FIGURE.read_text(encoding="utf-8")
     paths = [re.findall(r'<path d="([^"]+)"', text) for text in (drawn, committed)]
     assert paths[0] == paths[1], "run make results"
 
@@ -934,6 +930,30 @@ def test_a_share_of_warm_up_is_as_good_within_a_hundredth_of_the_lowest_mean_of_
     )
     short = [one for one in ended(0.0) if one.at["inner.warmup_steps"] != 2160]
     assert {one.steps for one in warmups.warmups(short)} == {1350}, "a length without one of its warm-ups is left out"
+
+
+def test_leaving_the_slow_worker_out_is_as_good_on_equal_terms_and_nowhere_surely_better() -> None:
+    eight = losses_of("penalty", "DiLoCo, int4, H = 120")
+
+    def above(label: str, steps: int) -> Effect:
+        own = losses_of("left_out", label, run_steps=steps)
+        return effect([(own[seed] - eight[seed], 1.0) for seed in sorted(eight)])
+
+    found = above("without it, int4, H = 120", 5400)
+    assert found.half is not None
+    ends = f"{found.mean:.3f} [{found.mean - found.half:.3f}, {found.mean + found.half:.3f}]".replace("-", "−")
+    assert f"and ends {ends} higher" in page_of_evidence()
+    tokens = above("without it, int4, H = 120", 6120)
+    assert f"(they end {-tokens.mean:.4f} below)" in page_of_evidence()
+    page = (FIRST_STAGE / "left_out.md").read_text()
+    assert "surely lower" not in page
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")]
+    for name in ("half", "fifth", "tenth", "thirtieth"):
+        own = [row for row in rows if row[0] == name]
+        (longest,) = (float(row[2]) for row in own if row[1] == "DiLoCo, int4, H = 120")
+        assert any(row[1].startswith("without") and float(row[2]) <= longest and float(row[5]) <= 0.01 for row in own)
+    drawn = slow_uplink.FIGURE.read_text()
+    assert "DiLoCo without the slow worker, 4 bits" in drawn and "SparseLoCo" in drawn
 
 
 def test_run_files_of_small_plans_warm_up_over_the_share_that_is_as_good_at_most_methods_and_lengths() -> None:
@@ -1144,12 +1164,6 @@ def test_outcomes_name_commits_of_this_history() -> None:
     named = [(name, commit.rstrip("+")) for folder in ("evidence", "races") for name, commit in commits_of(folder)]
     unknown = Counter(name for name, commit in named if commit and commit not in history)
     assert unknown == WITHOUT_THEIR_COMMIT, "train them again from a commit that was merged"
-
-
-def test_the_first_figure_prices_what_was_trained_with_fp32_with_its_codec() -> None:
-    assert leaderboard.share_of_seconds("streaming_diloco", None) == 1.0
-    assert leaderboard.share_of_seconds("diloco", {"name": "fp4", "back": "bf16"}) == pytest.approx(0.4255, abs=1e-3)
-    assert leaderboard.apart([1.0, 1.01, 2.0, 1.005], 0.1) == pytest.approx([1.0, 1.2, 2.0, 1.1])
 
 
 def test_what_diloco_loses_rises_with_workers_that_each_keep_their_batch() -> None:

@@ -105,7 +105,8 @@ def test_where_the_machines_of_a_site_hold_a_replica_together_the_workers_are_si
     assert priced.round_s == pytest.approx(found["chosen"]["round_s"], rel=1e-3)
     assert "--shards 4" in text and "data parallelism" not in text
     assert main(words) == 0
-    assert f"of a site hold it in shards of {found['shards']['replica_bytes'] / 4e9:.4g} GB (FSDP2)" in (output := capsys.readouterr().out)
+    output, each = capsys.readouterr().out, found["shards"]["replica_bytes"] / 4e9
+    assert f"the 4 of a site hold it in shards of {each:.4g} GB (FSDP2)" in output
     assert "in a site, 4 workers train as one, under FSDP2" in output
     for more in (["--boundary", "dense"], ["--memory-bytes", "8e6"]):
         assert main([*words, *more, "--json"]) in (0, 2)
