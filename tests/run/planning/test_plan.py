@@ -13,7 +13,7 @@ import pytest
 
 from gossamer.cli import main
 from gossamer.errors import ConfigError
-from gossamer.models.sizes import ModelConfig
+from gossamer.models.sizes import BottleneckConfig, ExpertsConfig, ModelConfig
 from gossamer.network.links import Change, Network, Site, links_of, read_network
 from gossamer.network.pricing import price
 from gossamer.record.logs.trace import from_targets, read_trace
@@ -85,6 +85,18 @@ def test_a_planned_run_may_follow_the_clock_and_weigh_its_workers(tmp_path: Path
     parallel = parse(tomllib.loads(run_toml(made, of(made, "data parallel", 1), adapt=True, weigh_steps=True)))
     assert not parallel.run.adapt and not parallel.run.weigh_steps
     assert parse(tomllib.loads(run_toml(made, of(made, "DiLoCo", 60)))).run.adapt is False
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        ModelConfig(size="0.2m", bottleneck=BottleneckConfig(name="subspace", width=16)),
+        ModelConfig(size="0.2m", experts=ExpertsConfig(count=4)),
+    ],
+)
+def test_the_run_file_of_a_plan_has_the_tables_within_its_model(model: ModelConfig) -> None:
+    made = plan(EVEN, model, PlanSettings(workers=4, local_steps=[30]))
+    assert all(parse(tomllib.loads(run_toml(made, one))).model == model for one in made.candidates if not one.left_out)
 
 
 def test_bits_per_parameter_scale_the_bytes_and_lossy_sums_come_back_in_bf16_where_that_is_less() -> None:

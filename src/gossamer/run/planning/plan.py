@@ -41,6 +41,7 @@ from gossamer.run.planning.teams import (
     slow_teams,
 )
 from gossamer.settings.options import Positive, Share, check_values
+from gossamer.settings.schema import toml_value
 from gossamer.topologies.sequences import random_matchings
 
 EXACT: Mapping[str, float] = {"exact": 32.0}
@@ -664,9 +665,7 @@ def run_toml(
         "workers": len(local_steps),
         "seed": plan.options.seed,
         **parts,
-        "model": {
-            key: value for key in ModelConfig.__dataclass_fields__ if (value := getattr(plan.model, key)) is not None
-        },
+        "model": toml_value(plan.model),
         "data": {**plan.options.data_table, **({"accumulate": chosen.site} if chosen.site > 1 else {})},
         "inner": dict(best.inner),
         "run": {
