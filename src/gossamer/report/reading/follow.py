@@ -30,7 +30,8 @@ from gossamer.report.reading.thinning import Grid, KeptLines
 
 MOST_WORKERS = 4096
 """The most workers of a followed run."""
-_NAME = re.compile(rf"({'|'.join(KINDS_OF_FILES)})(-[\w-]+)?\.jsonl")
+_NAME = re.compile(rf"({'|'.join(set(KINDS_OF_FILES) - {'outcomes'})})(-[\w-]+)?\.jsonl|outcomes-[0-9]+\.jsonl")
+"""The names of followed files; lines of outcomes name no slot, so that of their file has to."""
 _MOST_COMPLAINTS = 5
 _MOST_HAPPENINGS = 400
 
