@@ -149,10 +149,7 @@ def _evals(run: FollowedRun, axes: _Axes) -> dict[str, Any]:
     lines = run.evaluations.lines()
     names = dict.fromkeys(key for line in lines for key, value in line.items() if _is_figure(key, value))
     figures = {key: [figure_of(line.get(key)) for line in lines] for key in names}
-    rounds = [line["round"] for line in lines]
-    averaged = {name: grid for name, grid in run.averaged.items() if grid.rows and lines}
-    figures |= {name: [grid.mean_at(round) for round in rounds] for name, grid in averaged.items()}
-    return _curves(figures, rounds, axes, lines)
+    return _curves(figures, [line["round"] for line in lines], axes, lines)
 
 
 def _mean_of_own_losses(run: FollowedRun, axes: _Axes) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from gossamer.errors import DataError
 from gossamer.record.folder import is_of_its_branch, recoveries
 from gossamer.record.lineage import Branch, changed_stages, read_branches, stages_sentence
 from gossamer.record.logs.trace import sent_bytes_of
-from gossamer.report.metrics import MEANS
 from gossamer.report.reading.lines import KINDS_OF_FILES, RunFile, kind_of, line_of_kind, run_file_of
 from gossamer.report.reading.paces import Paces
 from gossamer.report.reading.tail import Marks, Tail
@@ -71,8 +70,6 @@ class FollowedRun:
         """Sent bytes by trace entry, or by round for a run without a trace."""
         self.trained_lines = self.traced_lines = 0
         self.evaluations = KeptLines()
-        self.averaged = {one.name: Grid(workers if one.kind == "train" else 1) for one in MEANS}
-        """Metrics averaged in a table."""
         self.clock: dict[str | None, Grid] = {}
         """The end of each round on each network; None for measured seconds."""
         self.spent_s: dict[str | None, np.ndarray] = {}
@@ -298,9 +295,6 @@ class FollowedRun:
 
     def _process_metric(self, line: dict[str, Any]) -> None:
         round, worker = line["round"], line.get("worker")
-        for metric in MEANS:
-            if metric.kind == line["kind"] and metric.name in line and round >= 0:
-                self.averaged[metric.name].put(round, worker or 0, figure_of(line[metric.name]))
         if line["kind"] == "train" and worker is not None:
             self.trained_lines += 1
             self._recorded.add(worker)

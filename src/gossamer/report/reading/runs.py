@@ -21,7 +21,7 @@ from gossamer.record.lineage import changed_stages, described, read_branches
 from gossamer.record.logs.events import EventTotals, read_events
 from gossamer.record.logs.pipeline_work import has_stages, read_pipeline
 from gossamer.record.logs.trace import Trace, has_trace, read_trace
-from gossamer.report.metrics import MEANS, METRICS
+from gossamer.report.metrics import METRICS
 from gossamer.report.reading.follow import FollowedRun
 from gossamer.report.reading.lines import networks_in
 from gossamer.settings.schema import parse_toml
@@ -77,8 +77,6 @@ class RunData(NamedTuple):
     """Bytes sent up to the end of each round, mean over the workers; empty for an asynchronous run."""
     ends_s: Mapping[str, NDArray[np.float64]] = {}
     """When each round ended on each network that the run was priced on."""
-    averaged: tuple[dict[str, Any], ...] = ()
-    """The lines of metrics averaged in a row."""
     passes: float | None = None
     """Passes over its text; None for a stream, and where the amount of text was not recorded."""
     own: Mapping[int, tuple[float, ...]] = {}
@@ -121,7 +119,6 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network] | None) 
         _read_text(folder / "sample.txt"),
         networks,
         (*map(described, branches), *(f"before round {r + 1}: {words}" for r, words in recoveries(metrics))),
-        averaged=tuple(line for line in metrics if line["kind"] in {metric.kind for metric in MEANS}),
         passes=None if config is None else _passes(folder, config, metrics),
         own=_own_losses(metrics, since=max((branch["round"] for branch in branches), default=0)),
         diverged=ended_diverged(metrics),
@@ -198,12 +195,6 @@ def _number(line: Mapping[str, Any], key: str) -> float | None:
     return _as_number(line[key], key, line["round"]) if key in line else None
 
 
-def _mean(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    """The mean of a number over all lines where it is finite; None without any."""
-    known = [value for line in lines if (value := _number(line, key)) is not None and not math.isnan(value)]
-    return math.fsum(known) / len(known) if known else None
-
-
 def _as_number(value: object, key: str, round: int) -> float:
     if value is None:
         return math.nan
@@ -235,7 +226,6 @@ def summary_row(run: RunData) -> dict[str, Any]:
         # max() would drop a NaN among finite losses.
         "worst_loss": math.nan if any(map(math.isnan, worst)) else max(worst, default=None),
         **{one.name: _number(last, one.name) for one in METRICS if one.reduction == "newest"},
-        **{one.name: _mean([line for line in run.averaged if line["kind"] == one.kind], one.name) for one in MEANS},
         "sent_bytes": run.sent_bytes,
         "wall_s": {name: timeline.total_s for name, timeline in run.timelines.items()},
         "utilisation": {name: timeline.mean_utilisation for name, timeline in run.timelines.items()},
