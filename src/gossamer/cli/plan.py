@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from gossamer.cli.help_columns import OPTIONS
 from gossamer.cli.output import must_be_new_file, print_json, working
 from gossamer.cli.race import NO_RACE, Race, RaceOptions, in_minutes, prepare_race, print_race, race, race_facts
-from gossamer.cli.run_file_options import quantity, whole_numbers
+from gossamer.cli.run_file_options import quantity, runs_at_a_time, whole_numbers
 from gossamer.cli.tables import print_sentence, print_table
 from gossamer.cli.watch import WATCHABLE, Watchable
 from gossamer.errors import ConfigError, choose
@@ -120,7 +120,7 @@ def command(
     _check_workers(links, options, network)
     options = _of_run_file(options)
     links, cut, made, priced, choice = _planned(links, network, options, json=json)
-    prepared = None if asked.race is None else prepare_race(made, choice, _racers(made, priced), network, asked)
+    prepared = None if asked.race is None else prepare_race(made, choice, priced, network, asked)
     result, text = None, _run_file(made, choice.best, options)
     if prepared is None:
         _write(options.out, text)  # before the table, whose reader may close the pipe
@@ -221,12 +221,6 @@ def _doubts(links: "Network", choice: "Pick", passes: float | None) -> list[str]
     return sentences
 
 
-def _racers(made: "RunPlan", priced: "Priced") -> "list[Candidate]":
-    from gossamer.run.planning.candidates import USUAL
-
-    return [*made.candidates, *(one for one in priced.candidates if one.method == USUAL)]
-
-
 def _write(out: Path | None, text: str) -> None:
     """Writes the run file, unless none is asked for."""
     from gossamer.record.whole_files import writing
@@ -258,8 +252,8 @@ def _check_race(asked: RaceOptions, options: PlanOptions, output: Watchable) -> 
         return
     if not 0 < asked.race < math.inf:
         raise ConfigError(f"--race got {in_minutes(asked.race)}; give a number above 0, such as 10")
-    if asked.jobs is not None and asked.jobs < 1:
-        raise ConfigError(f"--jobs got {asked.jobs}; give the number of runs at a time, at least 1")
+    if asked.jobs is not None:
+        runs_at_a_time(asked.jobs)  # refuses fewer than 1
     if options.memory_bytes is not None:
         raise ConfigError(
             f"--race got {in_minutes(asked.race)} and --memory-bytes {options.memory_bytes:g}, but a race trains replicas in one "
@@ -528,12 +522,12 @@ def _print_cut(cut: "StagePlan") -> None:
 def _print(made: "RunPlan", cut: "StagePlan | None", priced: "Priced", choice: "Pick", options: PlanOptions) -> None:
     """Prints how a replica is cut, the candidates, and which is taken."""
     from gossamer.report.table import digits_text
-    from gossamer.run.planning.candidates import USUAL
+    from gossamer.run.planning.candidates import USUAL, chosen_from
     from gossamer.run.planning.choice import PLAN_HEADINGS, leading, notes_on, plan_rows
     from gossamer.run.planning.plan import choosable
     from gossamer.run.planning.teams import places_of
 
-    shown, usual = [*made.candidates, *priced.candidates], [one for one in priced.candidates if one.method == USUAL]
+    shown = [*made.candidates, *priced.candidates]
     print_sentence(_recommendation(choice, shown, asked=options.method is not None))
     if cut is not None:
         assert options.memory_bytes is not None
@@ -553,7 +547,7 @@ def _print(made: "RunPlan", cut: "StagePlan | None", priced: "Priced", choice: "
             "seconds of an inner step are those of the network file, which names no model: they are the same with any --model"
         )
     asked = [one for one in shown if one.method == choice.best.method]
-    rivals = choosable([*made.candidates, *usual] if options.method is None else asked, made.options)
+    rivals = choosable(chosen_from(made, priced) if options.method is None else asked, made.options)
     if not options.all:
         shown = leading(choice, shown)
     print_table(PLAN_HEADINGS, plan_rows(choice, shown), text=2, bold=shown.index(choice.best), spare=_SPARE)
