@@ -203,7 +203,7 @@ def _passes(text: str) -> float | None:
 
 def _doubts(links: "Network", choice: "Pick", passes: float | None) -> list[str]:
     """Warnings of a network that changes often, of a plan that takes years, and of a text that is repeated many times."""
-    from gossamer.data.settings import MANY_PASSES, passes_warning
+    from gossamer.data.settings import passes_warning
     from gossamer.run.planning.plan import MOST_STRETCHES
 
     sentences = list[str]()
@@ -216,9 +216,7 @@ def _doubts(links: "Network", choice: "Pick", passes: float | None) -> list[str]
         sentences.append(
             f"that takes {choice.hours / _YEAR_H:.3g} years; plan for fewer --tokens, for --hours, or for a smaller --model"
         )
-    if passes is not None and passes > MANY_PASSES:
-        sentences.append(passes_warning(passes))
-    return sentences
+    return [*sentences, *filter(None, [passes_warning(passes)])]
 
 
 def _write(out: Path | None, text: str) -> None:
