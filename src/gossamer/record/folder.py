@@ -103,6 +103,8 @@ class _Metric(TypedDict):
     loss: NotRequired[_Figure | None]
     step: NotRequired[_Figure]
     tokens: NotRequired[_Figure]
+    worker_losses: NotRequired[list[_Figure | None]]
+    disagreement: NotRequired[_Figure | None]
 
 
 _LATER = 2**31

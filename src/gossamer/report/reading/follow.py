@@ -314,7 +314,7 @@ class FollowedRun:
         elif line["kind"] == "eval" and worker is None and is_of_its_branch(line, self.branches):
             # Only the worst worker is shown, as a run of many workers has many numbers.
             losses, shown = line.get("worker_losses"), {k: v for k, v in line.items() if k != "worker_losses"}
-            if isinstance(losses, list) and losses:
+            if losses:
                 shown["worst worker"] = max((x for x in map(figure_of, losses) if not math.isnan(x)), default=None)
             self.evaluations.add(shown)
 
