@@ -12,7 +12,7 @@ import math
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -358,7 +358,7 @@ class FollowedRun:
                 self.alive = round, line["alive"]
         for word in ("missed", "unsure") if event == "round" else ():
             if line[word]:
-                self._happen(round, f"worker {slot}: exchange with {_several(line[word])} {word}")
+                self._happen(round, f"worker {slot}: exchange with {', '.join(map(str, line[word]))} {word}")
 
     def _process_event(self, line: dict[str, Any]) -> None:
         event = line["event"]
@@ -380,7 +380,3 @@ def figure_of(value: Any) -> float:
     """A figure of an untrusted line; NaN for an invalid one."""
     known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
     return float(value) if known else math.nan
-
-
-def _several(workers: Iterable[int]) -> str:
-    return ", ".join(map(str, workers))
