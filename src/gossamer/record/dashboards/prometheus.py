@@ -55,8 +55,8 @@ class Exporter:
         for kind in ("compute", "transfer", "waiting", "other"):
             self._seconds.labels(kind).inc(getattr(seconds, f"{kind}_s"))
 
-    def sent(self, sent_bytes: int) -> None:
-        """Adds bytes that were sent."""
+    def sent(self, entry: int, worker: int, sent_bytes: int) -> None:
+        """Adds the bytes of an entry of a worker's trace."""
         self._sent.inc(sent_bytes)
 
     def exchanges(self, alive: int, made: int, missed: int, unsure: int) -> None:
