@@ -122,6 +122,7 @@ def command(
     links, cut, made, priced, choice = _planned(links, network, options, json=json)
     prepared = None if asked.race is None else prepare_race(made, choice, priced, network, asked)
     result, text = None, _run_file(made, choice.best, options)
+    passes = _passes(text)  # refuses what no run file can have, such as a name with a line break
     if prepared is None:
         _write(options.out, text)  # before the table, whose reader may close the pipe
     if not json:
@@ -133,7 +134,7 @@ def command(
         result = race(prepared, made, choice, asked, output)
         best = result.candidates[result.taken]
         _write(options.out, text := _run_file(made, best, options))
-    passes = _passes(text)
+        passes = _passes(text)
     if json:
         print_json({**_facts(made, cut, priced, choice, result, options), "passes": passes})
         return
@@ -194,7 +195,7 @@ def _planned(
 
 
 def _passes(text: str) -> float | None:
-    """The passes over the text of a run file."""
+    """The passes over the text of a run file. Raises ConfigError for what is none."""
     from gossamer.run.config.run_file import parse
     from gossamer.run.planning.check import passes_of
 

@@ -693,6 +693,19 @@ def test_workers_that_a_network_file_does_not_have_are_refused_with_its_name(tmp
     assert str(fault).startswith("network.far: uplink_bps lists 2 workers but the run has 8")
 
 
+def test_a_plan_writes_no_run_file_that_could_not_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run has the name of its file, and both may be bytes that are no UTF-8."""
+    (tmp_path / "net.toml").write_text("uplink_bps = 4e6\ndownlink_bps = 4e6\nstep_s = 0.5\n")
+    words = ["plan", str(tmp_path / "net.toml"), "--model", "0.2m", "--workers", "4", "--codec", "int8"]
+    for out, more, part in (
+        ("two\nlines.toml", [], r"name is 'two\nlines' but must be a name for the folder"),
+        ("run\udcff.toml", [], r"name is 'run\udcff' but must be a name for the folder"),
+        ("run.toml", ["--data", "text\udcff"], r"data.source is 'text\udcff' but must be text: a path"),
+    ):
+        assert main([*words, "--out", str(tmp_path / out), *more]) == 2
+        assert part in capsys.readouterr().err and [one.name for one in tmp_path.iterdir()] == ["net.toml"]
+
+
 def test_data_parallelism_takes_the_quickest_way_and_backward_hides_two_thirds_of_a_step_of_it() -> None:
     (even,) = (c for c in planned(EVEN, workers=8, local_steps=[30]).candidates if c.method == "data parallel")
     all_reduce_s = 7 / 4 * 32 * 192_960 / 25e6
