@@ -38,7 +38,7 @@ class Exporter:
         worker_port = port + (worker or 0)
         try:
             self._server, self._thread = client.start_http_server(worker_port, addr=host, registry=registry)
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, UnicodeError) as error:  # the last for a host such as a..b
             raise ConfigError(
                 f"record.prometheus_port is {port}, and {host}:{worker_port} cannot be opened ({error}); choose another port, "
                 "or 0 to serve nothing"
