@@ -66,6 +66,14 @@ def test_no_number_is_cut_where_a_terminal_is_too_narrow_for_all(
     assert all(number in text for row in ROWS for number in row[2:]) and all(name in text for name in HEADINGS[2:])
 
 
+def test_a_table_of_numbers_alone_is_printed_whole_on_a_narrow_terminal(
+    terminal: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminal.setenv("COLUMNS", "10")
+    print_table(HEADINGS[2:], [row[2:] for row in ROWS], text=0)
+    assert all(number in line for row, line in zip(ROWS, printed_lines(capsys)[1:], strict=True) for number in row[2:])
+
+
 def test_a_sentence_ends_a_line_of_a_terminal_between_two_words_and_is_one_line_of_a_file(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

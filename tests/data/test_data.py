@@ -323,6 +323,24 @@ def test_one_process_tokenises_for_the_cache_while_others_wait(tmp_path: Path, m
     assert len(times) == 1 and all(state == opened[0] for state in opened)
 
 
+def test_machines_that_share_a_cache_without_locks_tokenise_apart(tmp_path: Path, monkeypatch) -> None:
+    source, cache = write_jsonl(tmp_path / "texts.jsonl", documents()), tmp_path / "cache"
+    write, tokenise = token_files._write_tokens, token_files._tokenise
+
+    def with_another(*given: Any) -> None:  # a process of another machine may have this one's number
+        def late(*rest: Any) -> Any:
+            monkeypatch.setattr(token_files, "_tokenise", tokenise)
+            write(*given)
+            return tokenise(*rest)
+
+        monkeypatch.setattr(token_files, "_tokenise", late)
+        write(*given)
+
+    monkeypatch.setattr(token_files, "_write_tokens", with_another)
+    assert corpus(source, cache=str(cache)).state() == corpus(source).state()
+    assert len([*cache.glob("tokens-*")]) == 1 and not [one for one in cache.glob(".tokens-*") if one.is_dir()]
+
+
 def test_a_text_that_changes_while_it_is_tokenised_is_not_kept(tmp_path: Path, monkeypatch) -> None:
     source, cache = write_jsonl(tmp_path / "texts.jsonl", documents()), tmp_path / "cache"
     tokenise = token_files._tokenise

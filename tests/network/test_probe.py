@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from commands import run
+from gossamer.cli import main
 from gossamer.errors import ConfigError, PeerError
 from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import Route, StepOf, read_network
@@ -65,6 +66,14 @@ def test_a_probe_without_a_launcher_is_refused_with_the_command(tmp_path: Path) 
     code, output = run("probe", "--out", tmp_path / "network.toml")
     assert code == 2 and "is not set" in output
     assert run("probe", "--local", 1, "--out", tmp_path / "network.toml")[0] == 2
+
+
+@pytest.mark.parametrize("size", ["inf", "nan"])
+def test_a_message_without_end_is_refused_before_any_worker_is_started(
+    size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["probe", "--local", "2", "--out", str(tmp_path / "network.toml"), "--max-bytes", size]) == 2
+    assert f"--max-bytes got {size}; give a number of bytes" in capsys.readouterr().err
 
 
 def test_workers_that_are_all_alike_need_no_routes() -> None:

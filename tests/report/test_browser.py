@@ -22,7 +22,6 @@ from gossamer.cli.play import live_page
 from gossamer.cli.watch import calculators
 from gossamer.record.folder import RunFolder
 from gossamer.record.logs.trace import Entry, Operation
-from gossamer.report.page import view
 from gossamer.report.page.assets import whole_page
 from gossamer.report.page.page import write_report
 from gossamer.report.page.web import page_server
@@ -223,7 +222,7 @@ def contrast(one: str, other: str) -> float:
 def test_the_page_follows_real_runs_and_outlives_an_end_a_kill_and_its_own_server(
     page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(view, "_SILENT_S", 2.0)
+    monkeypatch.setattr("gossamer.report.reading.paces._SILENT_S", 2.0)
     for name, steps in (("ended", 20), ("killed", 2000)):
         text = tomli_w.dumps(
             document(name=name, workers=2, run__steps=steps, run__checkpoint_every=0, run__pace_s=0.2, model__layers=1)

@@ -16,6 +16,7 @@ from gossamer.record.logs.trace import Entry, Operation
 from gossamer.report.page.contents import page_contents
 from gossamer.report.page.view import run_view, standings
 from gossamer.report.reading.follow import FollowedRun
+from gossamer.report.reading.lines import line_of_kind
 from gossamer.report.reading.moment import moment_of
 from gossamer.report.reading.tail import Marks, Tail
 from gossamer.report.reading.thinning import Grid, KeptLines, spread_out, thinned
@@ -238,7 +239,9 @@ def test_outcomes_show_living_workers_failures_and_newcomers(tmp_path: Path) -> 
         other.write(Begun(1, 1, 0, 9, 1))
         other.write(RoundOutcome(1, frozenset({0, 1}), frozenset(), frozenset(), 18))
     (tmp_path / "metrics-002.jsonl").write_text('{"kind":"train","round":0,"worker":2,"loss":1.0}\n')
+    (tmp_path / "outcomes-000-old.jsonl").write_bytes((tmp_path / "outcomes-000.jsonl").read_bytes())
     live = followed(tmp_path)
+    assert not live.complaints
     assert standings(live, live.modified_s) == ["training", "training", "gone"]
     assert standings(live, live.modified_s + 3600) == ["silent", "silent", "gone"]
     assert [sentence for _, sentence in live.happenings] == [
@@ -246,6 +249,22 @@ def test_outcomes_show_living_workers_failures_and_newcomers(tmp_path: Path) -> 
         "worker 1 comes with the state of worker 0 after 1 rounds",
     ]
     assert moment_of(live, 0)["failed"] == [(0, 2)] and moment_of(live, 1)["alive"] == [0, 1]
+
+
+def test_a_round_is_read_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with RunFolder(tmp_path, RUN_TOML) as run:
+        write_round(run, 0)
+    with (tmp_path / "trace.jsonl").open("a") as file:
+        file.write(100_000 * "x" + "\n")
+    live, lengths = followed(tmp_path), list[int]()
+
+    def parsed(kind: str, raw: bytes, *more: Any) -> dict[str, Any]:
+        lengths.append(len(raw))
+        return line_of_kind(kind, raw, *more)
+
+    monkeypatch.setattr("gossamer.report.reading.moment._MOST_BYTES", 1000)
+    monkeypatch.setattr("gossamer.report.reading.moment.line_of_kind", parsed)
+    assert len(moment_of(live, 0)["pairs"]) == 2 and max(lengths) < 1000
 
 
 def test_a_long_run_is_kept_in_bounded_memory() -> None:

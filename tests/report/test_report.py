@@ -277,7 +277,7 @@ def test_equal_runs_give_equal_pages(tmp_path: Path) -> None:
     ],
 )
 def test_a_foreign_figure_is_refused_with_a_sentence(tmp_path: Path, evaluation: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match="need"):
+    with pytest.raises(DataError, match=rf"metrics.*:1: {next(iter(evaluation))}.* must be"):
         write_report({"a": make_run(tmp_path / "a", **evaluation)}, tmp_path / "report.html", {})
 
 

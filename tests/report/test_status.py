@@ -334,6 +334,23 @@ def test_a_port_for_prometheus_that_is_taken_is_one_sentence(tmp_path):
         RunFolder(tmp_path / "b", "", RecordConfig(tensorboard=False, prometheus_port=taken.getsockname()[1]))
 
 
+def test_a_host_for_prometheus_that_is_no_name_is_one_sentence(tmp_path):
+    pytest.importorskip("prometheus_client", reason="the extra 'prometheus' is not installed")
+    with pytest.raises(ConfigError, match=r"a\.\.b:9200 cannot be opened"):
+        RunFolder(tmp_path, "", RecordConfig(tensorboard=False, prometheus_port=9200, prometheus_host="a..b"))
+
+
+def test_a_run_folder_that_lacks_another_dashboard_leaves_no_port_open(tmp_path, monkeypatch):
+    pytest.importorskip("prometheus_client", reason="the extra 'prometheus' is not installed")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    host, _, port = nobody().rpartition(":")
+    config = RecordConfig(prometheus_port=int(port), wandb_project="x")
+    with pytest.raises(ConfigError, match="wandb"):
+        RunFolder(tmp_path, "", config)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, int(port)), timeout=10)
+
+
 def test_prometheus_reads_the_figures_of_a_worker_until_it_ends(tmp_path):
     pytest.importorskip("prometheus_client", reason="the extra 'prometheus' is not installed")
     port = int(nobody().rpartition(":")[2]) - 3

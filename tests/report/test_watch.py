@@ -293,6 +293,7 @@ def test_what_cannot_be_served_is_one_sentence(tmp_path: Path, capsys: pytest.Ca
             ([str(tmp_path), "--port", port], f"port {port} of 127.0.0.1 cannot be opened"),
             ([str(tmp_path), "--port", "70000"], "cannot be opened"),
             ([str(tmp_path), "--host", "203.0.113.1"], "cannot be opened"),
+            ([str(tmp_path), "--host", "ü..b"], "of ü..b cannot be opened"),
             ([str(tmp_path / "nowhere")], "is no folder"),
             ([str(tmp_path / "file")], "is no folder"),
         ):

@@ -48,11 +48,10 @@ _NAMES = {f"{table}.name" for table in ("rule", "topology", "codec", "server", "
 def _words() -> dict[str, str]:
     """What may follow an option or a verb, where nothing but Gossamer knows it."""
     from gossamer.cli.list import listed
-    from gossamer.run.config.run_file import RunConfig
-    from gossamer.settings.schema import keys_of
+    from gossamer.run.config.spelling import all_names
 
     names = {kind: " ".join(row[0] for row in rows) for kind, rows in listed().items()}
-    keys = sorted({key for key in keys_of(RunConfig) if "NAME" not in key} | _NAMES)
+    keys = sorted({key for key in all_names().keys if "NAME" not in key} | _NAMES)
     return {
         "--set": " ".join(f"{key}=" for key in keys),
         "--method": names["methods"],

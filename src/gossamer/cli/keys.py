@@ -28,6 +28,8 @@ def command(
     """
     import base64
 
+    import tomli_w
+
     from gossamer.transport.keys import certificate_fingerprint, certificate_of, new_key, own_keys, require_private_key
 
     if action == "new":
@@ -53,16 +55,6 @@ def command(
         return
     for named, path, raw in keys:
         echo(f"# the key is in {path}, and stays there; {certificate_fingerprint(raw)}")
-        echo(f'[peers.{_key(named)}]\ncertificate = "{base64.b64encode(raw).decode()}"\n')
+        echo(tomli_w.dumps({"peers": {named: {"certificate": base64.b64encode(raw).decode()}}}))
     if action == "new":
         echo("# paste this into the run file of every machine, with workers = N if this machine fills several")
-
-
-def _key(name: str) -> str:
-    """A name as a key of TOML.
-
-    >>> _key("berlin-1"), _key("two words")
-    ('berlin-1', '"two words"')
-    """
-    bare = name.isascii() and name.replace("-", "").replace("_", "").isalnum()
-    return name if bare else f'"{name}"'

@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from gossamer.cli.help_columns import OPTIONS
 from gossamer.cli.output import must_be_new_file, print_json, working
 from gossamer.cli.race import NO_RACE, Race, RaceOptions, in_minutes, prepare_race, print_race, race, race_facts
-from gossamer.cli.run_file_options import quantity, whole_numbers
+from gossamer.cli.run_file_options import quantity, runs_at_a_time, whole_numbers
 from gossamer.cli.tables import print_sentence, print_table
 from gossamer.cli.watch import WATCHABLE, Watchable
 from gossamer.errors import ConfigError, choose
@@ -125,8 +125,9 @@ def command(
     _check_workers(links, options, network)
     options = _of_run_file(options)
     links, parts, made, priced, choice = _planned(links, network, options, json=json)
-    prepared = None if asked.race is None else prepare_race(made, choice, _racers(made, priced), network, asked)
+    prepared = None if asked.race is None else prepare_race(made, choice, priced, network, asked)
     result, text = None, _run_file(made, choice.best, options)
+    passes = _passes(text)  # refuses what no run file can have, such as a name with a line break
     if prepared is None:
         _write(options.out, text)  # before the table, whose reader may close the pipe
     if not json:
@@ -138,7 +139,7 @@ def command(
         result = race(prepared, made, choice, asked, output)
         best = result.candidates[result.taken]
         _write(options.out, text := _run_file(made, best, options))
-    passes = _passes(text)
+        passes = _passes(text)
     if json:
         print_json({**_facts(made, parts, priced, choice, result, options), "passes": passes})
         return
@@ -201,7 +202,7 @@ def _planned(
 
 
 def _passes(text: str) -> float | None:
-    """The passes over the text of a run file."""
+    """The passes over the text of a run file. Raises ConfigError for what is none."""
     from gossamer.run.config.run_file import parse
     from gossamer.run.planning.check import passes_of
 
@@ -210,7 +211,7 @@ def _passes(text: str) -> float | None:
 
 def _doubts(links: "Network", choice: "Pick", passes: float | None) -> list[str]:
     """Warnings of a network that changes often, of a plan that takes years, and of a text that is repeated many times."""
-    from gossamer.data.settings import MANY_PASSES, passes_warning
+    from gossamer.data.settings import passes_warning
     from gossamer.run.planning.plan import MOST_STRETCHES
 
     sentences = list[str]()
@@ -223,15 +224,8 @@ def _doubts(links: "Network", choice: "Pick", passes: float | None) -> list[str]
         sentences.append(
             f"that takes {choice.hours / _YEAR_H:.3g} years; plan for fewer --tokens, for --hours, or for a smaller --model"
         )
-    if passes is not None and passes > MANY_PASSES:
-        sentences.append(passes_warning(passes, "give more of it by --data, or plan for fewer --tokens or --hours"))
-    return sentences
-
-
-def _racers(made: "RunPlan", priced: "Priced") -> "list[Candidate]":
-    from gossamer.run.planning.candidates import USUAL
-
-    return [*made.candidates, *(one for one in priced.candidates if one.method == USUAL)]
+    remedy = "give more of it by --data, or plan for fewer --tokens or --hours"
+    return [*sentences, *filter(None, [passes_warning(passes, remedy)])]
 
 
 def _write(out: Path | None, text: str) -> None:
@@ -265,8 +259,8 @@ def _check_race(asked: RaceOptions, options: PlanOptions, output: Watchable) -> 
         return
     if not 0 < asked.race < math.inf:
         raise ConfigError(f"--race got {in_minutes(asked.race)}; give a number above 0, such as 10")
-    if asked.jobs is not None and asked.jobs < 1:
-        raise ConfigError(f"--jobs got {asked.jobs}; give the number of runs at a time, at least 1")
+    if asked.jobs is not None:
+        runs_at_a_time(asked.jobs)  # refuses fewer than 1
     if options.memory_bytes is not None:
         raise ConfigError(
             f"--race got {in_minutes(asked.race)} and --memory-bytes {options.memory_bytes:g}, but a race trains replicas in one "
@@ -561,12 +555,12 @@ def _print(
 ) -> None:
     """Prints how a replica is divided, the candidates, and which is taken."""
     from gossamer.report.table import digits_text
-    from gossamer.run.planning.candidates import USUAL
+    from gossamer.run.planning.candidates import USUAL, chosen_from
     from gossamer.run.planning.choice import PLAN_HEADINGS, leading, notes_on, plan_rows
     from gossamer.run.planning.plan import choosable
     from gossamer.run.planning.planned_stages import ShardPlan, StagePlan
 
-    shown, usual = [*made.candidates, *priced.candidates], [one for one in priced.candidates if one.method == USUAL]
+    shown = [*made.candidates, *priced.candidates]
     stages = parts.chosen.stages if isinstance(parts, StagePlan) else 1
     print_sentence(_recommendation(choice, shown, asked=options.method is not None, stages=stages))
     if isinstance(parts, StagePlan):
@@ -591,7 +585,7 @@ def _print(
             "seconds of an inner step are those of the network file, which names no model: they are the same with any --model"
         )
     asked = [one for one in shown if one.method == choice.best.method]
-    usually = [*made.candidates, *usual]
+    usually = chosen_from(made, priced)
     rivals = choosable(usually if options.method is None else asked, made.options)
     if not options.all:
         shown = leading(choice, shown)

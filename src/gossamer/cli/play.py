@@ -29,10 +29,15 @@ def command(*, seed: int = 0, record: Path | None = None, film: Path | None = No
             write what comes of them
         port: port of the page (default: 8251); 0 takes one that is free
     """
+    from gossamer.record.whole_files import make_folder
     from gossamer.run.play.film import Film, read_film, write_film
 
     if not 0 <= seed < 2**31:
         raise ConfigError(f"--seed got {seed}; give a number from 0 to {2**31 - 1}")
+    if record is not None:  # before anybody plays for the film that it would hold
+        make_folder(record.parent)
+        if record.is_dir():
+            raise ConfigError(f"--record got '{record}', which is a folder; name a file in it")
     if film is not None and record is not None:
         again(read_film(film), record)
     elif film is not None:

@@ -2,13 +2,17 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from gossamer.cli.output import Json, print_json, working
 from gossamer.errors import ConfigError
 from gossamer.record.progress import echo
+
+if TYPE_CHECKING:
+    from gossamer.network.links import Network, PerWorker
+    from gossamer.run.config.resolved import RunSettings
 
 
 def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *, json: Json = False) -> None:
@@ -18,7 +22,7 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *,
         folder: run folder
         network: network file (TOML)
     """
-    from gossamer.network.links import PerWorker, doubts_of, links_of, read_network
+    from gossamer.network.links import doubts_of, read_network
     from gossamer.record.folder import run_file
 
     run_file(folder)  # a missing file is reported before torch is imported
@@ -26,47 +30,18 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *,
     from gossamer.network.pricing import price
     from gossamer.network.timeline import format_utilisation
     from gossamer.record.lineage import changed_stages, read_branches, stages_sentence
-    from gossamer.record.logs.events import has_events
     from gossamer.record.logs.trace import read_trace
-    from gossamer.run.config.layouts import layout_for
-    from gossamer.run.config.resolve import settings_in
-    from gossamer.run.planning.check import vocabulary
-    from gossamer.run.planning.teams import left_out_of, network_without
-    from gossamer.run.worker.stages.timing import in_stages
 
-    run = settings_in(folder)
-    if has_events(folder):
-        raise ConfigError(
-            f"cannot re-price '{folder}': in an asynchronous run the network affects the result; simulate it again with "
-            f"'{network}' as its [network.NAME]"
-        )
-    planned, n = run.networks.get("planned"), links.workers
-    if planned is not None and n is not None and n > run.workers:
-        left_out = left_out_of(links, n, planned, run.workers)
-        if left_out is not None:
-            links = network_without(links, n, left_out)
-            gone = (
-                f"{len(left_out)} workers"
-                if len(left_out) > 8
-                else f"worker{'s' * (len(left_out) > 1)} {', '.join(map(str, left_out))}"
-            )
-            echo(f"gossamer: '{network}' is priced without {gone}, whom the plan of this run left out", file=sys.stderr)
-    try:
-        links_of(links, run.workers)
-    except ConfigError as error:
-        raise ConfigError(f"'{network}' does not fit '{folder}': {error}") from None
+    links, run = _of_its_workers(links, folder, network)
     with working("reading the trace"):
         trace = read_trace(folder)
     if not trace.rounds:
         raise ConfigError(f"'{folder}' has finished no round, so that there is nothing to price; resume the run first")
-    computing: PerWorker = 1.0
-    if run.pipeline.stages > 1:
-        steps = in_stages(links, run, layout_for(run.model, vocabulary(run.data.tokenizer) or 256))
-        links, computing = steps.network, steps.computing
+    links, computing = _with_stages(links, run)
+    doubts = doubts_of(links, f"'{network}'")
     if changed := changed_stages(read_branches(folder)):
-        whose = f"'{folder}'"
-        echo(f"gossamer: {stages_sentence(whose, changed)}", file=sys.stderr)
-    for sentence in doubts_of(links, f"'{network}'"):
+        doubts = [stages_sentence(f"'{folder}'", changed), *doubts]
+    for sentence in doubts:
         echo(f"gossamer: {sentence}", file=sys.stderr)
     with working(f"pricing {trace.rounds} rounds of {trace.workers} workers"):
         timeline = price(trace, links, computing)
@@ -79,3 +54,45 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *,
         f"{timeline.total_s:.1f} s for {trace.rounds} rounds of {trace.workers} workers, "
         f"{format_utilisation(timeline.mean_utilisation, timeline.mean_between_stages)}"
     )
+
+
+def _of_its_workers(links: "Network", folder: Path, file: Path) -> "tuple[Network, RunSettings]":
+    """The network of the workers of a run, without those that its plan left out, and the settings of the run.
+
+    Raises: ConfigError for a run without rounds, and the network of other workers.
+    """
+    from gossamer.network.links import links_of
+    from gossamer.record.logs.events import has_events
+    from gossamer.run.config.resolve import settings_in
+    from gossamer.run.planning.teams import left_out_of, network_without
+
+    run = settings_in(folder)
+    if has_events(folder):
+        raise ConfigError(
+            f"cannot re-price '{folder}': in an asynchronous run the network affects the result; simulate it again with "
+            f"'{file}' as its [network.NAME]"
+        )
+    planned, n = run.networks.get("planned"), links.workers or 0
+    left_out = left_out_of(links, n, planned, run.workers) if planned is not None and n > run.workers else None
+    if left_out is not None:
+        links = network_without(links, n, left_out)
+        numbers = f"worker{'s' * (len(left_out) > 1)} {', '.join(map(str, left_out))}"
+        gone = f"{len(left_out)} workers" if len(left_out) > 8 else numbers
+        echo(f"gossamer: '{file}' is priced without {gone}, whom the plan of this run left out", file=sys.stderr)
+    try:
+        links_of(links, run.workers)
+    except ConfigError as error:
+        raise ConfigError(f"'{file}' does not fit '{folder}': {error}") from None
+    return links, run
+
+
+def _with_stages(links: "Network", run: "RunSettings") -> "tuple[Network, PerWorker]":
+    """The network with the seconds of inner steps in stages, and the share of them in which stages compute."""
+    from gossamer.data.tokenizer import vocabulary
+    from gossamer.run.config.layouts import layout_for
+    from gossamer.run.worker.stages.timing import in_stages
+
+    if run.pipeline.stages == 1:
+        return links, 1.0
+    steps = in_stages(links, run, layout_for(run.model, vocabulary(run.data.tokenizer) or 256))
+    return steps.network, steps.computing

@@ -45,6 +45,8 @@ def command(
         test_s: seconds after which a message is long enough (default: 0.5)
     """
     must_be_new_file(out)
+    if not math.isfinite(max_bytes):
+        raise ConfigError(f"--max-bytes got {max_bytes:g}; give a number of bytes, such as '{BYTES.example}'")
     among = machines.entered()
     if local is not None and local < 2 and among is None:
         raise ConfigError(f"--local {local} was given but a link has two ends; start at least 2 workers")

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from gossamer.report.results import PointResult
     from gossamer.run.config.experiment_file import Point
     from gossamer.run.experiments.race import Course
+    from gossamer.run.planning.candidates import Priced
     from gossamer.run.planning.choice import Candidate, Pick
     from gossamer.run.planning.plan import RunPlan
 
@@ -125,17 +126,16 @@ class Prepared(NamedTuple):
     """When the minutes are over, by `time.monotonic`."""
 
 
-def prepare_race(
-    made: "RunPlan", choice: "Pick", candidates: "Sequence[Candidate]", network: Path, asked: RaceOptions
-) -> Prepared:
+def prepare_race(made: "RunPlan", choice: "Pick", priced: "Priced", network: Path, asked: RaceOptions) -> Prepared:
     """The race of a plan's shortlist that fits the minutes, with its experiment file in its folder.
 
     Raises: ConfigError for minutes in which nothing fits, and a folder that exists.
     """
     from gossamer.run.experiments.race import label_of, opened_race, with_single_machine
+    from gossamer.run.planning.candidates import chosen_from
     from gossamer.run.planning.choice import shortlist
 
-    began, some = time.monotonic(), with_single_machine(made, shortlist(choice, candidates))
+    began, some = time.monotonic(), with_single_machine(made, shortlist(choice, chosen_from(made, priced)))
     assert asked.race is not None
     if len(some) < 2:
         raise ConfigError(

@@ -38,7 +38,7 @@ def command(
     from gossamer.run.config.document import load_run
 
     documents = [load_run(folder) for folder in folders]  # a folder without a run is refused before torch is imported
-    from gossamer.data.settings import MANY_PASSES, passes_warning
+    from gossamer.data.settings import passes_warning
     from gossamer.report.page.page import write_report
     from gossamer.run.config.run_file import parse
 
@@ -46,8 +46,8 @@ def command(
     words = shlex.join(["gossamer", "report", *map(str, folders), "--out", str(out)])
     rows = write_report(runs, out, parse(documents[0]).network, command=words)
     for row in rows:
-        if row["passes"] is not None and row["passes"] > MANY_PASSES:
-            log.warning("%s: %s", row["method"], passes_warning(row["passes"]))
+        if repeats := passes_warning(row["passes"]):
+            log.warning("%s: %s", row["method"], repeats)
     print_runs(runs, rows, out, json=json)
 
 

@@ -210,9 +210,9 @@ def check_experiment(configs: "Iterable[RunConfig]") -> list[str]:
 
 def runs_at_a_time(jobs: int | None) -> int:
     """The number that --jobs gives, or one for each core. Raises ConfigError for a number below 1."""
-    from gossamer.transport.processes.launch import available_cores
-
     if jobs is None:
+        from gossamer.transport.processes.launch import available_cores
+
         return available_cores()
     if jobs < 1:
         raise ConfigError(f"--jobs got {jobs}; give the number of runs at a time, at least 1")

@@ -2,9 +2,10 @@
 
 import textwrap
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.box import HEAVY_HEAD
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -34,6 +35,21 @@ def print_sentence(text: str, indent: int = 0) -> None:
     echo(text)
 
 
+class _Column(NamedTuple):
+    lines: tuple[str, ...]
+    """The heading, and a cell for each row."""
+    is_text: bool
+
+    @property
+    def width(self) -> int:
+        return max(map(cell_len, self.lines))
+
+    @property
+    def legible(self) -> int:
+        """The width in which a text can be read, and a number is whole."""
+        return min(self.width, _LEGIBLE) if self.is_text else self.width
+
+
 def print_table(
     headings: Sequence[str],
     rows: Iterable[Sequence[str]],
@@ -50,30 +66,18 @@ def print_table(
         bold: the index of a row to print in bold.
         spare: headings of columns that a terminal leaves out where it is too narrow, the first of them first.
     """
-    rows, headings, console = [[*map(printable, row)] for row in rows], [*map(printable, headings)], Console()
-    missing = list[str]()
-    widths = [max([len(head), *(len(row[place]) for row in rows)]) for place, head in enumerate(headings)]
+    console, missing, lines = Console(), list[str](), [[*map(printable, line)] for line in (headings, *rows)]
+    columns = [_Column(cells, place < text) for place, cells in enumerate(zip(*lines, strict=True))]
     for heading in spare if console.is_terminal else ():
-        if (
-            sum(min(w, _LEGIBLE) if k < text else w for k, w in enumerate(widths)) + 2 * len(widths) - 2
-            <= console.width
-        ):
+        if sum(one.legible for one in columns) + 2 * (len(columns) - 1) <= console.width:
             break
         missing.append(heading)
-        place = headings.index(heading)
-        text -= place < text
-        for each in (headings, widths, *rows):
-            del each[place]
-    if not title and not console.is_terminal:
-        console = Console(width=sum(widths) + 2 * len(widths))  # a file has lines of any length
-    # Where a line of a terminal is too short for all, texts are cut and never numbers, the longest first.
-    texts, room = widths[:text], console.width - sum(widths[text:]) - 2 * (len(widths) - 1)
-    while sum(texts) > room and max(texts) > _SHORTEST:
-        texts[texts.index(max(texts))] -= 1
-    if console.is_terminal:  # which continues what is still too long on a further line
-        wrapped = [min(w, _LEGIBLE) if 0 < place < text else w for place, w in enumerate(widths)]
-        fewest = sum(wrapped) + 3 * len(widths) + 1 if title else sum(texts + widths[text:]) + 2 * (len(widths) - 1)
-        console = Console(width=max(console.width, fewest))
+        columns = [one for one in columns if one.lines[0] != heading]
+    wraps = [bool(title) and place > 0 and one.is_text for place, one in enumerate(columns)]
+    edges = 3 * len(columns) + 1 if title else 2 * (len(columns) - 1)
+    widths = [one.legible if may_wrap else one.width for one, may_wrap in zip(columns, wraps, strict=True)]
+    if not title and console.is_terminal:
+        widths = _cut(columns, console.width - edges)
     view = Table(
         title=Text(printable(title), style="table.title") if title else None,
         title_justify="left",
@@ -81,20 +85,30 @@ def print_table(
         pad_edge=bool(title),
         header_style="bold",
     )
-    for place, heading in enumerate(headings):
-        may_wrap, is_text = bool(title) and 0 < place < text, place < text
-        most = texts[place] if is_text and not title and console.is_terminal else None
+    for one, may_wrap, width in zip(columns, wraps, widths, strict=True):
         view.add_column(
-            Text(heading),
-            justify="left" if is_text else "right",
+            Text(one.lines[0]),
+            justify="left" if one.is_text else "right",
             no_wrap=not may_wrap,
-            max_width=most,
+            max_width=None if may_wrap else width,
             overflow="fold" if may_wrap else "ellipsis",
         )
-    for place, row in enumerate(rows):
+    for place, row in enumerate(zip(*(one.lines[1:] for one in columns), strict=True)):
         view.add_row(*map(Text, row), style="bold" if place == bold else None)
-    console.print(view)
+    # A file has lines of any length, and a terminal continues what is still too long on a further line.
+    Console(width=max(console.width, sum(widths) + edges)).print(view)
     return missing
+
+
+def _cut(columns: Sequence[_Column], room: int) -> list[int]:
+    """The widths of columns where not all are whole: texts are cut and never numbers, the longest first."""
+    widths, texts = [one.width for one in columns], [place for place, one in enumerate(columns) if one.is_text]
+    while texts and sum(widths) > room:
+        longest = max(texts, key=widths.__getitem__)
+        if widths[longest] <= _SHORTEST:
+            break
+        widths[longest] -= 1
+    return widths
 
 
 def print_estimate(

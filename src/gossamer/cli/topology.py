@@ -36,12 +36,14 @@ def command(
     from gossamer.cli.gossip_table import gossip_facts, gossip_table
     from gossamer.rounds.stability import outlook
     from gossamer.run.config.document import parse_overrides
-    from gossamer.topologies import make_topology
+    from gossamer.settings.options import row
+    from gossamer.topologies import TOPOLOGIES
     from gossamer.topologies.draw import draw_round
 
     if round < 0:
         raise ConfigError(f"--round got {round}; give a round, from 0 on")
-    topology = make_topology(name, workers, seed=seed, **parse_overrides([*overrides]))
+    options = parse_overrides([*overrides])
+    topology = row("topology", TOPOLOGIES, name, options)(workers, seed=seed, **options)
     with uncollected():
         predicted = outlook(topology, alpha=alpha, gamma=momentum)
         drawn = draw_round(topology, round)

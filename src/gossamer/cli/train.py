@@ -226,6 +226,7 @@ def _opened(way: _WayIn, run: "ResolvedRun", *, resumes: bool) -> _WayIn:
     from gossamer.transport.secret import SECRET, read_secret
 
     _must_not_contradict(way.given(resumes=resumes))
+    _must_have_a_server(run, way)
     served = way.served
     if served.secret is not None:
         os.environ[SECRET] = read_secret(served.secret)
@@ -256,6 +257,25 @@ def _must_not_contradict(given: Mapping[str, object]) -> None:
         wrong = [f"{other} {value}".strip() for other, value in given.items() if other in others]
         if option in given and wrong:
             raise ConfigError(f"{option} was given with {' and '.join(wrong)}; {instead}")
+
+
+def _must_have_a_server(run: "ResolvedRun", way: _WayIn) -> None:
+    """Raises ConfigError for the options of a server where nobody takes them: in another run, and next to --local."""
+    given = way.served.given
+    if given and run.kind == "server" and way.local is not None:
+        raise ConfigError(
+            f"{given} was given with --local {way.local}, which starts the server and all workers here; remove one of the two"
+        )
+    if given and run.kind in ("pair", "no waiting"):
+        raise ConfigError(
+            f"{given} was given, and this run ({run.kind}) has no server; start it with --local {run.workers} "
+            "or on machines with --rank, or --join it"
+        )
+    if given and run.kind == "rounds":
+        raise ConfigError(
+            f"{given} was given but the run file has no [server]; start it with --local {run.workers}, or on machines "
+            "with --rank I --of N --address HOST"
+        )
 
 
 def _words_of_workers(
@@ -445,11 +465,6 @@ def _train_one(run: "ResolvedRun", folder: Path, way: _WayIn, *, resume: "Resume
     elif run.kind in ("pair", "no waiting"):
         from gossamer.run.asynchronous.train_asynchronous import train_asynchronous
 
-        if (served.server, served.worker) != (None, None):
-            raise ConfigError(
-                f"{served.given} was given, and this run ({run.kind}) has no server; start it with --local {run.workers} "
-                "or on machines with --rank, or --join it"
-            )
         train_asynchronous(run, folder, join=join, resume=resume)
     elif run.loop.elastic:
         from gossamer.run.elastic.train_elastic import train_elastic
@@ -463,11 +478,6 @@ def _train_one(run: "ResolvedRun", folder: Path, way: _WayIn, *, resume: "Resume
         raise _joined_by_nobody("--join", join)
     elif run.kind == "server":
         _train_served(run, folder, served, resume=resume)
-    elif served.server is not None or served.worker is not None:
-        raise ConfigError(
-            f"{served.given} was given but the run file has no [server]; start it with --local {run.workers}, or on machines "
-            "with --rank I --of N --address HOST"
-        )
     else:
         from gossamer.run.synchronous.train import train
 

@@ -41,12 +41,14 @@ def passes_over(shards: Any, text_tokens: Sequence[int], worker_tokens: Sequence
     return max(tokens / text for tokens, text in parts) if all(text > 0 for _, text in parts) else None
 
 
-def passes_warning(passes: float, remedy: str = "give more of it in data.source, or lower run.steps") -> str:
-    """A warning for this number of passes over the text, with what to do.
+def passes_warning(passes: float | None, remedy: str = "give more of it in data.source, or lower run.steps") -> str:
+    """A warning for this number of passes over the text, with what to do; empty for `MANY_PASSES` or fewer, and if unknown.
 
-    >>> passes_warning(123_456)[:47]
-    'the text is trained on about 123,456 times; abo'
+    >>> passes_warning(123_456)[:47], passes_warning(4.0)
+    ('the text is trained on about 123,456 times; abo', '')
     """
+    if passes is None or passes <= MANY_PASSES:
+        return ""
     many = f"{passes:,.0f}" if passes >= 1000 else f"{passes:.4g}"
     return (
         f"the text is trained on about {many} times; above {MANY_PASSES} times, more text is worth much more than more "

@@ -6,10 +6,9 @@ import hashlib
 import io
 import itertools
 import json
-import os
 import re
+import secrets
 import shutil
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -256,10 +255,10 @@ _SIDES = ("train", "val")
 
 
 def _write_tokens(folder: Path, config: DataConfig, tokenizer: Tokenizer, sources: Sequence[SourceFiles]) -> None:
-    scratch = folder.with_name(f".{folder.name}.{os.getpid()}")
+    scratch = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
     began = _stamps(sources)
     try:
-        scratch.mkdir(parents=True, exist_ok=True)
+        scratch.mkdir(parents=True)
         with (scratch / "train.bin").open("wb") as train, (scratch / "val.bin").open("wb") as val:
             written = _tokenise(config, tokenizer, sources, train, val)
         if _stamps(sources) != began:
@@ -334,7 +333,7 @@ def _content(sources: Sequence[SourceFiles], cache: Path) -> str:
             digest.update(f"{file_hash} {''.join(path.suffixes[-2:]).lower()}\n".encode())
     with contextlib.suppress(OSError):  # a read-only cache works too; the text is then hashed each time
         cache.mkdir(parents=True, exist_ok=True)
-        scratch = known.with_name(f".{known.name}.{os.getpid()}.{threading.get_ident()}")
+        scratch = known.with_name(f".{known.name}.{secrets.token_hex(8)}")
         scratch.write_text(digest.hexdigest())
         scratch.replace(known)
     return digest.hexdigest()

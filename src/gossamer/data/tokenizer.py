@@ -1,9 +1,10 @@
 """Tokenizers: bytes, a file of the tokenizers library, or a name on the Hub."""
 
+import contextlib
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,27 +107,24 @@ def load_tokenizer(name: str) -> Tokenizer:
     >>> bytewise.encode(["né"])[0].tolist(), bytewise.decode([110, 195, 169])
     ([110, 195, 169], 'né')
     """
-    if name == "bytes":
-        return Tokenizer(
-            vocab_size=256,
-            before=(),
-            after=(0,),
-            pad=0,
-            encode=lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts],
-            decode=lambda ids: bytes(ids).decode(errors="replace"),
-            token=lambda id: "\0" if id == 0 else _ALPHABET[id],
-            json=_bytes_as_json,
-        )
-    library_of = require("tokenizers", "data", f"data.tokenizer '{name}'", "use 'bytes'").Tokenizer
-    path = local_file(name)
-    try:
-        library = library_of.from_file(str(path)) if path is not None else library_of.from_pretrained(name)
-        named = _named(name, path)
-    except Exception as error:  # the library raises nothing narrower
-        raise DataError(
-            f"data.tokenizer is '{name}', which cannot be opened as a tokenizer ({first_line(error)}); give 'bytes', the path of "
-            "a tokenizers JSON file, or a name on the Hugging Face Hub that this machine can reach"
-        ) from error
+    return _bytewise() if name == "bytes" else _of_library(name)
+
+
+def _bytewise() -> Tokenizer:
+    return Tokenizer(
+        vocab_size=256,
+        before=(),
+        after=(0,),
+        pad=0,
+        encode=lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts],
+        decode=lambda ids: bytes(ids).decode(errors="replace"),
+        token=lambda id: "\0" if id == 0 else _ALPHABET[id],
+        json=_bytes_as_json,
+    )
+
+
+def _of_library(name: str) -> Tokenizer:
+    library, named = _opened(name)
     padding = library.padding or {}
     library.no_truncation()
     library.no_padding()
@@ -147,16 +145,12 @@ def load_tokenizer(name: str) -> Tokenizer:
     library.encode_special_tokens = True  # text that spells a special token is encoded as text
 
     def encode(texts: Sequence[str]) -> list[NDArray[Any]]:
-        try:
+        with _encoding(name):
             encodings = library.encode_batch_fast(list(texts), add_special_tokens=False)
-        except Exception as error:  # the library raises nothing narrower
-            raise _cannot_encode(name, error) from error
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
-    try:
+    with _encoding(name):
         before, after = _added(library, vocabulary)
-    except Exception as error:  # as above
-        raise _cannot_encode(name, error) from error
     end = first(named.get("eos_token"), *END_TOKENS)
     after = after or (() if end is None else (end,))
     pad = first(named.get("pad_token"), padding.get("pad_token"), *PAD_TOKENS)
@@ -173,10 +167,29 @@ def load_tokenizer(name: str) -> Tokenizer:
     )
 
 
-def _cannot_encode(name: str, error: Exception) -> DataError:
-    return DataError(
-        f"the tokenizer '{name}' cannot encode a text ({first_line(error)}); repair its file, or give data.tokenizer another"
-    )
+def _opened(name: str) -> tuple[Any, dict[str, str]]:
+    """A tokenizer of the library from a file or from the Hub, and the special tokens that are named next to it."""
+    library_of = require("tokenizers", "data", f"data.tokenizer '{name}'", "use 'bytes'").Tokenizer
+    path = local_file(name)
+    try:
+        library = library_of.from_file(str(path)) if path is not None else library_of.from_pretrained(name)
+        return library, _named(name, path)
+    except Exception as error:  # the library raises nothing narrower
+        raise DataError(
+            f"data.tokenizer is '{name}', which cannot be opened as a tokenizer ({first_line(error)}); give 'bytes', the path of "
+            "a tokenizers JSON file, or a name on the Hugging Face Hub that this machine can reach"
+        ) from error
+
+
+@contextlib.contextmanager
+def _encoding(name: str) -> Iterator[None]:
+    """A context in which a tokenizer that fails raises DataError."""
+    try:
+        yield
+    except Exception as error:  # the library raises nothing narrower
+        raise DataError(
+            f"the tokenizer '{name}' cannot encode a text ({first_line(error)}); repair its file, or give data.tokenizer another"
+        ) from error
 
 
 def _without_special_words(library: Any, special: frozenset[str]) -> Callable[[], str]:

@@ -32,7 +32,7 @@ initial values has round -1 and step 0. A number that is not finite, or from 1e3
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from shlex import quote
 from types import TracebackType
@@ -103,6 +103,8 @@ class _Metric(TypedDict):
     loss: NotRequired[_Figure | None]
     step: NotRequired[_Figure]
     tokens: NotRequired[_Figure]
+    worker_losses: NotRequired[list[_Figure | None]]
+    disagreement: NotRequired[_Figure | None]
 
 
 _LATER = 2**31
@@ -198,17 +200,15 @@ class RunFolder:
         self._metrics.write(metrics_line(kind, **fields))
         if kind == "train":
             self._begun = max(self._begun, fields["round"] + 1)
-        if self._prometheus is not None:
-            self._prometheus.metrics(kind, fields)
-        self._dashboards.metrics(kind, fields)
+        for one in self._shown:
+            one.metrics(kind, fields)
 
     def log_trace(self, entry: Entry) -> None:
         """Appends what one worker did in one round."""
         self._trace.write(line_of(entry))
         sent = sum(operation.sent_bytes for operation in entry.operations)
-        if self._prometheus is not None:
-            self._prometheus.sent(sent)
-        self._dashboards.sent(entry.round, entry.worker, sent)
+        for one in self._shown:
+            one.sent(entry.round, entry.worker, sent)
 
     def drop(self, void: Callable[[Mapping[str, Any]], bool]) -> None:
         """Removes these lines of metrics; what dashboards show of them stays."""
@@ -226,9 +226,8 @@ class RunFolder:
         if self._seconds is None:
             self._seconds = Appender(self._file("seconds"))
         self._seconds.write(seconds_line(seconds))
-        if self._prometheus is not None:
-            self._prometheus.seconds(seconds)
-        self._dashboards.seconds(seconds)
+        for one in self._shown:
+            one.seconds(seconds)
 
     def remain(self) -> None:
         """Makes the folder again, with the run file, if it was moved or removed, so that what is saved next can be used."""
@@ -281,25 +280,28 @@ class RunFolder:
         self._trace.close()
         if self._seconds is not None:
             self._seconds.close()
-        self._dashboards.close()
-        if self._prometheus is not None:
-            self._prometheus.close()
-            self._prometheus = None
+        while self._shown:
+            self._shown.pop().close()
 
     def _open(self, next_step: int | None) -> None:
-        # Dashboards first: only they can fail, and then no file is left open.
-        if self._config.prometheus_port:
-            self._prometheus = Exporter(self._config.prometheus_host, self._config.prometheus_port, self.worker)
-        self._dashboards = Dashboards(
-            self.path,
-            self.worker,
-            self._run_toml,
-            next_step,
-            tensorboard=self._config.tensorboard,
-            wandb_project=self._config.wandb_project,
-            trackio_project=self._config.trackio_project,
-            traced_per_round=self._traced_per_round,
-        )
+        # Dashboards first: only they can fail, and then no file is left open, and no port.
+        with ExitStack() as opened:
+            if self._config.prometheus_port:
+                self._prometheus = Exporter(self._config.prometheus_host, self._config.prometheus_port, self.worker)
+                opened.callback(self._prometheus.close)
+            self._dashboards = Dashboards(
+                self.path,
+                self.worker,
+                self._run_toml,
+                next_step,
+                tensorboard=self._config.tensorboard,
+                wandb_project=self._config.wandb_project,
+                trackio_project=self._config.trackio_project,
+                traced_per_round=self._traced_per_round,
+            )
+            opened.pop_all()
+        self._shown = [one for one in (self._prometheus, self._dashboards) if one is not None]
+        """What shows the run elsewhere."""
         self._metrics, self._trace = Appender(self._file("metrics")), Appender(self._file("trace"))
 
 

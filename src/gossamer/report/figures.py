@@ -18,7 +18,7 @@ from gossamer.report.colours import COLOURS, places_of
 from gossamer.report.paired import Side, Slope, effect, effect_cells, effect_heads, p_value_text, trend
 from gossamer.report.reach import ROUNDS, SENT, curves_of, ends, has_only_final_losses, paired_table, reach
 from gossamer.report.results import PointResult
-from gossamer.report.table import DASH, markdown_lines
+from gossamer.report.table import DASH, markdown_numbers
 from gossamer.settings.schema import settings
 
 INK, FAINT = "#2b2b2b", "#d9d9d9"
@@ -171,7 +171,7 @@ def figure_table(results: Sequence[PointResult], figure: Figure) -> str:
         x_values = list(dict.fromkeys(x for _, x, _ in losses))
         names = list(dict.fromkeys(method for method, _, _ in losses))
         rows = [[name, *(_over_known(losses.get((name, x, None), [])) for x in x_values)] for name in names]
-        parts = [_markdown([_axis(figure.keys[0]), *map(str, x_values)], rows)]
+        parts = [markdown_numbers([_axis(figure.keys[0]), *map(str, x_values)], rows)]
         by_seed = _by_seed(results, figure)
         parts += _against_tables(by_seed, figure) if figure.against else ()
         parts += [] if figure.trend is None else [_trend_table(by_seed, figure, figure.trend)]
@@ -181,7 +181,8 @@ def figure_table(results: Sequence[PointResult], figure: Figure) -> str:
         x_values, y_values = _axes_of(losses, name)
         rows = [[str(y), *(_over_known(losses.get((name, x, y), [])) for x in x_values)] for y in y_values]
         parts.append(
-            f"{name}\n\n" + _markdown([f"{_axis(figure.y)} \\ {_axis(figure.keys[0])}", *map(str, x_values)], rows)
+            f"{name}\n\n"
+            + markdown_numbers([f"{_axis(figure.y)} \\ {_axis(figure.keys[0])}", *map(str, x_values)], rows)
         )
     return "\n".join(parts)
 
@@ -274,7 +275,7 @@ def _against_tables(losses: _BySeed, figure: Figure) -> Iterable[str]:
         cells = effect_cells(arms, figure.margin, figure.side)
         heads = effect_heads(figure.margin, figure.side)
         first = f"loss above {figure.against}'s, {_axis(figure.keys[0])} {x}"
-        yield _markdown([first, *heads], [[method, *line] for method, line in zip(methods, cells, strict=True)])
+        yield markdown_numbers([first, *heads], [[method, *line] for method, line in zip(methods, cells, strict=True)])
 
 
 def _trend_table(losses: _BySeed, figure: Figure, slope: Slope) -> str:
@@ -285,7 +286,7 @@ def _trend_table(losses: _BySeed, figure: Figure, slope: Slope) -> str:
         whole = sorted(set.intersection(*map(set, points)))
         rows.append([method, p_value_text(trend([[here[seed] for here in points] for seed in whole], slope))])
     what = f"differences from {figure.against}" if figure.against else "losses"
-    return _markdown([f"{what} {slope} along {_axis(figure.keys[0])}", "p (Page)"], rows)
+    return markdown_numbers([f"{what} {slope} along {_axis(figure.keys[0])}", "p (Page)"], rows)
 
 
 _Losses = dict[tuple[str, Any, Any], list[float]]
@@ -347,10 +348,6 @@ def mean_and_deviation(values: Sequence[float | None], form: str = ".4f") -> str
     return f"{mean} ± {format(statistics.stdev(known), form)}" if len(known) > 1 else mean
 
 
-def _markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return markdown_lines([headings, ["---", *["---:"] * (len(headings) - 1)], *rows])
-
-
 def _nothing_to_reach(target: str) -> str:
     return f"Nothing is compared: no other run shares a seed with one of '{target}' that has a finite last loss and a cost.\n"
 
@@ -372,7 +369,7 @@ def _reach_table(results: Sequence[PointResult], target: str) -> str:
             behind = _over_known([one.behind for one in of_method], "+.4f").replace("± +", "± ")
             rows.append([method, share, each, behind])
         headings = [f"on {network}", f"time to {target}'s last loss, over {target}'s time", "each seed"]
-        parts.append(_markdown([*headings, f"loss above {target}'s in its time"], rows))
+        parts.append(markdown_numbers([*headings, f"loss above {target}'s in its time"], rows))
     return "\n".join(parts)
 
 

@@ -1,7 +1,6 @@
 """The metrics of a run, a row for each: to add one, record it in a line of metrics and give it a row here.
 
-A row says of what it is and in which unit, how many figures become the one of a table, and where it is shown. A metric of
-training or of a round also has a curve on the page, at the rounds with a validation.
+A row says of what it is and in which unit, which of its figures is that of a table, and where it is shown.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,10 +23,8 @@ class Metric(NamedTuple):
     """Of its curve on a page; empty where the name in words does."""
     heading: str = ""
     """In tables; empty where they leave it out."""
-    reduction: Literal["newest", "mean", "own"] = "newest"
-    """newest: that of the newest validation. mean: over all lines of its kind. own: `summary_rows` computes it."""
-    kind: str = "eval"
-    """The lines of metrics that have it; those of "train" have one for each worker."""
+    reduction: Literal["newest", "own"] = "newest"
+    """newest: that of the newest validation. own: `summary_rows` computes it."""
     curve: str = ""
     """The name of its curve, where that is another."""
     log: bool = False
@@ -73,4 +70,3 @@ METRICS = (
     Metric("sent_bytes", "bytes", heading="sent per worker", reduction="own"),
     Metric("passes", "passes", heading="passes over the text", reduction="own", shown=_with_repetition),
 )
-MEANS = tuple(metric for metric in METRICS if metric.reduction == "mean")

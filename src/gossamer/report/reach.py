@@ -8,7 +8,7 @@ from typing import NamedTuple
 from gossamer.errors import ConfigError, choose
 from gossamer.report.paired import Effect, Side, effect, effect_cells, effect_heads
 from gossamer.report.results import PointResult
-from gossamer.report.table import markdown_lines
+from gossamer.report.table import markdown_numbers
 
 SENT, ROUNDS, ENDS = "sent bytes", "rounds", "end"
 """In place of a network's name: runs are compared by sent bytes, round by round, or at their ends."""
@@ -186,5 +186,5 @@ def paired_table(
         places = {SENT: "at its sent bytes", ROUNDS: "after its rounds", ENDS: "at the end"}
         where = places.get(name, f"in its time on {name}")
         heads = [f"loss above {target}'s, {where}", *effect_heads(margin, side)]
-        parts.append(markdown_lines([heads, ["---", *["---:"] * (len(heads) - 1)], *rows]))
+        parts.append(markdown_numbers(heads, rows))
     return "\n".join(parts)

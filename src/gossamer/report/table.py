@@ -90,7 +90,12 @@ def render_table(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
 def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows of `summary_rows` as a Markdown table."""
     headings, cells = table_cells(ranked(rows))
-    return markdown_lines([headings, ["---", *["---:"] * (len(headings) - 1)], *cells])
+    return markdown_numbers(headings, cells)
+
+
+def markdown_numbers(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table with numbers, which are aligned to the right, in all columns but the first."""
+    return markdown_lines([headings, ["---", *["---:"] * (len(headings) - 1)], *rows])
 
 
 def markdown_lines(lines: Iterable[Sequence[str]]) -> str:

@@ -53,13 +53,14 @@ def verdict(rows: Sequence[Mapping[str, Any]], *, running: bool = False) -> str:
         besides = _about_excluded(rows, losses, lost - losses.keys())
         return f"No method ended with a finite validation loss with all of its seeds.{besides}"
     if len(ordered) == 1:
-        return f"{_ended(ordered[0], losses, single=True)}.{besides}"
+        return f"{_alone(ordered[0], [*losses[ordered[0]].values()])}.{besides}"
     ranked = [row for row in rows if method_and_seed(row["method"])[0] in ordered]
     besides = f"{_sooner(ranked, ordered[0])}{besides}"
     first, second = ordered[:2]
     shared = sorted(losses[first].keys() & losses[second].keys())
     if len(shared) < 2:
-        both = f"{_ended(first, losses)} and {_ended(second, losses, verb=False)}"
+        at, other = (_nats(statistics.fmean(losses[method].values())) for method in (first, second))
+        both = f"{first} ended at {at} and {second} at {other}"
         why = "one seed each, so this says nothing about which is better"
         if max(len(losses[method]) for method in (first, second)) > 1:
             why = "they have no two seeds in common, so this says nothing about which is better"
@@ -141,14 +142,9 @@ def _picked(methods: int) -> str:
     return f" These have the lowest means of {methods} methods; to pick them after the fact favours the first."
 
 
-def _ended(method: str, losses: Mapping[str, Mapping[str, float]], *, single: bool = False, verb: bool = True) -> str:
-    of_seeds = [*losses[method].values()]
-    mean = _nats(statistics.fmean(of_seeds))
-    if single:
-        over = (
-            f", the mean of {len(of_seeds)} seeds from {_nats(min(of_seeds))} to {_nats(max(of_seeds))}"
-            if len(of_seeds) > 1
-            else ""
-        )
-        return f"{method} ended with a validation loss of {mean}{over}"
-    return f"{method} ended at {mean}" if verb else f"{method} at {mean}"
+def _alone(method: str, of_seeds: Sequence[float]) -> str:
+    """The loss of the only method."""
+    ended = f"{method} ended with a validation loss of {_nats(statistics.fmean(of_seeds))}"
+    if len(of_seeds) == 1:
+        return ended
+    return f"{ended}, the mean of {len(of_seeds)} seeds from {_nats(min(of_seeds))} to {_nats(max(of_seeds))}"

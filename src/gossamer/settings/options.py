@@ -330,12 +330,8 @@ def unknown_options(owner: str, options: Iterable[str], allowed: Sequence[str]) 
 
 def check_option(owner: str, option: str, got: object, kind: Any) -> None:
     """Raises ConfigError unless `got` fits `kind`, an annotation such as `Annotated[int, Field(ge=1, le=8)]`."""
-    if (checks := _checker(kind)) is None:
-        return
-    try:
-        checks.validate_python(tuple(got) if isinstance(got, list) else got)  # TOML has no tuples
-    except ValidationError:
-        raise ConfigError(f"{owner} got {option} = {got!r}, which must be {words_of(kind)}") from None
+    if not _fits(tuple(got) if isinstance(got, list) else got, kind):  # TOML has no tuples
+        raise ConfigError(f"{owner} got {option} = {got!r}, which must be {words_of(kind)}")
 
 
 def check_values(kind: Any, **values: object) -> None:
@@ -345,13 +341,19 @@ def check_values(kind: Any, **values: object) -> None:
     Traceback (most recent call last):
     gossamer.errors.ConfigError: replicas is 0 but must be a whole number of at least 1
     """
-    if (checks := _checker(kind)) is None:
-        return
     for name, got in values.items():
-        try:
-            checks.validate_python(got)
-        except ValidationError:
-            raise ConfigError(f"{name} is {got!r} but must be {words_of(kind)}") from None
+        if not _fits(got, kind):
+            raise ConfigError(f"{name} is {got!r} but must be {words_of(kind)}")
+
+
+def _fits(value: object, kind: Any) -> bool:
+    if (checks := _checker(kind)) is None:
+        return True
+    try:
+        checks.validate_python(value)
+    except ValidationError:
+        return False
+    return True
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import pytest
 
 from gossamer.cli import main
 from gossamer.errors import ConfigError
-from gossamer.models.sizes import ModelConfig
+from gossamer.models.sizes import BottleneckConfig, ExpertsConfig, ModelConfig
 from gossamer.network.links import Change, Network, Site, links_of, read_network
 from gossamer.network.pricing import price
 from gossamer.record.logs.trace import from_targets, read_trace
@@ -85,6 +85,18 @@ def test_a_planned_run_may_follow_the_clock_and_weigh_its_workers(tmp_path: Path
     parallel = parse(tomllib.loads(run_toml(made, of(made, "data parallel", 1), adapt=True, weigh_steps=True)))
     assert not parallel.run.adapt and not parallel.run.weigh_steps
     assert parse(tomllib.loads(run_toml(made, of(made, "DiLoCo", 60)))).run.adapt is False
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        ModelConfig(size="0.2m", bottleneck=BottleneckConfig(name="subspace", width=16)),
+        ModelConfig(size="0.2m", experts=ExpertsConfig(count=4)),
+    ],
+)
+def test_the_run_file_of_a_plan_has_the_tables_within_its_model(model: ModelConfig) -> None:
+    made = plan(EVEN, model, PlanSettings(workers=4, local_steps=[30]))
+    assert all(parse(tomllib.loads(run_toml(made, one))).model == model for one in made.candidates if not one.left_out)
 
 
 def test_bits_per_parameter_scale_the_bytes_and_lossy_sums_come_back_in_bf16_where_that_is_less() -> None:
@@ -679,6 +691,19 @@ def test_workers_that_a_network_file_does_not_have_are_refused_with_its_name(tmp
     networks = {name: {"uplink_bps": [1e9] * n, "downlink_bps": 1e9} for name, n in (("near", 8), ("far", 2))}
     (fault,) = faults_of(parse({"workers": 8, "run": {"steps": 30, "local_steps": 30}, "network": networks}))
     assert str(fault).startswith("network.far: uplink_bps lists 2 workers but the run has 8")
+
+
+def test_a_plan_writes_no_run_file_that_could_not_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run has the name of its file, and both may be bytes that are no UTF-8."""
+    (tmp_path / "net.toml").write_text("uplink_bps = 4e6\ndownlink_bps = 4e6\nstep_s = 0.5\n")
+    words = ["plan", str(tmp_path / "net.toml"), "--model", "0.2m", "--workers", "4", "--codec", "int8"]
+    for out, more, part in (
+        ("two\nlines.toml", [], r"name is 'two\nlines' but must be a name for the folder"),
+        ("run\udcff.toml", [], r"name is 'run\udcff' but must be a name for the folder"),
+        ("run.toml", ["--data", "text\udcff"], r"data.source is 'text\udcff' but must be text: a path"),
+    ):
+        assert main([*words, "--out", str(tmp_path / out), *more]) == 2
+        assert part in capsys.readouterr().err and [one.name for one in tmp_path.iterdir()] == ["net.toml"]
 
 
 def test_data_parallelism_takes_the_quickest_way_and_backward_hides_two_thirds_of_a_step_of_it() -> None:

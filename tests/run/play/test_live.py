@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from commands import run
+from gossamer.cli import main
 from gossamer.errors import DataError
 from gossamer.run.play import live as module
 from gossamer.run.play.actions import Action
@@ -41,6 +42,15 @@ def test_a_film_that_is_trained_again_is_the_same_to_the_last_byte(film: Film, t
     code, output = run("play", "--film", tmp_path / "a.jsonl", "--record", tmp_path / "b.jsonl")
     assert code == 0 and "3 rounds, the same to the last digit" in output
     assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
+
+
+def test_a_place_where_no_film_can_be_is_refused_before_anybody_plays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for place, words in ((tmp_path, "which is a folder"), (tmp_path / "file" / "a.jsonl", "is a file, and a folder")):
+        assert main(["play", "--port", "0", "--record", str(place)]) == 2
+        assert words in capsys.readouterr().err
 
 
 def test_what_is_no_film_is_refused_in_a_sentence(film: Film, tmp_path: Path) -> None:

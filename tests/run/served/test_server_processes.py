@@ -778,7 +778,10 @@ def test_impossible_options_of_train_are_refused_in_one_sentence(tmp_path, capsy
         ({"server__name": "cgad"}, [], "--server HOST:PORT"),
         ({"server__name": "cgad"}, ["--server", "here"], "'here'"),
         ({"server__name": "cgad", "events": {"fragments": 2, "overlap": True}}, ["--server", "127.0.0.1:1"], "overlap"),
+        ({"server__name": "cgad"}, ["--local", "3", "--worker", "1"], "--worker 1 was given with --local 3"),
         ({}, ["--server", "127.0.0.1:1"], "has no [server]"),
+        ({"run__elastic": True}, ["--server", "127.0.0.1:1", "--worker", "0"], "has no [server]"),
+        ({"run__elastic": True}, ["--local", "3", "--server", "127.0.0.1:1"], "has no [server]"),
     ]:
         path.write_text(dump(timed(**overrides)))
         assert main(["train", str(path), "--out", str(tmp_path / "run"), *words]) == 2

@@ -134,7 +134,7 @@ class Setting:
         return tuple(tuple(range(p * size, min((p + 1) * size, self.layers))) for p in range(count))
 
 
-def setting_of(model: str, method: str, **options: Any) -> Setting:
+def setting_of(model: str, method: str, /, **options: Any) -> Setting:
     """The setting of a known model under a known method; any option of `Setting` may be given on top.
 
     Raises: ConfigError for an unknown name, an option out of bounds or one that would turn the method into another.

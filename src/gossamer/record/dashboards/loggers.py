@@ -17,6 +17,7 @@ A worker's curve ends in `/worker-003`, that of their mean in `/mean`. A process
 of a declared network have its name, as in `seconds/waiting/home/mean`.
 """
 
+import contextlib
 import logging
 import math
 import sys
@@ -188,8 +189,9 @@ class _Observer:
                 self._tried.set()
             if last:
                 return
-            if sink is not None:
-                self._end(sink)
+            if sink is not None:  # which is opened again
+                with contextlib.suppress(Exception):  # it was warned of already
+                    sink.finish()
                 sink = None
             with self._changed:  # once training has ended, there is one more attempt
                 last = self._changed.wait_for(lambda: self._closing, pause_s)
@@ -200,13 +202,6 @@ class _Observer:
         with self._changed:
             self._changed.wait_for(lambda: self._points or self._closing)
             return self._points.popleft() if self._points else None
-
-    def _end(self, sink: _Sink) -> None:
-        """Closes a failed sink, so that it can be reopened."""
-        try:
-            sink.finish()
-        except Exception:  # it was warned of already
-            return
 
     def _warn(self, what: str) -> None:
         if not self._warned:

@@ -38,7 +38,7 @@ class Exporter:
         worker_port = port + (worker or 0)
         try:
             self._server, self._thread = client.start_http_server(worker_port, addr=host, registry=registry)
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, UnicodeError) as error:  # the last for a host such as a..b
             raise ConfigError(
                 f"record.prometheus_port is {port}, and {host}:{worker_port} cannot be opened ({error}); choose another port, "
                 "or 0 to serve nothing"
@@ -55,8 +55,8 @@ class Exporter:
         for kind in ("compute", "transfer", "waiting", "other"):
             self._seconds.labels(kind).inc(getattr(seconds, f"{kind}_s"))
 
-    def sent(self, sent_bytes: int) -> None:
-        """Adds bytes that were sent."""
+    def sent(self, entry: int, worker: int, sent_bytes: int) -> None:
+        """Adds the bytes of an entry of a worker's trace."""
         self._sent.inc(sent_bytes)
 
     def exchanges(self, alive: int, made: int, missed: int, unsure: int) -> None:

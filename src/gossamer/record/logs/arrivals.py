@@ -19,24 +19,23 @@ from typing import Annotated, NamedTuple
 from pydantic import Field
 
 from gossamer.errors import DataError
-from gossamer.record.logs.event_log import EventLog, LogWriter
+from gossamer.record.logs.event_log import EventLog, LogWriter, Seconds, Whole
 
 _MOST_LINES = 1 << 26
-_Whole = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
 class ServerInput(NamedTuple):
     """One line of the file; fields that its event does not have are 0."""
 
     event: str
-    time_s: Annotated[float, Field(ge=0, lt=1e12)]
+    time_s: Seconds
     """Seconds since the run began."""
-    worker: _Whole = 0
-    phase: _Whole = 0
-    fragment: _Whole = 0
-    checkpoint: _Whole = 0
+    worker: Whole = 0
+    phase: Whole = 0
+    fragment: Whole = 0
+    checkpoint: Whole = 0
     workers: Annotated[int, Field(ge=1, lt=1 << 31)] = 0
-    round: _Whole = 0
+    round: Whole = 0
     digest: Annotated[str, Field(max_length=128)] = ""
 
 

@@ -19,6 +19,9 @@ from gossamer.record.whole_files import LineWriter, make_folder, worker_suffix, 
 from gossamer.settings.schema import RECORD, Records
 
 T = TypeVar("T")
+Whole = Annotated[int, Field(ge=0, lt=1 << 31)]
+"""A number of a worker, a round or a phase in a line of a log."""
+Seconds = Annotated[float, Field(ge=0, lt=1e12)]
 
 
 class Recorded(NamedTuple, Generic[T]):

@@ -24,16 +24,14 @@ from pydantic import Field
 
 from gossamer.errors import DataError
 from gossamer.record.jsonl import Seen, folder_lines, json_line, keep_records
-from gossamer.record.logs.event_log import EventLog
+from gossamer.record.logs.event_log import EventLog, Seconds, Whole
 from gossamer.record.whole_files import Appender, LineWriter, make_folder
 
 _MAX_CELLS = 2**28
 
 
 _Round = Annotated[int, Field(ge=-1, lt=2**31)]
-_Index = Annotated[int, Field(ge=0, lt=2**31)]
 _End = Annotated[int, Field(ge=-1, lt=2**31)]
-_Seconds = Annotated[float, Field(ge=0, lt=1e12)]
 
 
 class _Start(NamedTuple):
@@ -42,10 +40,10 @@ class _Start(NamedTuple):
 
 
 class _Phase(NamedTuple):
-    worker: _Index
+    worker: Whole
     number: int
-    start_s: _Seconds
-    end_s: _Seconds
+    start_s: Seconds
+    end_s: Seconds
     steps: int
     tokens: int
 
@@ -56,26 +54,26 @@ class _Transfer(NamedTuple):
     fragment: int
     bytes: Annotated[int, Field(ge=0, lt=2**50)]
     start_s: float
-    end_s: _Seconds
+    end_s: Seconds
 
 
 class _Relay(NamedTuple):
-    region: _Index
+    region: Whole
     fragment: int
     bytes: Annotated[int, Field(ge=0, lt=2**50)]
     start_s: float
-    end_s: _Seconds
+    end_s: Seconds
 
 
 class _Update(NamedTuple):
     fragment: int
-    workers: list[_Index]
-    ages: list[_Index]
-    time_s: _Seconds
+    workers: list[Whole]
+    ages: list[Whole]
+    time_s: Seconds
 
 
 class _Absence(NamedTuple):
-    worker: _Index
+    worker: Whole
     time_s: float
 
 

@@ -34,54 +34,52 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
-from gossamer.record.logs.event_log import EventLog, LogWriter, impossible
+from gossamer.record.logs.event_log import EventLog, LogWriter, Seconds, Whole, impossible
 
-_Whole = Annotated[int, Field(ge=0, lt=1 << 31)]
 _Slot = Annotated[int, Field(ge=0, lt=1 << 20)]
-_Seconds = Annotated[float, Field(ge=0, lt=1e12)]
-_Three = tuple[_Whole, _Whole, _Whole]
+_Three = tuple[Whole, Whole, Whole]
 
 
 class Entered(NamedTuple):
     """A process begins in a slot."""
 
-    number: _Whole
+    number: Whole
     """Number of its first local phase. Earlier lines of the slot about this and later phases are void."""
-    round: _Whole
+    round: Whole
     """Earlier lines about this and later rounds are void too."""
     source: _Three | None
     """The source of its state: worker, life, and number of events of that life. None for the start of the run."""
-    time_s: _Seconds
+    time_s: Seconds
 
 
 class Published(NamedTuple):
     """A local phase of gossip has ended."""
 
-    number: _Whole
-    round: _Whole
-    start_s: _Seconds
-    time_s: _Seconds
+    number: Whole
+    round: Whole
+    start_s: Seconds
+    time_s: Seconds
 
 
 class Mixed(NamedTuple):
     """The outer update after a local phase."""
 
-    number: _Whole
+    number: Whole
     alive: frozenset[_Slot] | None
     """None for everyone."""
     heard: tuple[_Three, ...]
     """Each peer with the version of its mixed message, and the life that published it."""
-    time_s: _Seconds
+    time_s: Seconds
 
 
 class Learned(NamedTuple):
     """A local phase of a worker that meets others has ended."""
 
-    number: _Whole
-    round: _Whole
-    dt: _Seconds
-    start_s: _Seconds
-    time_s: _Seconds
+    number: Whole
+    round: Whole
+    dt: Seconds
+    start_s: Seconds
+    time_s: Seconds
 
 
 class MeetingSent(NamedTuple):
@@ -89,11 +87,11 @@ class MeetingSent(NamedTuple):
 
     peer: _Slot
     starter: _Slot
-    of: _Whole
+    of: Whole
     """The life of the starter."""
-    number: _Whole
-    dt: _Seconds
-    time_s: _Seconds
+    number: Whole
+    dt: Seconds
+    time_s: Seconds
 
 
 class Met(NamedTuple):
@@ -101,20 +99,20 @@ class Met(NamedTuple):
 
     peer: _Slot
     starter: _Slot
-    of: _Whole
-    number: _Whole
-    dt: _Seconds
-    time_s: _Seconds
+    of: Whole
+    number: Whole
+    dt: Seconds
+    time_s: Seconds
 
 
 class Finished(NamedTuple):
     """The worker ended on purpose."""
 
     why: Literal["finished", "left"]
-    round: _Whole
+    round: Whole
     """Completed rounds of the run, as far as the worker knows."""
-    dt: _Seconds
-    time_s: _Seconds
+    dt: Seconds
+    time_s: Seconds
 
 
 OrderEvent = Published | Mixed | Learned | MeetingSent | Met | Finished
@@ -129,7 +127,7 @@ _LOG = EventLog[Entered | OrderEvent](
         "meet": Met,
         "end": Finished,
     },
-    before={"life": _Whole},
+    before={"life": Whole},
 )
 
 

@@ -26,21 +26,20 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
-from gossamer.record.logs.event_log import EventLog, LogWriter, impossible
+from gossamer.record.logs.event_log import EventLog, LogWriter, Whole, impossible
 from gossamer.settings.fields import Words
 from gossamer.settings.options import Number
 
-_Whole = Annotated[int, Field(ge=0, lt=1 << 31)]
 _Hash = Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")]
-_Slots = frozenset[_Whole]
+_Slots = frozenset[Whole]
 
 
 class Begun(NamedTuple):
     """The start of a process."""
 
-    round: _Whole
-    after: _Whole
-    donor: _Whole
+    round: Whole
+    after: Whole
+    donor: Whole
     steps: Number
     incarnation: Number
     sha256: _Hash = ""
@@ -51,11 +50,11 @@ class Begun(NamedTuple):
 class ExchangeOutcome(NamedTuple):
     """The outcome of one exchange of one worker."""
 
-    round: _Whole
+    round: Whole
     """The round in which it ended."""
-    of: _Whole
+    of: Whole
     """The round whose topology it followed."""
-    fragment: _Whole
+    fragment: Whole
     alive: _Slots | None
     """The workers over which the topology was drawn; None for all."""
     missed: _Slots = frozenset()
@@ -70,7 +69,7 @@ class ExchangeOutcome(NamedTuple):
 class RoundOutcome(NamedTuple):
     """The outcome of one round of one worker."""
 
-    round: _Whole
+    round: Whole
     alive: _Slots | None
     """None for everyone."""
     missed: _Slots
@@ -86,7 +85,7 @@ class RoundOutcome(NamedTuple):
 class Ended(NamedTuple):
     """The regular end of a process."""
 
-    round: _Whole
+    round: Whole
     why: Literal["finished", "left"]
 
 

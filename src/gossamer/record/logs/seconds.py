@@ -23,11 +23,7 @@ from typing import Annotated, NamedTuple
 from pydantic import Field
 
 from gossamer.record.jsonl import folder_lines, json_line
-from gossamer.record.logs.event_log import row_lines
-
-_Whole = Annotated[int, Field(ge=0, lt=2**31)]
-_Seconds = Annotated[float, Field(ge=0, lt=1e12)]
-
+from gossamer.record.logs.event_log import Seconds, Whole, row_lines
 
 SERVER = -1
 """Stands for the server among the peers that are waited for."""
@@ -36,24 +32,24 @@ SERVER = -1
 class RoundSeconds(NamedTuple):
     """The seconds of one worker in one round."""
 
-    round: _Whole
-    worker: _Whole
+    round: Whole
+    worker: Whole
     network: str | None
     """The declared network whose seconds these are; None for measured seconds."""
-    compute_s: _Seconds
+    compute_s: Seconds
     """Seconds of the local phase; in stages, without waits between stages: as measured by the first stage of a real
     worker, averaged over the stages of a priced one.
     """
-    transfer_s: _Seconds
+    transfer_s: Seconds
     """Seconds during which messages were in flight and the worker did not train."""
-    waiting_for: dict[Annotated[int, Field(ge=-1, lt=2**31)], _Seconds]
+    waiting_for: dict[Annotated[int, Field(ge=-1, lt=2**31)], Seconds]
     """Seconds of waiting until each peer had sent; -1 is a server."""
-    other_s: _Seconds
+    other_s: Seconds
     """All other seconds: outer steps, codecs, validation and checkpoints of a real worker; between the stages of one,
     their waits for each other and for messages; in virtual time absence, a local phase that an absence ended, and the
     end of the run when no steps are left to take.
     """
-    end_s: _Seconds
+    end_s: Seconds
     """The end of the round, in seconds since the start of the first round of all."""
 
     @property

@@ -20,26 +20,24 @@ from pydantic import Field
 
 from gossamer.errors import ConfigError
 from gossamer.record.jsonl import folder_lines, json_line, keep_before
-from gossamer.record.logs.event_log import row_lines
+from gossamer.record.logs.event_log import Seconds, Whole, row_lines
 from gossamer.record.whole_files import Appender, make_folder, worker_suffix
 
 STAGES_FILE = "stages.jsonl"
 """The file of a simulation."""
 
 
-_Whole = Annotated[int, Field(ge=0, lt=2**31)]
 _Bytes = Annotated[int, Field(ge=0, lt=2**63)]
-_Seconds = Annotated[float, Field(ge=0, lt=1e12)]
 
 
 class StageSeconds(NamedTuple):
     """One process in one round."""
 
-    round: _Whole
-    worker: _Whole
-    stage: _Whole
-    compute_s: _Seconds
-    wait_s: _Seconds
+    round: Whole
+    worker: Whole
+    stage: Whole
+    compute_s: Seconds
+    wait_s: Seconds
     forward_bytes: _Bytes
     backward_bytes: _Bytes
     outer_bytes: _Bytes | None = None

@@ -7,6 +7,7 @@ from typing import Any
 
 from gossamer.report.colours import places_of
 from gossamer.report.metrics import METRICS, Metric
+from gossamer.report.reading.runs import figure_in
 from gossamer.report.table import has_diverged, method_and_seed, ranked, table_cells
 from gossamer.report.verdict import verdict
 from gossamer.version import __version__
@@ -72,8 +73,8 @@ def row_of_view(view: Mapping[str, Any]) -> dict[str, Any]:
     wall_s = {name or "its own clock": end_s for name, end_s in view.get("ends_s", {}).items()}
     return {
         "method": view["label"],
-        **{one.name: _known(last, one.key) for one in METRICS if one.curve or one.reduction == "newest"},
-        "loss_of_workers": _known(of_workers, trained) if trained else None,
+        **{one.name: figure_in(last, one.key) for one in METRICS if one.curve or one.reduction == "newest"},
+        "loss_of_workers": figure_in(of_workers, trained) if trained else None,
         "round": trained or None,
         "rounds": view.get("done", 0),
         "sent_bytes": view.get("sent_bytes"),
@@ -174,11 +175,6 @@ def _best(rows: Sequence[Mapping[str, Any]]) -> int | None:
     known = [(row["loss"], place) for place, row in enumerate(rows) if row["loss"] is not None]
     losses = [(loss, place) for loss, place in known if math.isfinite(loss)]
     return min(losses)[1] if losses and len(rows) > 1 else None
-
-
-def _known(figures: Mapping[Any, Any], key: Any) -> float | None:
-    """A figure: None where it is missing, NaN where it was not finite."""
-    return None if key not in figures else math.nan if figures[key] is None else figures[key]
 
 
 def _computing(view: Mapping[str, Any], name: str) -> float:

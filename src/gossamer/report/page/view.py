@@ -14,6 +14,7 @@ from gossamer.errors import ConfigError
 from gossamer.network.links import Network, links_of
 from gossamer.record.lineage import described
 from gossamer.report.reading.follow import FollowedRun, figure_of
+from gossamer.report.reading.paces import is_silent
 from gossamer.report.reading.thinning import spread_out, thinned
 
 MEASURED = ""
@@ -25,8 +26,6 @@ _MOST_CELLS = 12_000
 _MOST_WAITS = 12
 _STRAGGLES = 1.3
 """A worker whose computing takes this many times the median's is reported."""
-_SILENT_S = 10.0
-"""A worker is called silent after this long without a line, or after five of its rounds if that is longer."""
 _NOT_FIGURES = ("round", "branch", "step", "tokens", "time_s")
 
 
@@ -149,10 +148,7 @@ def _evals(run: FollowedRun, axes: _Axes) -> dict[str, Any]:
     lines = run.evaluations.lines()
     names = dict.fromkeys(key for line in lines for key, value in line.items() if _is_figure(key, value))
     figures = {key: [figure_of(line.get(key)) for line in lines] for key in names}
-    rounds = [line["round"] for line in lines]
-    averaged = {name: grid for name, grid in run.averaged.items() if grid.rows and lines}
-    figures |= {name: [grid.mean_at(round) for round in rounds] for name, grid in averaged.items()}
-    return _curves(figures, rounds, axes, lines)
+    return _curves(figures, [line["round"] for line in lines], axes, lines)
 
 
 def _mean_of_own_losses(run: FollowedRun, axes: _Axes) -> dict[str, Any]:
@@ -243,7 +239,7 @@ def standings(run: FollowedRun, now_s: float) -> list[str]:
         elif over:  # in asynchronous runs, slow workers have fewer rounds
             words.append("finished")
         else:
-            words.append("silent" if age_s > max(_SILENT_S, 5 * _round_s(run)) else "training")
+            words.append("silent" if is_silent(age_s, _round_s(run)) else "training")
     return words
 
 

@@ -79,7 +79,7 @@ class Page(http.server.ThreadingHTTPServer):
             self.address_family = socket.AF_INET6
         try:
             super().__init__((host, port), _Handler)
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, TypeError) as error:  # the last for a host that is no name
             raise ConfigError(
                 f"port {port} of {host} cannot be opened ({getattr(error, 'strerror', None) or error}); choose another with "
                 "--port, or --port 0 for any that is free"

@@ -12,7 +12,7 @@ import math
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from gossamer.errors import DataError
 from gossamer.record.folder import is_of_its_branch, recoveries
 from gossamer.record.lineage import Branch, changed_stages, read_branches, stages_sentence
 from gossamer.record.logs.trace import sent_bytes_of
-from gossamer.report.metrics import MEANS
 from gossamer.report.reading.lines import KINDS_OF_FILES, RunFile, kind_of, line_of_kind, run_file_of
 from gossamer.report.reading.paces import Paces
 from gossamer.report.reading.tail import Marks, Tail
@@ -30,7 +29,8 @@ from gossamer.report.reading.thinning import Grid, KeptLines
 
 MOST_WORKERS = 4096
 """The most workers of a followed run."""
-_NAME = re.compile(rf"({'|'.join(KINDS_OF_FILES)})(-[\w-]+)?\.jsonl")
+_NAME = re.compile(rf"({'|'.join(set(KINDS_OF_FILES) - {'outcomes'})})(-[\w-]+)?\.jsonl|outcomes-[0-9]+\.jsonl")
+"""The names of followed files; lines of outcomes name no slot, so that of their file has to."""
 _MOST_COMPLAINTS = 5
 _MOST_HAPPENINGS = 400
 
@@ -70,8 +70,6 @@ class FollowedRun:
         """Sent bytes by trace entry, or by round for a run without a trace."""
         self.trained_lines = self.traced_lines = 0
         self.evaluations = KeptLines()
-        self.averaged = {one.name: Grid(workers if one.kind == "train" else 1) for one in MEANS}
-        """Metrics averaged in a table."""
         self.clock: dict[str | None, Grid] = {}
         """The end of each round on each network; None for measured seconds."""
         self.spent_s: dict[str | None, np.ndarray] = {}
@@ -297,9 +295,6 @@ class FollowedRun:
 
     def _process_metric(self, line: dict[str, Any]) -> None:
         round, worker = line["round"], line.get("worker")
-        for metric in MEANS:
-            if metric.kind == line["kind"] and metric.name in line and round >= 0:
-                self.averaged[metric.name].put(round, worker or 0, figure_of(line[metric.name]))
         if line["kind"] == "train" and worker is not None:
             self.trained_lines += 1
             self._recorded.add(worker)
@@ -319,7 +314,7 @@ class FollowedRun:
         elif line["kind"] == "eval" and worker is None and is_of_its_branch(line, self.branches):
             # Only the worst worker is shown, as a run of many workers has many numbers.
             losses, shown = line.get("worker_losses"), {k: v for k, v in line.items() if k != "worker_losses"}
-            if isinstance(losses, list) and losses:
+            if losses:
                 shown["worst worker"] = max((x for x in map(figure_of, losses) if not math.isnan(x)), default=None)
             self.evaluations.add(shown)
 
@@ -363,7 +358,7 @@ class FollowedRun:
                 self.alive = round, line["alive"]
         for word in ("missed", "unsure") if event == "round" else ():
             if line[word]:
-                self._happen(round, f"worker {slot}: exchange with {_several(line[word])} {word}")
+                self._happen(round, f"worker {slot}: exchange with {', '.join(map(str, line[word]))} {word}")
 
     def _process_event(self, line: dict[str, Any]) -> None:
         event = line["event"]
@@ -385,7 +380,3 @@ def figure_of(value: Any) -> float:
     """A figure of an untrusted line; NaN for an invalid one."""
     known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
     return float(value) if known else math.nan
-
-
-def _several(workers: Iterable[int]) -> str:
-    return ", ".join(map(str, workers))

@@ -112,9 +112,7 @@ def _records(path: Any, marks: Marks, end: int, first: int, kind: str, workers: 
     end = min(end, begin + _MOST_BYTES)
     with os.fdopen(open_record(path), "rb") as file:
         file.seek(begin)
-        for raw in file:
-            if begin >= end:
-                return
+        while begin < end and (raw := file.readline(end - begin)):  # a line of a spoilt file may have any length
             begin += len(raw)
             try:
                 yield line_of_kind(kind, raw, path.name, path.name, workers)

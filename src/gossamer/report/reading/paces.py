@@ -7,6 +7,14 @@ _TIMES, _ROUNDS, _BEFORE = 2.0, 3, 5
 """A worker counts as slow if it took `_TIMES` its usual seconds in `_ROUNDS` rounds, after `_BEFORE` earlier ones."""
 _REMEMBERED = 64
 """Rounds in the median."""
+_SILENT_S = 10.0
+
+
+def is_silent(age_s: float, round_s: float) -> bool:
+    """Whether a worker that trains is called silent, as it has written nothing for 10 s, or for five of its rounds if that is
+    longer.
+    """
+    return age_s > max(_SILENT_S, 5 * round_s)
 
 
 class Paces:

@@ -21,7 +21,7 @@ from gossamer.record.lineage import changed_stages, described, read_branches
 from gossamer.record.logs.events import EventTotals, read_events
 from gossamer.record.logs.pipeline_work import has_stages, read_pipeline
 from gossamer.record.logs.trace import Trace, has_trace, read_trace
-from gossamer.report.metrics import MEANS, METRICS
+from gossamer.report.metrics import METRICS
 from gossamer.report.reading.follow import FollowedRun
 from gossamer.report.reading.lines import networks_in
 from gossamer.settings.schema import parse_toml
@@ -77,8 +77,6 @@ class RunData(NamedTuple):
     """Bytes sent up to the end of each round, mean over the workers; empty for an asynchronous run."""
     ends_s: Mapping[str, NDArray[np.float64]] = {}
     """When each round ended on each network that the run was priced on."""
-    averaged: tuple[dict[str, Any], ...] = ()
-    """The lines of metrics averaged in a row."""
     passes: float | None = None
     """Passes over its text; None for a stream, and where the amount of text was not recorded."""
     own: Mapping[int, tuple[float, ...]] = {}
@@ -121,7 +119,6 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network] | None) 
         _read_text(folder / "sample.txt"),
         networks,
         (*map(described, branches), *(f"before round {r + 1}: {words}" for r, words in recoveries(metrics))),
-        averaged=tuple(line for line in metrics if line["kind"] in {metric.kind for metric in MEANS}),
         passes=None if config is None else _passes(folder, config, metrics),
         own=_own_losses(metrics, since=max((branch["round"] for branch in branches), default=0)),
         diverged=ended_diverged(metrics),
@@ -156,8 +153,7 @@ def _own_losses(metrics: Iterable[Mapping[str, Any]], since: int) -> dict[int, t
     losses = dict[int, tuple[float, ...]]()
     for line in metrics:
         if line["kind"] == "validation" and line["round"] >= since:
-            loss = _as_number(line.get("loss"), "loss", line["round"])
-            losses[line["round"]] = (*losses.get(line["round"], ()), loss)
+            losses[line["round"]] = (*losses.get(line["round"], ()), _or_nan(line.get("loss")))
     return losses
 
 
@@ -173,7 +169,7 @@ def _passes(folder: Path, config: str, metrics: Iterable[Mapping[str, Any]]) -> 
     trained = dict.fromkeys(range(workers), 0.0)
     for line in metrics:
         if line["kind"] == "train" and (worker := line.get("worker")) in trained:
-            trained[worker] = max(trained[worker], _as_number(line.get("tokens", 0), "tokens", line["round"]))
+            trained[worker] = max(trained[worker], line.get("tokens", 0))
     try:
         return passes_over(data.get("shards"), text.train_tokens, [*trained.values()])
     except (ValueError, TypeError, IndexError) as error:
@@ -193,55 +189,37 @@ def _read_text(path: Path) -> str | None:
     return path.read_text(encoding="utf-8", errors="replace") if path.exists() else None
 
 
-def _number(line: Mapping[str, Any], key: str) -> float | None:
-    """A number of a metrics line: None where it is missing, NaN where it was not finite. Raises DataError for anything else."""
-    return _as_number(line[key], key, line["round"]) if key in line else None
+def figure_in(line: Mapping[Any, Any], key: Any) -> float | None:
+    """A figure of a line of metrics, or of a view: None where it is missing, NaN where it was not finite."""
+    return _or_nan(line[key]) if key in line else None
 
 
-def _mean(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    """The mean of a number over all lines where it is finite; None without any."""
-    known = [value for line in lines if (value := _number(line, key)) is not None and not math.isnan(value)]
-    return math.fsum(known) / len(known) if known else None
-
-
-def _as_number(value: object, key: str, round: int) -> float:
-    if value is None:
-        return math.nan
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
-        raise DataError(
-            f"the metrics of round {round} have {key} {value!r:.60} but need a number or null; repair the file"
-        )
-    return float(value)
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else float(value)
 
 
 def summary_row(run: RunData) -> dict[str, Any]:
     """The run's row of `gossamer.report.table.summary_rows`."""
     run = run._replace(evals=[line for line in run.evals if line["round"] >= 0])
     last: Mapping[str, Any] = run.newest or {"round": max(run.own, default=-1)}
-    losses = last.get("worker_losses", [])
-    if not isinstance(losses, list):
-        raise DataError(
-            f"the metrics of round {last['round']} have worker_losses {losses!r:.60} but need a list of numbers"
-        )
-    worst = [_as_number(loss, "worker_losses", last["round"]) for loss in losses]
+    worst = [*map(_or_nan, last.get("worker_losses", []))]
     worker_losses = worst or run.own.get(last["round"], ())
     row = {
         "method": run.followed.label,
-        "loss": _number(last, "loss"),
+        "loss": figure_in(last, "loss"),
         "loss_of_workers": math.fsum(worker_losses) / len(worker_losses) if worker_losses else None,
         "round": last["round"] + 1 if last["round"] >= 0 else None,
         "rounds": run.rounds,
         "passes": run.passes,
         # max() would drop a NaN among finite losses.
         "worst_loss": math.nan if any(map(math.isnan, worst)) else max(worst, default=None),
-        **{one.name: _number(last, one.name) for one in METRICS if one.reduction == "newest"},
-        **{one.name: _mean([line for line in run.averaged if line["kind"] == one.kind], one.name) for one in MEANS},
+        **{one.name: figure_in(last, one.name) for one in METRICS if one.reduction == "newest"},
         "sent_bytes": run.sent_bytes,
         "wall_s": {name: timeline.total_s for name, timeline in run.timelines.items()},
         "utilisation": {name: timeline.mean_utilisation for name, timeline in run.timelines.items()},
         "changed_stages": run.changed_stages or None,
         "loss_at_s": {name: _losses_after(run, end_s.tolist()) for name, end_s in run.ends_s.items()},
-        "loss_at_round": _without_gaps((e["round"] + 1, _number(e, "loss")) for e in run.evals),
+        "loss_at_round": _without_gaps((e["round"] + 1, figure_in(e, "loss")) for e in run.evals),
         "loss_at_bytes": _losses_after(run, run.sent_until),
     }
     return diverged_row(row) if run.diverged else row
@@ -266,7 +244,7 @@ def _losses_after(run: RunData, spent: Sequence[float]) -> list[tuple[float, flo
     """Validation loss against the cost up to the end of each round."""
     until = [0.0, *spent]
     priced = [one for one in run.evals if -1 <= one["round"] < len(spent)]
-    return _without_gaps((until[one["round"] + 1], _number(one, "loss")) for one in priced)
+    return _without_gaps((until[one["round"] + 1], figure_in(one, "loss")) for one in priced)
 
 
 def _without_gaps(points: Iterable[tuple[float, float | None]]) -> list[tuple[float, float]]:

@@ -21,7 +21,7 @@ from gossamer.record.logs.outcomes import Begun, Ended, Life, read_outcomes
 from gossamer.record.logs.seconds import RoundSeconds, read_seconds
 from gossamer.record.whole_files import worker_suffix
 from gossamer.report.reading.lines import RunFile, run_file_of
-from gossamer.report.reading.paces import Paces
+from gossamer.report.reading.paces import Paces, is_silent
 from gossamer.report.reading.stored import reading, stored_run
 from gossamer.transport.bucket.bucket import MOST_HEAD_BYTES
 from gossamer.transport.bucket.protocol import Sightings, commit_in, commit_name
@@ -34,8 +34,6 @@ from gossamer.transport.sockets.header import Limits
 
 PATIENCE_S = 2.0
 """Timeout for a worker's answer."""
-SILENT_S = 10.0
-"""A worker is called silent after this long without a line, or after five of its rounds if that is longer."""
 
 
 class WorkerStatus(NamedTuple):
@@ -43,9 +41,7 @@ class WorkerStatus(NamedTuple):
 
     worker: int
     standing: str
-    """One of the words of `standing_of`; or silent, for a running worker that has not written for 10 s, or for five of
-    its rounds if that is longer.
-    """
+    """One of the words of `standing_of`; or silent, for a running worker by `is_silent`."""
     round: int
     """Its known completed rounds."""
     steps: int | None
@@ -346,7 +342,7 @@ def _of_worker(slot: int, entry: SlotEntry | None, records: _Records, answers: _
     # For one that cannot be queried, the lock shows that the process exists, even if it is stopped.
     if standing == "alive" and not seen.answered and age_s is not None:
         round_s = 0.0 if last is None else last.end_s / (last.round + 1)
-        standing = "silent" if age_s > max(SILENT_S, 5 * round_s) else standing
+        standing = "silent" if is_silent(age_s, round_s) else standing
     return WorkerStatus(
         slot,
         standing,

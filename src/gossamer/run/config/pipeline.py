@@ -212,6 +212,13 @@ def stage_in(pipeline: PipelineConfig, model: ModelConfig, data: DataConfig) -> 
     return lambda name: piece_of(name, cuts) % pipeline.stages
 
 
+def users_own(model: ModelConfig, data: DataConfig) -> list[str]:
+    """The keys of a model and its data that name the user's code, each with its value."""
+    model_keys = [("model.size", model.size, model.own), ("model.loss", model.loss, model.loss is not None)]
+    every = [*model_keys, ("data.source", data.source, data.own)]
+    return [f"{key} is {value!r:.60}" for key, value, is_own in every if is_own]
+
+
 def misfits(
     pipeline: PipelineConfig, model: ModelConfig, data: DataConfig, workers: int, schedule: Schedule
 ) -> Iterator[str]:
@@ -228,10 +235,8 @@ def misfits(
     if pipeline.stages == 1:
         return
     stages, fact = pipeline.stages, f"pipeline.stages is {pipeline.stages}"
-    users_parts = [("model.size", model.size, model.own), ("model.loss", model.loss, model.loss is not None)]
-    users_parts.append(("data.source", data.source, data.own))
-    for key in (f"{key} is {value!r:.60}" for key, value, is_own in users_parts if is_own):
-        yield (f"{fact} and {key}, but only the built-in model on text can be cut; remove [pipeline]")
+    if own := users_own(model, data):
+        yield (f"{fact} and {own[0]}, but only the built-in model on text can be cut; remove [pipeline]")
         return
     if model.experts is not None:
         yield (

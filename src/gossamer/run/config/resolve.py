@@ -19,7 +19,7 @@ from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.combine import method_of, settled_rule, warnings_of
 from gossamer.run.config.choice import Choice
 from gossamer.run.config.document import DIRECTIONS, KINDS, flat, load_run
-from gossamer.run.config.pipeline import by_stage, donor_of, require_repeatable_samples
+from gossamer.run.config.pipeline import by_stage, donor_of, require_repeatable_samples, users_own
 from gossamer.run.config.resolved import InPairs, ResolvedRun, RunSettings, WithServer
 from gossamer.run.config.run_file import RunConfig, decisive, digest, dump, parse, survey
 from gossamer.run.config.user_parts import BUILT_IN, UserParts, make, named, named_code, own_parts
@@ -211,11 +211,9 @@ def _unsharded(config: RunConfig) -> Iterator[str]:
     if shards == 1:
         return
     setting = f"run.shards is {shards}"
-    users_parts = [("model.size", model.size, model.own), ("model.loss", model.loss, model.loss is not None)]
-    users_parts.append(("data.source", config.data.source, config.data.own))
-    if named := [f"{key} is {value!r:.60}" for key, value, is_own in users_parts if is_own]:
+    if own := users_own(model, config.data):
         yield (
-            f"{setting} and {named[0]}, but only the built-in model on text is sharded; set it to 1, or shard your model in your "
+            f"{setting} and {own[0]}, but only the built-in model on text is sharded; set it to 1, or shard your model in your "
             "own loop with gossamer.Outer"
         )
     if config.data.accumulate % shards:

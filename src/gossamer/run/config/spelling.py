@@ -37,7 +37,7 @@ def must_be_spelt(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
     if _OTHER_FILE & document.keys():
         return
     method = overrides.get("method", document.get("method"))
-    names = _names()
+    names = all_names()
     if isinstance(method, str):
         must_be_named("method", method)
     own, changes = ({k: v for k, v in given.items() if k != "method"} for given in (document, overrides))
@@ -50,7 +50,7 @@ def must_be_spelt(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
 
 def must_be_named(kind: str, name: str) -> None:
     """Raises ConfigError for a method, or a row of a table, of a name that nothing has; one of another kind is left to others."""
-    names = _names()
+    names = all_names()
     if ":" not in name and not any(name in rows for rows in (names.methods, *names.rows.values())):
         allowed = names.methods if kind == "method" else names.rows[kind]
         raise ConfigError(choose(kind, name, allowed) + "; correct the name")
@@ -80,7 +80,8 @@ def _must_be_rows(document: Mapping[str, Any], names: AllNames) -> None:
 
 
 @functools.cache
-def _names() -> AllNames:
+def all_names() -> AllNames:
+    """All that a run file can name, read without the code behind it, which imports torch."""
     return AllNames(**json.loads((Path(__file__).parent / "names.json").read_bytes()))
 
 

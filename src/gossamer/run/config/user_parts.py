@@ -4,7 +4,7 @@ import inspect
 import json
 from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -44,7 +44,6 @@ _KINDS: Mapping[str, type] = {
     "pair": PairRule,
     "model": nn.Module,
 }
-T = TypeVar("T")
 
 
 class UserParts(NamedTuple):
@@ -164,7 +163,7 @@ def _must_take(fact: str, function: Callable[..., Any], given: tuple[Any, ...], 
         signature.bind(*given, **options)
     except TypeError as error:
         for sentence in unknown_options(fact + ", which", [*options], names[len(given) :]):
-            raise ConfigError(f"{sentence}") from None
+            raise ConfigError(sentence) from None
         raise ConfigError(
             f"{fact}, which cannot be called with {len(given)} arguments and the options {', '.join(options) or 'none'} "
             f"({error}); its parameters are {', '.join(names) or 'none'}: add or remove what does not fit"

@@ -99,7 +99,7 @@ class Calculator:
         """The computed answer to this query; a sentence where it is impossible."""
         key = json.dumps([kind, sorted(query.items())])
         with self._locks[kind]:
-            if key not in self._kept:
+            if (kept := self._kept.get(key)) is None:
                 if len(self._kept) >= _MOST_KEPT:
                     self._kept.clear()
                 try:
@@ -108,8 +108,8 @@ class Calculator:
                     answer = {"plan": self.sweep, "others": self.priced, "published": _published}[kind](asked)
                 except GossamerError as error:
                     answer = {"error": str(error)}
-                self._kept[key] = _json(answer)
-            return self._kept[key]
+                kept = self._kept[key] = _json(answer)
+            return kept
 
     def sweep(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """The candidates at every bandwidth, with everything else as asked."""

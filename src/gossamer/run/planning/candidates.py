@@ -147,6 +147,11 @@ def _without_price(recipe: Recipe) -> str:
     return ""
 
 
+def chosen_from(made: RunPlan, priced: Priced) -> list[Candidate]:
+    """The candidates that a plan chooses from unless a method is named: its own, and those of `USUAL`."""
+    return [*made.candidates, *(one for one in priced.candidates if one.method == USUAL)]
+
+
 def choose_among(made: RunPlan, priced: Priced, method: str | None = None) -> Pick:
     """The choice of a plan with streaming DiLoCo, or that among the candidates of a method.
 
@@ -154,8 +159,7 @@ def choose_among(made: RunPlan, priced: Priced, method: str | None = None) -> Pi
     """
     scale, hours = made.choice.scale, made.options.hours
     if method is None:
-        usual = [one for one in priced.candidates if one.method == USUAL]
-        return pick(choosable([*made.candidates, *usual], made.options), scale, hours)
+        return pick(choosable(chosen_from(made, priced), made.options), scale, hours)
     if made.workers == 1:
         raise ConfigError(f"--method got '{method}' but one worker exchanges nothing; leave --method out")
     if method in priced.unpriced:

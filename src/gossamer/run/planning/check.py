@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from gossamer.clock import SERVER
 from gossamer.clock.durations import Durations
 from gossamer.data.documents import SourceFiles, holds_tokens, is_as_long_as_its_text, must_have_text, source_files
-from gossamer.data.settings import MANY_PASSES, passes_over, passes_warning
+from gossamer.data.settings import passes_over, passes_warning
 from gossamer.data.token_files import opened_binaries
 from gossamer.data.tokenizer import Tokenizer, local_tokenizer, vocabulary
 from gossamer.errors import ConfigError, DataError, GossamerError, installs
@@ -189,13 +189,10 @@ def examine_run(config: RunConfig, refused: Mapping[Verb, Sequence[str]] | None 
     passes = None if most_tokens is None else passes_over(run.data.shards, most_tokens, run.worker_tokens)
     topology = None if isinstance(m, WithServer) else m.topology
     sent, most, kept, networks, partly = counted(run, layout) if layout else (None, None, (), (), ())
-    warnings = [*run.warnings, *_endless(documents, run.data.tokenizer)]
-    warnings += [doubt for name, network in config.network.items() for doubt in doubts_of(network, f"network.{name}")]
-    if any(network.store is not None for network in config.network.values()) and (
-        doubt := _too_large(run, kept, S3_LIMIT)
-    ):
-        warnings.append(doubt)
-    warnings += [passes_warning(passes)] if passes is not None and passes > MANY_PASSES else []
+    doubts = [_endless(documents, run.data.tokenizer)]
+    doubts += [doubt for name, network in config.network.items() for doubt in doubts_of(network, f"network.{name}")]
+    in_store = any(network.store is not None for network in config.network.values())
+    doubts += [_too_large(run, kept, S3_LIMIT) if in_store else "", passes_warning(passes)]
     starts = f", after {run.loop.synchronous_steps} synchronous steps" if run.loop.synchronous_steps else ""
     return _known_of(config, run, vocab_size, layout, missing)._replace(
         method=_words(m) + starts,
@@ -208,7 +205,7 @@ def examine_run(config: RunConfig, refused: Mapping[Verb, Sequence[str]] | None 
         disagreement=_disagreement(m, run.loop.steps),
         rounds=run.rounds,
         tokens=sum(run.worker_tokens),
-        warnings=(*warnings, *partly),
+        warnings=(*run.warnings, *filter(None, doubts), *partly),
         stages=_stages(run, layout, kept) if layout else (),
         refused={verb: (*sentences,) for verb, sentences in refused.items() if sentences},
         text=text,
@@ -257,14 +254,14 @@ def _document_separators(words: Tokenizer) -> AroundDocuments:
     return AroundDocuments(before, after, None if words.pad is None else words.token(words.pad))
 
 
-def _endless(documents: AroundDocuments | None, tokenizer: str) -> list[str]:
-    """A warning about documents that nothing ends."""
+def _endless(documents: AroundDocuments | None, tokenizer: str) -> str:
+    """A warning about documents that nothing ends; empty where something does."""
     if documents is None or documents.after:
-        return []
-    return [
+        return ""
+    return (
         f"data.tokenizer is '{tokenizer}', in which no token ends a document, so they run together and no sample ends; name its "
         "eos_token in a tokenizer_config.json next to it"
-    ]
+    )
 
 
 def _text_files(run: RunSettings, vocab_size: int | None) -> tuple[tuple[TextFiles, ...], list[int] | None, list[str]]:

@@ -9,6 +9,7 @@ from gossamer.report.table import spread_text
 from gossamer.run.planning.expected_loss import (
     EXACT_CODECS,
     FAR,
+    IN_PAIRS,
     LossScale,
     Penalty,
     Range,
@@ -27,8 +28,6 @@ _MARGIN = 0.02
 """Nats above which a higher expected loss counts as decided, however wide the interval."""
 _HOPELESS, _MOST_RACED = 0.1, 6
 """Nats above the choice from which a candidate is not raced, and the most candidates of a race."""
-_IN_PAIRS = ("GASLoC 1-Peer", "noloco", "gossip", "gasloc_drift", "fgd_pairs")
-"""Measured with eight workers, all of whom have a partner."""
 ALONE, SITE_ALONE = "one machine alone", "one site alone"
 """Data parallelism of one worker, which sends nothing, and of the workers of one site."""
 _PARTS = {ALONE: -2, "data parallel": 0, SITE_ALONE: 0, "DiLoCo": 1, "GASLoC 2-Peer": 2, "GASLoC 1-Peer": 2}
@@ -126,8 +125,10 @@ class Candidate(NamedTuple):
 
     def penalty(self, scale: LossScale) -> Penalty | None:
         """Its loss at equal tokens; None where that was never measured."""
-        if self.method in _IN_PAIRS and len(self.local_steps) % 2:
-            return None  # in each round one has no partner and trains alone, which costs more than anything else in a few rounds
+        if self.method in IN_PAIRS and len(self.local_steps) % 2:
+            # In each round one has no partner and trains alone, which costs more than anything else in a few rounds; all of the
+            # eight that were measured have one.
+            return None
         # The workers of a mean drift as far as their own steps take them: races confirm that, but not for gossip (ADR 44).
         steps = round(fmean(self.local_steps)) if self.method == "DiLoCo" else self.full_steps
         rounds = self._rounds(scale)

@@ -57,6 +57,8 @@ from gossamer.run.planning.measured_losses import (
 from gossamer.settings.options import NotNegative, Positive
 from gossamer.settings.schema import build, read_toml, settings
 
+IN_PAIRS = ("GASLoC 1-Peer", "noloco", "gossip", "gasloc_drift", "fgd_pairs")
+"""Methods in which a worker receives from one peer in a round."""
 TOKENS_PER_PARAMETER = 20
 """Tokens for each parameter, of the measured and published runs and of a plan that is given neither tokens nor hours."""
 EXACT_CODECS = ("exact", "bf16")
@@ -148,8 +150,11 @@ class LossScale(NamedTuple):
 
         Shorter runs were not measured, and are treated like the former.
         """
-        steps = self._between(MEASURED_STEPS, _PUBLISHED_STEPS) if self.steps is None else self.steps
-        return max(0.0, math.log(steps / MEASURED_STEPS) / math.log(LONGER_STEPS / MEASURED_STEPS))
+        return max(0.0, math.log(self._steps / MEASURED_STEPS) / math.log(LONGER_STEPS / MEASURED_STEPS))
+
+    @property
+    def _steps(self) -> float:
+        return self._between(MEASURED_STEPS, _PUBLISHED_STEPS) if self.steps is None else self.steps
 
     @property
     def level(self) -> float:
@@ -199,9 +204,8 @@ class LossScale(NamedTuple):
 
     def few_rounds(self, local_steps: int) -> float:
         """The price of few rounds: nats of so many workers who read alone what they read together, in proportion to 1 / R."""
-        steps = self._between(MEASURED_STEPS, _PUBLISHED_STEPS) if self.steps is None else self.steps
         alone = FEW_ROUNDS_NATS / (NATS_PER_E_FOLD * math.log(MEASURED_WORKERS))
-        rounds = max(1.0, steps / local_steps)
+        rounds = max(1.0, self._steps / local_steps)
         return self.per_e_fold * math.log(self.workers) * min(1.0, alone * LEAST_ROUNDS / rounds)
 
     @property
@@ -343,7 +347,7 @@ def penalty(scale: LossScale, method: str, local_steps: int, codec: str, missing
     >>> round(penalty(at, "DiLoCo", 30, "bf16").nats, 4), penalty(at, "DiLoCo", 30, "topk")
     (0.1906, None)
     """
-    measured_as = "DiLoCo" if scale.workers == 2 and method in _PAIRS else method
+    measured_as = "DiLoCo" if scale.workers == 2 and method in IN_PAIRS else method
     if (known := _exact(scale, measured_as, local_steps)) is None:
         return None
     lossy: Sequence[float] = ()
@@ -423,8 +427,6 @@ def _interpolated_loss(
     return nats, there * known.half * scale.level
 
 
-_PAIRS = ("GASLoC 1-Peer", "noloco", "gossip", "gasloc_drift", "fgd_pairs")
-"""Methods in which a worker receives from one peer in a round."""
 _FEWEST_STEPS, _WORST_AS = 5, 120
 """Local steps below which published runs rise again, and those than which one step is not taken to lose less."""
 _WITHOUT_LOCAL_STEPS = {"data parallel", *EVERY_STEP}

@@ -41,6 +41,7 @@ from gossamer.run.planning.teams import (
     slow_teams,
 )
 from gossamer.settings.options import Positive, Share, check_values
+from gossamer.settings.schema import toml_value
 from gossamer.topologies.sequences import random_matchings
 
 EXACT: Mapping[str, float] = {"exact": 32.0}
@@ -238,11 +239,12 @@ def plan(
         )
     parameters = parameter_count(model, options.vocab_size)
     network = stepped(network, parameters, options)
-    candidates = _candidates(network, n, parameters, options, computing)
+    priced_for = _PricedFor(network, parameters, options, computing)
+    candidates = _candidates(priced_for, n)
     tokens, seconds = options.tokens or TOKENS_PER_PARAMETER * parameters, None
     if network.changes and options.hours is None:  # all are compared in the time in which the first has read the tokens
         hours = tokens * min(one.seconds_per_token for one in candidates) / 3600
-        candidates = _candidates(network, n, parameters, replace(options, tokens=None, hours=hours), computing)
+        candidates = _candidates(priced_for._replace(options=replace(options, tokens=None, hours=hours)), n)
     if options.hours is not None:
         seconds = 3600 * options.hours
         tokens = seconds / min(one.seconds_per_token for one in candidates)
@@ -253,26 +255,35 @@ def plan(
     return RunPlan(tuple(candidates), chosen, network, model, parameters, options)
 
 
-def _candidates(
-    network: Network, n: int, parameters: int, options: PlanSettings, computing: PerWorker
-) -> list[Candidate]:
+class _PricedFor(NamedTuple):
+    """What a price depends on besides the candidate."""
+
+    network: Network
+    parameters: int
+    options: PlanSettings
+    computing: PerWorker
+    """As in `gossamer.network.pricing.price`."""
+
+
+def _candidates(whole: _PricedFor, n: int) -> list[Candidate]:
     """The priced candidates: of all workers, without slow ones, of one machine alone, and of sites."""
+    network, options = whole.network, whole.options
     if options.sharded:
-        whole = [*_sites_alone(network, n, parameters, options, computing)]
-        return [*whole, *_site_candidates(network, parameters, options, whole)]
-    teams: list[tuple[tuple[int, ...], PerWorker]] = [((), computing)]
+        alone = [*_sites_alone(whole, n)]
+        return [*alone, *_site_candidates(whole, alone)]
+    teams: list[tuple[tuple[int, ...], PerWorker]] = [((), whole.computing)]
     if not options.keep_all:
-        teams += [(left_out, 1.0) for left_out in slow_teams(network, n, parameters)]
+        teams += [(left_out, 1.0) for left_out in slow_teams(network, n, whole.parameters)]
     if not options.keep_all and not network.stages and n <= MOST_COUNTED:
         teams += [(left_out, 1.0) for left_out in _other_sites(network, n, [without for without, _ in teams])]
     candidates, sites = list[Candidate](), site_teams(network, n)
     for without, part in teams:
         team, sketches = network_without(network, n, without), _sketches(n - len(without), options)
         kept = [one for one in sketches if one.method != "data parallel" or without not in sites]
-        priced = _all_priced(kept, team, parameters, options, part)
+        priced = _all_priced(kept, whole._replace(network=team, computing=part))
         candidates += [one._replace(left_out=without) for one in priced]
-    candidates += _alone(network, n, parameters, options, computing)
-    return [*candidates, *_site_candidates(network, parameters, options, candidates)]
+    candidates += _alone(whole, n)
+    return [*candidates, *_site_candidates(whole, candidates)]
 
 
 def _other_sites(network: Network, n: int, teams: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -290,11 +301,9 @@ def choosable(candidates: Iterable[Candidate], options: PlanSettings) -> list[Ca
     return [one for one in candidates if not (options.keep_all and one.left_out)]
 
 
-def _alone(
-    network: Network, n: int, parameters: int, options: PlanSettings, computing: PerWorker
-) -> Iterator[Candidate]:
+def _alone(whole: _PricedFor, n: int) -> Iterator[Candidate]:
     """One machine of each kind, and each site."""
-    share = np.broadcast_to(np.asarray(computing, float), n)
+    network, options, share = whole.network, whole.options, np.broadcast_to(np.asarray(whole.computing, float), n)
     for worker, step_s in machines(network, n):
         if not step_s > 0:
             raise ConfigError(
@@ -313,20 +322,18 @@ def _alone(
             between_stages=1 - share_here,
             left_out=tuple(i for i in range(n) if i != worker),
         )
-    yield from _sites_alone(network, n, parameters, options, computing)
+    yield from _sites_alone(whole, n)
 
 
-def _sites_alone(
-    network: Network, n: int, parameters: int, options: PlanSettings, computing: PerWorker
-) -> Iterator[Candidate]:
+def _sites_alone(whole: _PricedFor, n: int) -> Iterator[Candidate]:
     """The workers of each site in data parallelism, or in shards."""
-    share = np.broadcast_to(np.asarray(computing, float), n)
+    network, options, share = whole.network, whole.options, np.broadcast_to(np.asarray(whole.computing, float), n)
     for left_out in site_teams(network, n):
         team, part = network_without(network, n, left_out), tuple(np.delete(share, left_out))
         sketches = [one for one in _sketches(n - len(left_out), options) if one.method == "data parallel"]
         if options.sharded:
             sketches = [one._replace(bits=_FSDP * one.bits) for one in sketches]
-        for one in _all_priced(sketches, team, parameters, options, part):
+        for one in _all_priced(sketches, whole._replace(network=team, computing=part)):
             yield one._replace(method=SITE_ALONE, left_out=left_out)
 
 
@@ -341,17 +348,15 @@ def workers_of(network: Network, options: PlanSettings) -> int:
     return n
 
 
-def _site_candidates(
-    network: Network, parameters: int, options: PlanSettings, candidates: Sequence[Candidate]
-) -> Iterator[Candidate]:
+def _site_candidates(whole: _PricedFor, candidates: Sequence[Candidate]) -> Iterator[Candidate]:
     """Methods between sites, each of which is one worker with the batches of all its workers."""
-    coarse = _with_sites_as_workers(network, candidates)
-    if coarse is None or network.stages:
+    coarse = _with_sites_as_workers(whole.network, candidates)
+    if coarse is None or whole.network.stages:
         return
-    site = len(next(iter(places_of(network).values())))
-    whole = replace(options, batch_size=site * options.batch_size, workers=None)
-    sketches = [one for one in _sketches(len(coarse.sites), whole) if one.method != "data parallel"]
-    for one in _all_priced(sketches, coarse, parameters, whole, 1.0):
+    site = len(next(iter(places_of(whole.network).values())))
+    options = replace(whole.options, batch_size=site * whole.options.batch_size, workers=None)
+    sketches = [one for one in _sketches(len(coarse.sites), options) if one.method != "data parallel"]
+    for one in _all_priced(sketches, whole._replace(network=coarse, options=options, computing=1.0)):
         yield one._replace(site=site)
 
 
@@ -472,39 +477,27 @@ def _mean_price(begin: Sequence[float], ones: Sequence[Candidate], parameters: i
     )
 
 
-def _all_priced(
-    sketches: Iterable[_Sketch], network: Network, parameters: int, options: PlanSettings, computing: PerWorker
-) -> list[Candidate]:
+def _all_priced(sketches: Sequence[_Sketch], team: _PricedFor) -> list[Candidate]:
     """The prices of sketches of one team, without those whose workers should take fewer local steps, where none is slow."""
-    some = list(sketches)
-    if not some:
+    if not sketches:
         return []
-    return over_time(
-        network,
-        some[0].n,
-        lambda now: _priced_on(now, some, network, parameters, options, computing),
-        parameters,
-        options,
-    )
+
+    def priced(now: Network) -> list[Candidate]:
+        return _priced_on(team._replace(network=now), sketches, team.network)
+
+    return over_time(team.network, sketches[0].n, priced, team.parameters, team.options)
 
 
-def _priced_on(
-    network: Network,
-    sketches: Iterable[_Sketch],
-    matched_on: Network,
-    parameters: int,
-    options: PlanSettings,
-    computing: PerWorker,
-) -> list[Candidate]:
+def _priced_on(there: _PricedFor, sketches: Iterable[_Sketch], matched_on: Network) -> list[Candidate]:
     """The prices on a network, with local steps for the speeds of another, from whose start a run has them."""
+    network, options = there.network, there.options
     traces, candidates = dict[_Sketch, Trace](), dict[_Sketch, Candidate | None]()
     for sketch in sketches:
-        payload_bytes = math.ceil(parameters * sketch.bits / 8)
+        payload_bytes = math.ceil(there.parameters * sketch.bits / 8)
         if (local_steps := _own_steps(sketch, matched_on, payload_bytes)) is None:
             continue
         if sketch.peers is None:
-            mean = _priced_mean(sketch, local_steps, payload_bytes, network, parameters, options, computing)
-            candidates[sketch] = mean
+            candidates[sketch] = _priced_mean(sketch, local_steps, payload_bytes, there)
             continue
         candidates[sketch] = None  # in its place
         rounds = options.rounds if network.jitter or network.changes else max(16, 8 * options.rounds // sketch.n)
@@ -513,7 +506,7 @@ def _priced_on(
         sizes = np.broadcast_to(np.int64(payload_bytes), len(trace.messages.bytes))
         steps = np.broadcast_to(np.array(local_steps), trace.steps.shape)
         traces[sketch] = trace._replace(steps=steps, messages=trace.messages._replace(bytes=sizes))
-    timelines = price_together([*traces.values()], network, computing)
+    timelines = price_together([*traces.values()], network, there.computing)
     for (sketch, trace), timeline in zip(traces.items(), timelines, strict=True):
         local_steps = tuple(trace.steps[0].tolist())
         sent_bytes = float(trace.sent_bytes.mean()) / trace.rounds
@@ -521,21 +514,13 @@ def _priced_on(
     return [one for one in candidates.values() if one is not None]
 
 
-def _priced_mean(
-    sketch: _Sketch,
-    local_steps: tuple[int, ...],
-    payload_bytes: int,
-    network: Network,
-    parameters: int,
-    options: PlanSettings,
-    computing: PerWorker,
-) -> Candidate:
+def _priced_mean(sketch: _Sketch, local_steps: tuple[int, ...], payload_bytes: int, there: _PricedFor) -> Candidate:
     """The price of a sketch in which everyone sends to everyone."""
-    n, codec, bits = sketch.n, sketch.codec, sketch.bits
+    network, options, n, codec, bits = there.network, there.options, sketch.n, sketch.codec, sketch.bits
     back = back_of(bits, codec, n)
     kind, message_bytes = "exchange", payload_bytes
     if back or codec in EXACT:
-        mean_bytes = math.ceil(parameters * (bits + _BACK_BITS) / 8) if back else 2 * payload_bytes
+        mean_bytes = math.ceil(there.parameters * (bits + _BACK_BITS) / 8) if back else 2 * payload_bytes
         kind, message_bytes = "mean", round(mean_bytes / n)
     rounds = _rounds_of_means(network, n, options.rounds)
     sent_bytes = float((n - 1) * message_bytes)
@@ -544,10 +529,10 @@ def _priced_mean(
         carrying = replace(network, mean=how)
         if network.shares or network.loses or n <= _LIMIT_LISTED:
             trace = from_targets(_everyone(n, rounds), message_bytes, local_steps, kind=kind)
-            timeline = price(trace, carrying, computing)
+            timeline = price(trace, carrying, there.computing)
         else:
             steps = np.broadcast_to(np.array(local_steps), (rounds, n))
-            timeline = price_everyone(steps, message_bytes, carrying, kind=kind, computing=computing)
+            timeline = price_everyone(steps, message_bytes, carrying, kind=kind, computing=there.computing)
         one = _candidate(sketch, local_steps, back, sent_bytes, timeline, options)
         return _behind_backward(one, timeline, how) if sketch.method == "data parallel" else one
 
@@ -682,9 +667,7 @@ def run_toml(
         "workers": len(local_steps),
         "seed": plan.options.seed,
         **parts,
-        "model": {
-            key: value for key in ModelConfig.__dataclass_fields__ if (value := getattr(plan.model, key)) is not None
-        },
+        "model": toml_value(plan.model),
         "data": {**plan.options.data_table, **({"accumulate": chosen.site} if chosen.site > 1 else {})},
         "inner": dict(best.inner),
         "run": {

@@ -35,8 +35,7 @@ class Live:
     def __init__(self, seed: int, *, playing: bool = True) -> None:
         self._changed = threading.Condition()
         self._seed, self._playing, self._speed, self._steps = seed, playing, 1.0, 0
-        self._closed, self._problem, self._seen_s = False, "", time.monotonic()
-        self._warnings: tuple[str, ...] = ()
+        self._closed, self._seen_s = False, time.monotonic()
         self._begin()
         # One thread trains, and requests come from others, which never wait for a round.
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -48,7 +47,8 @@ class Live:
         self._queue: list[Action] = []
         self._settings = Conditions()
         """With what is queued."""
-        self._problem, self._warnings = "", ()
+        self._problem = ""
+        self._warnings: tuple[str, ...] = ()
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -145,7 +145,7 @@ class Live:
 
     def _shoot(self, name: str, each: "Each") -> None:
         """Trains the film of this name until another one begins, or all ends."""
-        from gossamer.run.play.scenes import first_scene, head_of, next_scene, scene_warnings, studio_of
+        from gossamer.run.play.scenes import first_scene, head_of, next_scene, run_of, studio_of
 
         studio = studio_of(self._seed, each)
         scene, due_s = first_scene(studio), time.monotonic()
@@ -164,7 +164,7 @@ class Live:
                 speed = self._speed
             begun_s = time.monotonic()
             scene, frame = next_scene(studio, scene, actions)
-            warnings = scene_warnings(studio.seed, scene.conditions)
+            warnings = run_of(studio.seed, scene.conditions).warnings
             with self._changed:
                 if name == self._name:
                     before_s = self._frames[-1]["clock_s"] if self._frames else 0.0

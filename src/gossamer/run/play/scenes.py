@@ -114,11 +114,6 @@ def run_of(seed: int, conditions: Conditions) -> ResolvedRun:
     return _resolved(seed, conditions.method, conditions.local_steps, conditions.momentum)
 
 
-def scene_warnings(seed: int, conditions: Conditions) -> tuple[str, ...]:
-    """The warnings of a run with these conditions."""
-    return run_of(seed, conditions).warnings
-
-
 def next_scene(studio: Studio, scene: Scene, actions: Sequence[Action]) -> tuple[Scene, Frame]:
     """Applies the visitor's actions, and trains the round. Pure: equal arguments give equal scenes and frames.
 
