@@ -29,8 +29,8 @@ from gossamer.run.bookkeeping.inputs import note_inputs
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.agreement import use_recorded_threads
 from gossamer.run.participant.in_store import bind_folder, open_store
+from gossamer.run.served.letters import WorkerLetters
 from gossamer.run.served.served_worker import ServedWorker, take_part
-from gossamer.run.served.server import WorkerLetters
 from gossamer.run.served.session import Reply, ServerSession, open_session
 from gossamer.run.worker.task import Task
 from gossamer.stop_signals import Asked, leaving
