@@ -20,11 +20,11 @@ from gossamer.record.packed import packable_snapshot, unpacked
 from gossamer.run.participant.state_transfer import fetch_state
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic import newcomer
-from gossamer.transport.elastic import transport as elastic_transport
 from gossamer.transport.elastic.closing import LeftOutError
 from gossamer.transport.elastic.core import Outcome
 from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry, membership_update
 from gossamer.transport.elastic.transport import ElasticTransport
+from gossamer.transport.sockets import connection
 from gossamer.transport.sockets import letter as letters
 from gossamer.transport.sockets.addresses import listen, shown
 from gossamer.transport.sockets.addresses import split as host_and_port
@@ -306,7 +306,7 @@ def test_a_worker_accepts_connections_again_after_it_had_no_thread_left(monkeypa
 def test_where_a_fault_of_its_own_ends_the_thread_that_writes_a_worker_loses_the_connection_and_opens_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    dial, failed = elastic_transport.dial, list[int]()
+    failed = list[int]()
 
     def once(address: str, secret: bytes, *, me: int, **more: Any) -> Channel:
         if not failed:
@@ -314,7 +314,7 @@ def test_where_a_fault_of_its_own_ends_the_thread_that_writes_a_worker_loses_the
             raise ZeroDivisionError("a fault")
         return dial(address, secret, me=me, **more)
 
-    monkeypatch.setattr(elastic_transport, "dial", once)
+    monkeypatch.setattr(connection, "dial", once)
     with crew(2) as (transports, _):
         together(transports, 0)
         assert failed
@@ -369,7 +369,6 @@ def test_all_workers_may_fetch_their_states_from_one_address_at_once() -> None:
 
 def test_two_that_reach_the_others_and_not_each_other_hold_up_no_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     """As two behind routers at home, which dial and cannot be dialled: one of them is left out under every leader."""
-    dial = elastic_transport.dial
 
     def cut(address: str, secret: bytes, *, me: int, whom: int, **more: Any) -> Channel:
         if {me, whom} == {1, 2}:
@@ -393,7 +392,7 @@ def test_two_that_reach_the_others_and_not_each_other_hold_up_no_mean(monkeypatc
         except LeftOutError:
             return None
 
-    monkeypatch.setattr(elastic_transport, "dial", cut)
+    monkeypatch.setattr(connection, "dial", cut)
     with crew(3, timeout_s=3.0, limit_bytes=1 << 12) as (transports, _), ThreadPoolExecutor(3) as pool:
         first, *two = pool.map(closed, transports)
     assert first is not None and sorted(two, key=lambda one: one is None)[1:] == [None] and any(two)
@@ -480,7 +479,6 @@ def test_where_small_messages_pass_and_large_ones_never_do_an_exchange_is_missed
         assert transport.collect(ticket) == {}
         return set(transport.outcomes()[ticket].values())
 
-    dial = elastic_transport.dial
     with (
         crew(2, timeout_s=3.0, limit_bytes=1 << 20) as (transports, entries),
         black_hole(entries[0].address, 4_000) as to_0,
@@ -489,7 +487,7 @@ def test_where_small_messages_pass_and_large_ones_never_do_an_exchange_is_missed
     ):
         ways = {entries[0].address: to_0, entries[1].address: to_1}
         monkeypatch.setattr(
-            elastic_transport, "dial", lambda address, secret, **more: dial(ways.get(address, address), secret, **more)
+            connection, "dial", lambda address, secret, **more: dial(ways.get(address, address), secret, **more)
         )  # a transport of another test may still dial
         waits = [pool.submit(missed, transport) for transport in transports]
         assert all(each.result(LIMIT_S) in ({Outcome.MISSED}, {Outcome.UNSURE}) for each in waits)

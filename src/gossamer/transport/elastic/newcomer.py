@@ -237,16 +237,8 @@ def ask_for_hash(entry: SlotEntry, members: Members, endpoint: Endpoint, after: 
 
     Raises: OSError, GossamerError when it cannot be reached, or answers with something else.
     """
-    own, limit_s = members.own, min(_REACH_S, endpoint.timeout_s)
-    with dial(
-        entry.address,
-        endpoint.secret,
-        run=endpoint.run,
-        me=NEWCOMER,
-        timeout_s=limit_s,
-        keys=endpoint.keys,
-        whom=entry.slot,
-    ) as channel:
+    own = members.own
+    with endpoint.dial(entry.address, NEWCOMER, entry.slot, _REACH_S) as channel:
         _request(channel, Applicant(own.nonce, own.address, own.slot, compares=after), endpoint.run)
         match json_from_peer(receive_letter(channel, endpoint.run, members.limits, _small).content):
             case {"donor": int(donor), "common": None | str() as common} if donor == entry.slot:

@@ -28,7 +28,6 @@ from gossamer.transport.elastic.newcomer import Applicant, Handover, host
 from gossamer.transport.elastic.redial import Redial
 from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.connection import Endpoint, Owner, PeerConnection, finish_together
-from gossamer.transport.sockets.handshake import dial
 from gossamer.transport.sockets.header import NEWCOMER, WATCHER, LetterKind
 from gossamer.transport.sockets.letter import Letter, body_of
 from gossamer.transport.sockets.listener import Arrival, ConnectionLimit, Listener, Refusals
@@ -636,21 +635,11 @@ class ElasticTransport:
             self.changed.notify_all()
 
     def _open(self, entry: SlotEntry, *, known: bool = True) -> PeerConnection:
-        endpoint, me = self._endpoint, self.worker
         self.redial.dialled(entry.slot, time.monotonic())
 
         def opened() -> Channel:  # called by the thread of the connection, without the lock: to dial may take seconds
-            limit_s = min(10.0, endpoint.timeout_s)
             try:
-                return dial(
-                    entry.address,
-                    endpoint.secret,
-                    run=endpoint.run,
-                    me=me,
-                    timeout_s=limit_s,
-                    keys=endpoint.keys,
-                    whom=entry.slot,
-                )
+                return self._endpoint.dial(entry.address, self.worker, entry.slot, 10.0)
             except ConnectionRefusedError:  # refused by its machine, unlike a timeout: no process listens there
                 if known:
                     self.redial.ended.add(entry.nonce)

@@ -30,7 +30,6 @@ from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.waiting import GRACE_S, RoundTransport, TicketState, Way
 from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.connection import CLOSED, Endpoint, Owner, PeerConnection, finish_together
-from gossamer.transport.sockets.handshake import dial
 from gossamer.transport.sockets.header import LIFE_LIMIT, WATCHER, LetterKind, Limits, called
 from gossamer.transport.sockets.letter import Letter
 from gossamer.transport.sockets.listener import Arrival, ConnectionLimit, Listener, Refusals
@@ -159,15 +158,7 @@ class SocketTransport(RoundTransport[TicketState]):
             deadline = time.monotonic() + endpoint.timeout_s
             while True:
                 try:
-                    return dial(
-                        self._addresses[peer],
-                        endpoint.secret,
-                        run=endpoint.run,
-                        me=self.worker,
-                        timeout_s=endpoint.timeout_s,
-                        keys=endpoint.keys,
-                        whom=peer,
-                    )
+                    return endpoint.dial(self._addresses[peer], self.worker, peer)
                 except (RefusedError, ConnectionRefusedError):  # a retry would fail too
                     raise
                 except (OSError, PeerError):  # when all dial at once, a listener drops excess connections

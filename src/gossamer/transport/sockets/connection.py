@@ -16,6 +16,7 @@ from torch import Tensor
 from gossamer.errors import GossamerError, RefusedError, TransportError
 from gossamer.transport.keys import Keys
 from gossamer.transport.sockets.channel import Channel
+from gossamer.transport.sockets.handshake import dial
 from gossamer.transport.sockets.header import LetterKind, Limits
 from gossamer.transport.sockets.letter import Letter, body_of, fresh_memory, receive_letter, send_letter
 from gossamer.transport.sockets.listener import Refusals
@@ -42,6 +43,11 @@ class Endpoint(NamedTuple):
     deadline_s: float | None = None
     keys: Keys | None = None
     """Used in place of the secret, if the run has keys."""
+
+    def dial(self, address: str, me: int, whom: int, most_s: float | None = None) -> Channel:
+        """A connection of process `me` with process `whom` of the run. Raises: as `gossamer.transport.sockets.handshake.dial`."""
+        timeout_s = self.timeout_s if most_s is None else min(most_s, self.timeout_s)
+        return dial(address, self.secret, run=self.run, me=me, timeout_s=timeout_s, keys=self.keys, whom=whom)
 
 
 class Owner(NamedTuple):
