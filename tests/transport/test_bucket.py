@@ -12,11 +12,10 @@ from gossamer.transport.bucket.bucket import (
     Bucket,
     Folder,
     ObjectStore,
+    SecretSeal,
     bucket_at,
     is_lasting,
     opened_bucket,
-    opened_item,
-    sealed,
 )
 from s3 import s3
 
@@ -120,16 +119,16 @@ def test_an_incomplete_address_makes_no_folder_of_that_name(
 
 @pytest.mark.parametrize("what", ["head", "body", "name", "secret", "length"])
 def test_an_object_that_is_damaged_or_of_somebody_else_is_refused(what: str) -> None:
-    raw = bytearray(sealed(b"k", "r0", {"steps": 5}, b"abc"))
+    raw = bytearray(SecretSeal(b"k").sealed("r0", {"steps": 5}, b"abc"))
     if what == "length":
         raw[32:36] = (1 << 30).to_bytes(4, "little")
     raw[-1] ^= what == "body"
     raw[40] ^= what == "head"
     with pytest.raises(TransportError, match="is not what a worker of this run wrote there"):
-        opened_item(b"other" if what == "secret" else b"k", "r1" if what == "name" else "r0", bytes(raw))
+        SecretSeal(b"other" if what == "secret" else b"k").opened("r1" if what == "name" else "r0", bytes(raw))
     for size in range(0, 40, 7):
         with pytest.raises(TransportError):
-            opened_item(b"k", "r0", bytes(raw[:size]))
+            SecretSeal(b"k").opened("r0", bytes(raw[:size]))
 
 
 def test_errors_of_an_object_store_are_those_of_a_system_that_may_be_asked_again(

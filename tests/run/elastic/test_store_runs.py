@@ -33,7 +33,7 @@ from gossamer.run.served.in_store import train_served_in_store
 from gossamer.run.worker.task import task_of
 from gossamer.stop_signals import Asked
 from gossamer.topologies import complete
-from gossamer.transport.bucket.bucket import sealed
+from gossamer.transport.bucket.bucket import SecretSeal
 from gossamer.transport.bucket.protocol import Basis
 from gossamer.transport.keys import certificate_of, new_key
 from gossamer.tree import leaves
@@ -349,7 +349,7 @@ def test_a_process_that_leaves_while_it_waits_for_a_slot_names_no_lost_outcome(t
     for slot in range(2):  # both slots look held
         life = len([*tmp_path.glob(f"store/t{slot:05d}-*")])
         name = f"t{slot:05d}-{life:04d}"
-        (tmp_path / "store" / name).write_bytes(sealed(b"", name, {"nonce": ""}))
+        (tmp_path / "store" / name).write_bytes(SecretSeal().sealed(name, {"nonce": ""}))
     late = Command(*words, tmp_path / "late")
     until(lambda: (tmp_path / "late" / "store.txt").exists(), late)
     os.kill(late.pid, signal.SIGTERM)

@@ -125,12 +125,34 @@ class SecretSeal(NamedTuple):
         return True
 
     def sealed(self, name: str, head: Mapping[str, Any], body: bytes | memoryview = b"") -> bytes:
-        """See `Seal`."""
-        return sealed(self.secret, name, head, body)
+        """See `Seal`.
+
+        >>> SecretSeal().opened("r0", SecretSeal().sealed("r0", {"steps": 5}, b"xyz")).head
+        {'steps': 5}
+        """
+        content = head_and_body(head, body)
+        return self._code(name, content) + content
 
     def opened(self, name: str, raw: bytes) -> Item:
-        """See `Seal`."""
-        return opened_item(self.secret, name, raw)
+        """See `Seal`.
+
+        >>> SecretSeal().opened("r1", SecretSeal().sealed("r0", {"steps": 5}))  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        gossamer.errors.TransportError: the object 'r1' of the store is not what a worker of this run wrote there...
+        """
+        whole = memoryview(raw)
+        code = self._code(name, whole[_CODE:])
+        if hmac.compare_digest(code, whole[:_CODE]) and (item := item_in(whole[_CODE:])) is not None:
+            return item
+        raise TransportError(
+            f"the object '{name}' of the store is not what a worker of this run wrote there: it is damaged, or of one with "
+            "another secret; remove what others wrote there, or start with an empty store"
+        )
+
+    def _code(self, name: str, content: bytes | memoryview) -> bytes:
+        whole = hmac.new(self.secret, f"gossamer object {name}\0".encode(), hashlib.sha256)
+        whole.update(content)
+        return whole.digest()
 
 
 def head_and_body(head: Mapping[str, Any], body: bytes | memoryview) -> bytes:
@@ -149,39 +171,6 @@ def item_in(content: memoryview) -> Item | None:
     if not _SIZE <= _SIZE + size <= len(content) or size > MOST_HEAD_BYTES:
         return None
     return Item(json_from_peer(bytes(content[_SIZE : _SIZE + size])), content[_SIZE + size :])
-
-
-def sealed(secret: bytes, name: str, head: Mapping[str, Any], body: bytes | memoryview = b"") -> bytes:
-    """The content of an object.
-
-    >>> opened_item(b"", "r0", sealed(b"", "r0", {"steps": 5}, b"xyz")).head
-    {'steps': 5}
-    """
-    content = head_and_body(head, body)
-    return _code(secret, name, content) + content
-
-
-def opened_item(secret: bytes, name: str, raw: bytes) -> Item:
-    """The content of an object as `sealed` made it. Raises: TransportError for anything else.
-
-    >>> opened_item(b"", "r1", sealed(b"", "r0", {"steps": 5}))  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    gossamer.errors.TransportError: the object 'r1' of the store is not what a worker of this run wrote there...
-    """
-    whole = memoryview(raw)
-    code = _code(secret, name, whole[_CODE:])
-    if hmac.compare_digest(code, whole[:_CODE]) and (item := item_in(whole[_CODE:])) is not None:
-        return item
-    raise TransportError(
-        f"the object '{name}' of the store is not what a worker of this run wrote there: it is damaged, or of one with another "
-        "secret; remove what others wrote there, or start with an empty store"
-    )
-
-
-def _code(secret: bytes, name: str, content: bytes | memoryview) -> bytes:
-    whole = hmac.new(secret, f"gossamer object {name}\0".encode(), hashlib.sha256)
-    whole.update(content)
-    return whole.digest()
 
 
 class ObjectLimit(NamedTuple):

@@ -417,11 +417,10 @@ class SlotHolder(Generic[P]):
                             raise item
                         self._work.say(str(item))
                     created = isinstance(item, Item) and item.head == {"nonce": self._nonce}
+                self.seen.look([name], now)  # a listing may lack the new object
                 if created:
                     self.slot, self.life, self._beat = slot, life, -1
-                    self.seen.look([lease_name("t", slot, life)], now)
                     return
-                self.seen.look([lease_name("t", slot, life)], now)  # a listing may lack the new object
             if waited_s > 1.5 * self.terms.timeout_s:
                 raise PeerError(
                     f"all {self.terms.workers} slots of the run are filled, or all that this machine's key may have; wait until "
