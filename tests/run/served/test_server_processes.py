@@ -736,7 +736,7 @@ def test_a_server_answers_before_it_has_validated_and_saved_and_records_the_same
                     assert done == ([2, 1] if replays else [1, 0])
                     probe.may.set()
             assert session.core.is_finished
-            session.close(100.0)
+            session.records.close(100.0)
         answers[where] = evals(tmp_path / where), model(tmp_path / where, config)
     assert answers["real"][0] == answers["replay"][0] and len(answers["real"][0]) == 1 + config.length.rounds
     assert torch.equal(answers["real"][1], answers["replay"][1])

@@ -125,7 +125,7 @@ class ConnectionServer:
         """
         self._session, self._began, self._begin_s = session, time.monotonic(), begin_s
         timeout_s, alone_since_s = self._endpoint.timeout_s, begin_s
-        while not session.is_finished:
+        while not session.core.is_finished:
             item = self._next()
             now_s = self.now()
             if item is not None:
@@ -141,7 +141,7 @@ class ConnectionServer:
                     f"no worker has been here for {timeout_s:g} s and {session.progress}; check the workers' logs, then resume"
                 )
         self._see_off()
-        session.close(self.now())
+        session.records.close(self.now())
 
     def close(self) -> None:
         """Stops accepting, and ends all connections."""
@@ -180,7 +180,7 @@ class ConnectionServer:
 
     def _next(self) -> _Joined | _Heard | _Lost | None:
         """The next input; None when the session must act before one arrives, or none arrives for a second."""
-        wait_s = min(self._session.next_closing_s - self.now(), self._endpoint.timeout_s / 4, 1.0)
+        wait_s = min(self._session.core.next_closing_s - self.now(), self._endpoint.timeout_s / 4, 1.0)
         try:
             return self._inputs.get(timeout=max(0.0, wait_s))
         except queue.Empty:

@@ -95,8 +95,8 @@ class _StoreWorker:
                 self._do(self.attendance.release())
                 continue
             break
-        if self._session.is_finished:
-            self._session.close(self._session.records.now_s)
+        if self.core.is_finished:
+            self._session.records.close(self._session.records.now_s)
             say(f"the run in the store has ended after {self._run.rounds} rounds")
 
     def close(self) -> None:

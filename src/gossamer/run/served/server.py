@@ -85,7 +85,7 @@ def _serve(run: ResolvedRun, folder: Path, host: str, port: int, resume: Resume)
             server.open()
             session.records.asked = asked.is_set
             server.run(session, session.records.now_s, asked.is_set)
-            if not session.is_finished:
+            if not session.core.is_finished:
                 raise KeyboardInterrupt(
                     f"stopped without a worker that could end the round in progress, and {session.progress}; go on from the "
                     f"newest checkpoint with --resume {quote(str(folder))}, or auto where there is none"
