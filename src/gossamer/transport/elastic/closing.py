@@ -48,6 +48,7 @@ from typing import NamedTuple
 from gossamer.errors import RefusedError, TransportError
 from gossamer.record.jsonl import json_from_peer
 from gossamer.rng import key
+from gossamer.transport.elastic.core import Outgoing
 from gossamer.transport.elastic.members import Members, MemberStatus
 from gossamer.transport.sockets.header import MOST_ATTEMPTS, LetterKind
 from gossamer.transport.sockets.letter import Letter, body_of
@@ -161,7 +162,7 @@ class Closing:
 
     def __init__(self, members: Members, *, limit_s: float, beat_s: float, per_round: int = 1) -> None:
         self.members, self._limit_s, self._beat_s, self.per_round = members, limit_s, beat_s, per_round
-        self.outbox: list[tuple[int, Letter]] = []
+        self.outbox: list[Outgoing] = []
         self.round, self.history_hash = -1, 0
         self.proposed: Proposal | None = None
         """The newest attempt in which this worker takes part."""
@@ -746,7 +747,7 @@ class Closing:
     def _send(self, peer: int, kind: LetterKind, values: object) -> None:
         body = body_of(json.dumps(values).encode())
         letter = Letter(kind, self.members.me, round=max(self.round, 0) // self.per_round, body=body)
-        self.outbox.append((peer, letter))
+        self.outbox.append(Outgoing(peer, letter))
 
     # The following bounds every number from another worker by this worker's own knowledge.
 

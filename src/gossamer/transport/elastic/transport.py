@@ -10,7 +10,6 @@ import logging
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Container, Sequence
 
 import torch
@@ -19,10 +18,10 @@ from torch import Tensor
 from gossamer.errors import GossamerError, PeerError, RefusedError, TrainingError
 from gossamer.finite import GO_ON
 from gossamer.transport import wire
-from gossamer.transport.contract import Delivery, Sound, Ticket, Wait
+from gossamer.transport.contract import Delivery, Sound, Ticket, Times, Wait
 from gossamer.transport.elastic.ask import View, look, show
 from gossamer.transport.elastic.closing import Closing, LeftOutError
-from gossamer.transport.elastic.core import ElasticCore, Outcome, Outgoing
+from gossamer.transport.elastic.core import ElasticCore, Outcome
 from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry, SlotTakenError, membership_update
 from gossamer.transport.elastic.newcomer import Applicant, Handover, host
 from gossamer.transport.elastic.redial import Redial
@@ -61,7 +60,7 @@ class _Waiting:
             return True
 
 
-class ElasticTransport:
+class ElasticTransport(Times):
     """One worker's connections; see `gossamer.transport.contract.Transport`. It never raises PeerError for a peer:
     `collect` omits failed exchanges; `outcomes` reports them.
 
@@ -93,6 +92,7 @@ class ElasticTransport:
         closings: int = 1,
         led: bool = False,
     ) -> None:
+        super().__init__()
         self.worker, self._endpoint, self._host = members.me, endpoint, host
         if endpoint.keys is not None:
             members.restrict_trust(endpoint.keys.are_one)
@@ -127,15 +127,11 @@ class ElasticTransport:
         self._like: dict[tuple[Ticket, int], list[Tensor]] = {}
         self._posted: dict[tuple[Ticket, int], _Waiting] = {}
         """Payloads of exchanges whose outcome is not collected yet."""
-        self._messages: dict[PeerConnection, _Waiting] = {}
-        """The last message on each connection, possibly unsent."""
-        self._views: dict[PeerConnection, _Waiting] = {}
-        """The view at the end of the queue of each connection, possibly sent."""
+        self._newest: dict[tuple[PeerConnection, LetterKind], _Waiting] = {}
+        """The last message on each connection, and the view at the end of its queue; possibly sent."""
         self._outcomes: dict[Ticket, dict[int, Outcome]] = {}
         self._reasons: dict[int, str] = {}
         """Why the last connection with each disconnected worker was lost."""
-        self._waits: deque[Wait] = deque(maxlen=1 << 14)
-        self._deliveries: deque[Delivery] = deque(maxlen=1 << 14)
         # All workers may share one address or one key: on one machine, or behind one router.
         self._guests = ConnectionLimit(per_peer=members.slots + 8, total=2 * members.slots + 64)
         """Newcomers and watchers, by key or address."""
@@ -359,19 +355,6 @@ class ElasticTransport:
         taken, self._outcomes = self._outcomes, {}
         return taken
 
-    def waits(self) -> list[Wait]:
-        """The times that `wait` blocked its caller since the last call."""
-        waited = list(self._waits)
-        self._waits.clear()
-        return waited
-
-    def deliveries(self) -> list[Delivery]:
-        """The payloads received since the last call."""
-        with self.changed:
-            came = list(self._deliveries)
-            self._deliveries.clear()
-        return came
-
     def first_round(self, timeout_s: float) -> int:
         """The round after the newest one reported by the others: asks all that are alive.
 
@@ -539,7 +522,7 @@ class ElasticTransport:
         """Passes the core's outgoing letters to the links, and opens missing ones."""
         outbox, self.core.outbox = [*self.core.outbox], []
         if self.closing is not None:
-            outbox += [Outgoing(peer, letter) for peer, letter in self.closing.outbox]
+            outbox += self.closing.outbox
             self.closing.outbox.clear()
         for peer, letter in outbox:
             entry = self.members.entries.get(peer)
@@ -550,23 +533,20 @@ class ElasticTransport:
 
     def _send(self, link: PeerConnection, letter: Letter) -> None:
         """Queues a letter; a large one so that it may still be replaced."""
-        if letter.kind == LetterKind.MEMBERSHIP:
-            # A newer view replaces an unsent one, but overtakes no other letter: a goodbye would end what precedes it.
-            last = self._views.get(link)
+        kind = letter.kind
+        if (
+            kind != LetterKind.MEMBERSHIP
+        ):  # a newer view overtakes no other letter: a goodbye would end what precedes it
+            self._newest.pop((link, LetterKind.MEMBERSHIP), None)
+        if kind in (LetterKind.MEMBERSHIP, LetterKind.MESSAGE):
+            # A newer view, or answer to a repeated request, replaces an unsent one.
+            last = self._newest.get((link, kind))
             if last is None or not last.change(letter):
-                last = self._views[link] = _Waiting(letter)
+                last = self._newest[link, kind] = _Waiting(letter)
                 link.send(last)
-            return
-        self._views.pop(link, None)
-        if letter.kind == LetterKind.PAYLOAD:
+        elif kind == LetterKind.PAYLOAD:
             waiting = self._posted[letter.ticket, link.peer] = _Waiting(letter)
             link.send(waiting)
-        elif letter.kind == LetterKind.MESSAGE:
-            # A repeated request replaces the unsent answer to the earlier one by the newest.
-            before = self._messages.get(link)
-            if before is None or not before.change(letter):
-                waiting = self._messages[link] = _Waiting(letter)
-                link.send(waiting)
         else:
             link.send(letter)
 
@@ -717,8 +697,8 @@ class ElasticTransport:
         if link.channel is not None:
             self._accepted.release(link.channel)
         with self.changed:
-            self._messages.pop(link, None)
-            self._views.pop(link, None)
+            for kind in (LetterKind.MEMBERSHIP, LetterKind.MESSAGE):
+                self._newest.pop((link, kind), None)
             with contextlib.suppress(ValueError):
                 self._links.get(link.peer, []).remove(link)
             entry = self.members.entries.get(link.peer)
