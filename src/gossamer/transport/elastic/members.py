@@ -205,39 +205,39 @@ class Members:
         """
         changed: list[tuple[SlotEntry | None, SlotEntry]] = []
         for entry in entries:
-            is_hearsay = (
-                source is not None and self._speaks_for is not None and not self._speaks_for(source, entry.slot)
-            )
+            is_own = source is None or self._speaks_for is None or self._speaks_for(source, entry.slot)
             before = self.entries.get(entry.slot)
-            unproven = self._speaks_for is not None and (before is None or entry.slot in self._unproven)
-            if is_hearsay and (entry.slot == self.me or not unproven):
-                self._secondhand_report(entry)
-                continue
-            if is_hearsay:
-                if entry.incarnation - (before.incarnation if before else 0) > _MOST_OUTBID:
-                    continue
-                self._unproven.add(entry.slot)
-                entry = entry._replace(round=0)
-            elif entry.slot == self.me:
-                self._about_me(entry)
-                continue
-            else:
-                self._unproven.discard(entry.slot)
-                self._promised.discard(entry.slot)
-            if before == entry:
-                continue
-            if before is None:
-                after = entry
-            elif unproven and not is_hearsay and before.rank > entry.rank:
-                # No process of the slot has ever reported itself.
-                after = entry._replace(steps=max(before.steps, entry.steps))
-            else:
-                after = merged(before, entry)
-            self.entries[entry.slot] = after
-            if before is None or before.rank != after.rank:
-                changed.append((before, after))
+            after = self._after(before, entry) if is_own else self._after_hearsay(before, entry)
+            if after is not None:
+                self.entries[entry.slot] = after
+                if before is None or before.rank != after.rank:
+                    changed.append((before, after))
         self.version += bool(changed)
         return changed
+
+    def _after(self, before: SlotEntry | None, entry: SlotEntry) -> SlotEntry | None:
+        """A slot's entry after a report by a worker that owns it; None for this worker's own, which it changes itself."""
+        if entry.slot == self.me:
+            self._about_me(entry)
+            return None
+        unproven = self._speaks_for is not None and entry.slot in self._unproven
+        self._unproven.discard(entry.slot)
+        self._promised.discard(entry.slot)
+        if unproven and before is not None and before.rank > entry.rank:
+            # No process of the slot has ever reported itself.
+            return entry._replace(steps=max(before.steps, entry.steps))
+        return entry if before is None else merged(before, entry)
+
+    def _after_hearsay(self, before: SlotEntry | None, entry: SlotEntry) -> SlotEntry | None:
+        """A slot's entry after a report by a worker that does not own it; None where the slot's process is asked instead."""
+        if entry.slot == self.me or (before is not None and entry.slot not in self._unproven):
+            self._secondhand_report(entry)
+            return None
+        if entry.incarnation - (before.incarnation if before else 0) > _MOST_OUTBID:
+            return None
+        self._unproven.add(entry.slot)
+        entry = entry._replace(round=0)
+        return entry if before is None else merged(before, entry)
 
     def admits(self, entries: Iterable[SlotEntry]) -> bool:
         """Whether the incarnations in an update are plausible, given the last known ones of their slots."""
