@@ -337,6 +337,24 @@ def test_a_worker_that_leaves_before_its_first_round_has_ended_saves_no_state_of
         assert not [*tmp_path.glob("checkpoints/*")]
 
 
+def test_a_worker_that_has_lost_its_slot_closes_its_record_and_saves_in_the_next_slot_again(tmp_path: Path) -> None:
+    """Another process has the slot then, and would find its port for Prometheus taken."""
+    config = resolve(single(workers=2, run__eval_every=0, **MEANS), real=True)
+    with contextlib.ExitStack() as open_:
+        work = StoreWork(config, tmp_path, task_of(config), Asked(), open_)
+        for slot in (0, 1):
+            work.begin(slot, 0)
+            work.restore(0)
+            work.start(0, Basis(0, slot, ""))
+            work._finished = 1
+            work.leave(1)
+            if not slot:
+                (lost,) = work._record
+        with pytest.raises(ValueError, match="closed"):
+            lost.log("train", round=0)
+        assert [checkpoint.rounds(tmp_path / "checkpoints", slot) for slot in (0, 1)] == [[1], [1]]
+
+
 @pytest.mark.timeout(120)
 def test_a_process_that_leaves_while_it_waits_for_a_slot_names_no_lost_outcome(tmp_path: Path) -> None:
     config = single(workers=2, run__timeout_s=2, run__steps=200, run__pace_s=0.2, run__eval_every=0, **MEANS)

@@ -85,7 +85,9 @@ class StoreWork(RoundsInStore):
     """The computations of a worker: see `gossamer.transport.bucket.protocol.StoreWorker`."""
 
     def __init__(self, run: ResolvedRun, folder: Path, task: Task, asked: Asked, open_: contextlib.ExitStack) -> None:
-        self._run, self._folder, self._task, self._asked, self._open = run, folder, task, asked, open_
+        self._run, self._folder, self._task, self._asked = run, folder, task, asked
+        self._of_slot = open_.enter_context(contextlib.ExitStack())
+        """Closes the lock and the record of its slot."""
         self._method, self._line = run.in_rounds, lineage_of(run, folder)
         self._fresh = task.data.state()
         gossip = self._method.rule.needs != "everyone"
@@ -108,13 +110,14 @@ class StoreWork(RoundsInStore):
     def begin(self, slot: int, life: int) -> int:
         """See `StoreWorker`."""
         self.slot, self.life = slot, life
+        self._of_slot.close()  # of one that it has lost: another process may have it now, and write these files
         # A hung process may hold the lock after it has lost its slot to this one.
-        self._open.enter_context(locked(self._folder, slot, strict=False))
+        self._of_slot.enter_context(locked(self._folder, slot, strict=False))
         use_recorded_threads(self._run, self._folder, slot)
         self._make()
         self.most_bytes = 128 * self._replica.layout.numel + (1 << 24)
         self._record.clear()
-        self._kept = (0, lambda: b"")  # of another slot, where it has lost that
+        self._kept, self._saved = (0, lambda: b""), -1  # of another slot, where it has lost that
         say(f"worker {slot} takes part in the run of the store, as number {life + 1} in its slot")
         self._asked.sentence = f"worker {slot} is asked to leave after its round"
         self._asked.left_s = lambda: self._replica.phase_left_s
@@ -186,7 +189,7 @@ class StoreWork(RoundsInStore):
         record = RunFolder(
             self._folder, run.document, run.record, worker=self.slot, resume_round=round, traced_per_round=1
         )
-        self._record.append(self._open.enter_context(record))
+        self._record.append(self._of_slot.enter_context(record))
         note_inputs(run, self._task, self._folder, self.slot)
         self._journal = Journal(
             run,
