@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,6 +48,17 @@ def test_of_many_concurrent_creates_of_an_object_one_succeeds_and_all_read_its_b
         one.join()
     assert len(created) == 1
     assert bucket.get("r0-commit", 100_000) == bytes(created) * 100_000
+
+
+def test_what_killed_processes_have_left_of_objects_is_removed_from_a_folder(tmp_path: Path) -> None:
+    """A worker that is killed as it writes leaves up to a whole state under another name."""
+    left, written, others = ".0123456789abcdef", ".fedcba9876543210", ".nfs00000000012"
+    for name in (left, written, others, "s00000002"):
+        (tmp_path / name).write_bytes(b"a part")
+    for name in (left, others, "s00000002"):
+        os.utime(tmp_path / name, (time.time() - 3700,) * 2)
+    assert opened_bucket(str(tmp_path)).names("") == ["s00000002"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([written, others, "s00000002"])
 
 
 def test_names_come_sorted_and_only_those_behind_the_one_that_is_given(bucket: Bucket) -> None:

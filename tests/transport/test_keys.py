@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import errno
 import itertools
 import os
 import re
@@ -185,6 +186,20 @@ def test_a_key_is_for_its_owner_alone_and_its_certificate_contains_no_name(
     open_to_all.chmod(0o644)
     with pytest.raises(ConfigError, match=r"can be read by others \(mode 644\); run chmod 600"):
         certificate_of(open_to_all)
+
+
+def test_a_key_that_could_not_be_written_leaves_no_file_in_the_way_of_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, mode: str) -> None:
+        os.close(descriptor)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdopen", full)
+        with pytest.raises(ConfigError, match=r"could not be written to .* \(No space left on device\)"):
+            new_key("berlin", tmp_path / "berlin.pem")
+    assert new_key("berlin", tmp_path / "berlin.pem").exists()
 
 
 def test_a_command_that_a_sentence_gives_can_be_typed_for_a_key_of_any_name(tmp_path: Path) -> None:

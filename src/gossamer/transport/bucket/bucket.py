@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import stat
+import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import unquote
@@ -27,6 +28,10 @@ MOST_HEAD_BYTES = 1 << 24
 """Most bytes of a head in JSON: some hundred for each of 100,000 workers."""
 _CODE = hashlib.sha256().digest_size
 _SIZE = 4
+
+
+_PART, _LEFT_S = re.compile(r"\.[0-9a-f]{16}"), 3600.0
+"""The name of an object in a folder while it is written, and how long it is not written to where its writer was killed."""
 
 
 class RefusedByStoreError(OSError):
@@ -250,6 +255,8 @@ def opened_bucket(url: str) -> Bucket:
                 "the store '%s' was not there and is made for a new run; to join one that is there already, correct the address",
                 bucket.root,
             )
+        if isinstance(bucket, Folder):
+            bucket.remove_parts()
         refuses = bucket.create(name, b"1") and not bucket.create(name, b"2")
         bucket.get(name, 1)
         bucket.names("~")  # behind all names of a run
@@ -290,6 +297,16 @@ class Folder:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(part)
         return True
+
+    def remove_parts(self) -> None:
+        """Removes what processes that were killed have left of objects: parts that nobody has written to for an hour.
+
+        A process that was only stopped for so long writes its object once more.
+        """
+        for entry in os.scandir(self.root):
+            with contextlib.suppress(FileNotFoundError):  # another process removes it too
+                if _PART.fullmatch(entry.name) and time.time() - entry.stat().st_mtime > _LEFT_S:
+                    os.unlink(entry.path)
 
     def get(self, name: str, most_bytes: int) -> bytes | None:
         """See `Bucket`."""
