@@ -126,7 +126,8 @@ class ConnectionServer:
         self._session, self._began, self._begin_s = session, time.monotonic(), begin_s
         timeout_s, alone_since_s = self._endpoint.timeout_s, begin_s
         while not session.core.is_finished:
-            item = self._next()
+            # Until the session must act without one, and for a second at most.
+            item = self._next(min(session.core.next_closing_s - self.now(), timeout_s / 4, 1.0))
             now_s = self.now()
             if item is not None:
                 self._handle(item, now_s)
@@ -166,21 +167,18 @@ class ConnectionServer:
         while time.monotonic() < deadline:
             # Checked before the queue: any connection handled by then is already in the queue.
             somebody = self._connections or self._listener.busy
-            try:
-                item = self._inputs.get(timeout=0.05)
-            except queue.Empty:
-                if somebody:
-                    continue
-                return
-            if not isinstance(item, _Lost):
+            item = self._next(0.05)
+            if item is None:
+                if not somebody:
+                    return
+            elif not isinstance(item, _Lost):
                 self._handle(item, self.now())
             elif self._connections.get(item.connection.peer) is item.connection:
                 # A departure after the last round is not logged as a loss.
                 del self._connections[item.connection.peer]
 
-    def _next(self) -> _Joined | _Heard | _Lost | None:
-        """The next input; None when the session must act before one arrives, or none arrives for a second."""
-        wait_s = min(self._session.core.next_closing_s - self.now(), self._endpoint.timeout_s / 4, 1.0)
+    def _next(self, wait_s: float) -> _Joined | _Heard | _Lost | None:
+        """The next input; None where none comes within so many seconds."""
         try:
             return self._inputs.get(timeout=max(0.0, wait_s))
         except queue.Empty:

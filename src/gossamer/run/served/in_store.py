@@ -120,7 +120,7 @@ class _StoreWorker:
             say(f"worker {slot} takes part in the run of the store, as number {life + 1} in its slot")
             self._asked.sentence = f"worker {slot} is asked to leave after its local phase"
             self._asked.left_s, self._asked.at_once = lambda: served.learner.phase_left_s, False
-            take_part(self, served, self._run.with_server.codec, self._folder, self._asked.is_set)
+            take_part(self, served, self._asked.is_set)
             self._do(self.attendance.leave(finished=served.is_done))
 
     def _do(self, steps: Steps[T]) -> T:

@@ -494,8 +494,8 @@ class SlotHolder(Generic[P]):
             yield from self._remove(state_name(state, slot))
             known.discard(state)
 
-    def _remove_rounds(self, first: int, until: int, sender: str = "") -> Steps[None]:
-        """Removes the messages, of one sender where it is given, and the means of some rounds, but no names of others."""
+    def _remove_rounds(self, first: int, until: int, sender: str) -> Steps[None]:
+        """Removes the messages, of one sender unless it is empty, and the means of some rounds, but no names of others."""
         names: list[str] = yield from self._names(f"r{first:08d}")
         for match in (_NAMES.fullmatch(name) for name in names if name < f"r{until:08d}"):
             if match is not None and match["commit"] is None and sender in ("", match["sender"]):

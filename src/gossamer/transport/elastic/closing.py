@@ -571,11 +571,9 @@ class Closing:
         return self.members.entries[slot].nonce if slot in self.members.entries else 0
 
     def _has_failed(self, proposed: Proposal) -> bool:
+        here = self.round, self.history_hash, proposed.attempt
         reports = [self._reports[j] for j in proposed.workers if j in self._reports]
-        return any(
-            (one.round, one.history_hash, one.failed) == (self.round, self.history_hash, proposed.attempt)
-            for one in reports
-        )
+        return any((one.round, one.history_hash, one.failed) == here for one in reports)
 
     def _contradicts(self, j: int) -> bool:
         """Whether a worker claims to be in a later round than this one, or to have closed other rounds."""

@@ -383,17 +383,10 @@ def _read(raw: bytes, limits: Limits) -> tuple[SlotEntry, ...] | None:
 def _entry(value: object, limits: Limits) -> SlotEntry | None:
     match value:
         case [int(slot), int(incarnation), int(nonce), int(status), int(since), str(address), int(round), int(steps)]:
-            numbers = (slot, incarnation, nonce, status, since, round, steps)
+            numbers = slot, incarnation, nonce, status, since, round, steps
             # A worker that returns in the last round takes part from the round after it.
-            most = (
-                limits.workers - 1,
-                MOST_INCARNATIONS,
-                _NONCES,
-                len(MemberStatus) - 1,
-                limits.rounds + 1,
-                limits.rounds,
-                limits.steps,
-            )
+            last, rounds = limits.workers - 1, limits.rounds
+            most = last, MOST_INCARNATIONS, _NONCES, len(MemberStatus) - 1, rounds + 1, rounds, limits.steps
             sound = all(type(one) is int and 0 <= one <= limit for one, limit in zip(numbers, most, strict=True))
             if sound and _is_address(address):
                 return SlotEntry(slot, incarnation, nonce, MemberStatus(status), since, address, round, steps)

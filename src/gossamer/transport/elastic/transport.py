@@ -72,8 +72,7 @@ class ElasticTransport(Times):
             workers (`gossamer.transport.elastic.closing`); None for gossip.
         closings: the number of closings of such a round, one for each send.
         led: whether the peers of this process and the participants of closed rounds are decided elsewhere, and passed
-            to
-            `lead`: by the first of several processes of one worker.
+            to `lead`: by the first of several processes of one worker.
 
     Cost: one copy of each payload that is sent, as the sender may continue while a slow peer still reads; two threads
         per peer.

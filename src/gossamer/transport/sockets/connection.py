@@ -78,7 +78,7 @@ class PeerConnection:
     Args:
         peer: its number.
         opened: opens the channel, in a thread of the connection, so that no caller waits for an unresponsive peer.
-            first: the letter sent first.
+        first: the letter sent first.
     """
 
     def __init__(self, peer: int, owner: Owner, opened: Callable[[], Channel], first: Letter | None = None) -> None:
