@@ -101,22 +101,13 @@ class ConnectionServer:
 
     def open(self) -> None:
         """Lets workers come."""
-        endpoint = self._endpoint
-        host, port = endpoint.listener.getsockname()[:2]
+        host, port = self._endpoint.listener.getsockname()[:2]
         try:
             host = announced_address(host)
         except ConfigError as error:  # its workers get its address from the user
             log.warning("%s", error)
         say(f"serving {self._me} workers on {shown(host, port)}")
-        self._listener = Listener(
-            endpoint.listener,
-            endpoint.secret,
-            endpoint.run,
-            self._arrived,
-            self.refusals,
-            older=b"GOSS",
-            keys=endpoint.keys,
-        )
+        self._listener = self._endpoint.listen(self._arrived, self.refusals, older=b"GOSS")
 
     def run(self, session: ServerSession, begin_s: float, asked: Callable[[], bool] = lambda: False) -> None:
         """Passes all input to a session, until it is over, or until a stop is requested and no worker is connected.

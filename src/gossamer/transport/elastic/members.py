@@ -358,21 +358,16 @@ def _written(entries: tuple[SlotEntry, ...]) -> bytes:
     return json.dumps(entries, separators=(",", ":")).encode()
 
 
-def read_membership_update(raw: bytes, limits: Limits) -> list[SlotEntry] | None:
+@lru_cache(maxsize=_FEW)
+def read_membership_update(raw: bytes, limits: Limits) -> tuple[SlotEntry, ...] | None:
     """The entries that another worker sent; None for anything else, or where a number is above the limits of the run.
 
     >>> entry, limits = SlotEntry(1, 0, 5, MemberStatus.ALIVE, 0, "127.0.0.1:4000"), Limits(2, 9, 90)
-    >>> read_membership_update(membership_update({1: entry}), limits) == [entry]
+    >>> read_membership_update(membership_update({1: entry}), limits) == (entry,)
     True
     >>> read_membership_update(membership_update({1: entry._replace(round=10)}), limits), read_membership_update(b"[[1]]", limits)
     (None, None)
     """
-    entries = _read(raw, limits)
-    return None if entries is None else list(entries)
-
-
-@lru_cache(maxsize=_FEW)
-def _read(raw: bytes, limits: Limits) -> tuple[SlotEntry, ...] | None:
     values = json_from_peer(raw)
     if not isinstance(values, list) or len(values) > limits.workers:
         return None

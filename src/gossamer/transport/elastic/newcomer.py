@@ -15,7 +15,7 @@ is packed and hashed only on request.
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -94,7 +94,7 @@ class Offer(NamedTuple):
     """A donor's offer to a newcomer."""
 
     slot: int
-    entries: list[SlotEntry]
+    entries: Sequence[SlotEntry]
     """The donor's view, which includes the newcomer's entry."""
     donor: int
     after: int

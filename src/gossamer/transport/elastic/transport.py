@@ -29,7 +29,7 @@ from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.connection import Endpoint, Owner, PeerConnection, finish_together
 from gossamer.transport.sockets.header import NEWCOMER, WATCHER, LetterKind
 from gossamer.transport.sockets.letter import Letter, body_of
-from gossamer.transport.sockets.listener import Arrival, ConnectionLimit, Listener, Refusals
+from gossamer.transport.sockets.listener import Arrival, ConnectionLimit, Refusals
 
 log = logging.getLogger("gossamer")
 
@@ -146,9 +146,7 @@ class ElasticTransport(Times):
         """Since when too few workers are available for a mean; infinite once reported."""
         self._looked_s: dict[int, float] = {}
         """The time of the last search for a process reported to fill each slot."""
-        self._listener = Listener(
-            endpoint.listener, endpoint.secret, endpoint.run, self._arrived, self.refusals, keys=endpoint.keys
-        )
+        self._listener = endpoint.listen(self._arrived, self.refusals)
         # Beats are sent during local phases: a silent worker counts as dead.
         threading.Thread(target=self._run_timeouts, daemon=True, name="gossamer house").start()
 

@@ -32,7 +32,7 @@ from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.connection import CLOSED, Endpoint, Owner, PeerConnection, finish_together
 from gossamer.transport.sockets.header import LIFE_LIMIT, WATCHER, LetterKind, Limits, called
 from gossamer.transport.sockets.letter import Letter
-from gossamer.transport.sockets.listener import Arrival, ConnectionLimit, Listener, Refusals
+from gossamer.transport.sockets.listener import Arrival, ConnectionLimit, Refusals
 
 _AGAIN_S = 0.1
 """Pause after a failed connection."""
@@ -94,9 +94,7 @@ class SocketTransport(RoundTransport[TicketState]):
         )
         arrivals = {peer: queue.SimpleQueue[Channel]() for peer in range(member.workers) if peer != me}
         self._peers = {peer: _Peer(self._connection(peer, came), came) for peer, came in arrivals.items()}
-        self._listener = Listener(
-            endpoint.listener, endpoint.secret, endpoint.run, self._arrived, self._refusals, keys=endpoint.keys
-        )
+        self._listener = endpoint.listen(self._arrived, self._refusals)
 
     def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor], sound: Sound | None = None) -> None:
         """Announces that `peer` will send frames of these shapes and dtypes; its bytes are read from now on.

@@ -19,7 +19,7 @@ from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.handshake import dial
 from gossamer.transport.sockets.header import LetterKind, Limits
 from gossamer.transport.sockets.letter import Letter, body_of, fresh_memory, receive_letter, send_letter
-from gossamer.transport.sockets.listener import Refusals
+from gossamer.transport.sockets.listener import Arrival, Listener, Refusals
 
 REFUSAL_BYTES = 1000
 PARTING_S = 5.0
@@ -43,6 +43,10 @@ class Endpoint(NamedTuple):
     deadline_s: float | None = None
     keys: Keys | None = None
     """Used in place of the secret, if the run has keys."""
+
+    def listen(self, arrived: Callable[[Arrival], None], refusals: Refusals, *, older: bytes = b"GOSL") -> Listener:
+        """Accepts connections of the run. Args: as of `Listener`."""
+        return Listener(self.listener, self.secret, self.run, arrived, refusals, older=older, keys=self.keys)
 
     def dial(self, address: str, me: int, whom: int, most_s: float | None = None) -> Channel:
         """A connection of process `me` with process `whom` of the run. Raises: as `gossamer.transport.sockets.handshake.dial`."""
