@@ -355,6 +355,28 @@ def test_a_worker_that_has_lost_its_slot_closes_its_record_and_saves_in_the_next
         assert [checkpoint.rounds(tmp_path / "checkpoints", slot) for slot in (0, 1)] == [[1], [1]]
 
 
+def test_a_worker_in_a_store_whose_stream_cannot_be_read_saves_and_says_how_it_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, asked = resolve(single(workers=2, run__eval_every=0, **MEANS), real=True), list[int]()
+    with contextlib.ExitStack() as open_:
+        work = StoreWork(config, tmp_path, task_of(config), Asked(), open_)
+        work.agree("the identity of the run")
+        work.begin(1, 0)
+        work.start(2, Basis(2, 0, ""))
+
+        def broken(round: int = 0, rounds: int = 1) -> None:
+            asked.append(round)
+            raise DataError("the stream broke off")
+
+        monkeypatch.setattr(work._replica, "read_ahead", broken)
+        with pytest.raises(
+            DataError, match=r"broke off; this worker has saved and left; start it again with the same command$"
+        ):
+            work.train(2)
+        assert asked == [2] and checkpoint.rounds(tmp_path / "checkpoints", 1) == [2]
+
+
 @pytest.mark.timeout(120)
 def test_a_process_that_leaves_while_it_waits_for_a_slot_names_no_lost_outcome(tmp_path: Path) -> None:
     config = single(workers=2, run__timeout_s=2, run__steps=200, run__pace_s=0.2, run__eval_every=0, **MEANS)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gossamer.errors import CheckpointError, ConfigError, GossamerError
+from gossamer.errors import CheckpointError, ConfigError, DataError, GossamerError
 from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder
 from gossamer.record.locks import locked
@@ -29,7 +29,7 @@ from gossamer.rounds.loop import OuterLoop
 from gossamer.rounds.stopwatch import Stopwatch
 from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.inputs import note_inputs
-from gossamer.run.bookkeeping.journal import Journal
+from gossamer.run.bookkeeping.journal import Journal, saved_when_unreadable
 from gossamer.run.bookkeeping.resume import lineage_of
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.agreement import use_recorded_threads
@@ -207,7 +207,11 @@ class StoreWork(RoundsInStore):
 
     def train(self, round: int) -> bytes:
         """See `StoreWorker`."""
-        self._replica.read_ahead()
+        try:
+            self._replica.read_ahead(round)
+        except DataError as error:  # its state is that after the last round, as the phase has not begun
+            self._save_finished()
+            raise DataError(saved_when_unreadable(error, self._folder)) from error
         self._segments: Iterator[Segment] = self._worker.segments(round)
         self._segment = next(self._segments)
         self._phase = self._worker.train(self._segment)
@@ -248,6 +252,11 @@ class StoreWork(RoundsInStore):
         checkpoint.save(folder, finished, self.slot, self._worker.state(), digest=self._line, keep=KEPT)
         self._saved = finished
 
+    def _save_finished(self) -> None:
+        """Saves the state after its last round, unless it is saved."""
+        if self._saved != self._finished and self._finished:
+            self._save(self._finished)
+
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def asked(self) -> bool:
@@ -264,8 +273,8 @@ class StoreWork(RoundsInStore):
 
     def leave(self, round: int) -> None:
         """Saves the state, unless it is saved."""
-        if self._record and self._saved != self._finished and self._finished:
-            self._save(self._finished)
+        if self._record:
+            self._save_finished()
         if self._asked.is_set() and self._record and round < self._run.rounds:
             after = f"after round {self._finished}" if self._finished else "before it has ended a round"
             saved = ", and has saved its state" if self._finished else ""
