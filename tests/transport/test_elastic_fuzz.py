@@ -39,6 +39,7 @@ from gossamer.transport.elastic.members import (
 )
 from gossamer.transport.sockets import letter as letters
 from gossamer.transport.sockets.channel import Channel
+from gossamer.transport.sockets.connection import Endpoint
 from gossamer.transport.sockets.header import HEADER_BYTES, LetterKind, Limits
 from gossamer.transport.sockets.letter import Letter, body_of, receive_letter
 from tiny import limits, tiny
@@ -163,11 +164,9 @@ def test_thousands_of_requests_and_offers_of_newcomers_are_answered_or_refused(
     host = functools.partial(
         newcomer.host,
         cast(Any, near),
-        3,
-        limits(3),
-        0,
+        Members(limits(3), 0, [SlotEntry(0, 0, 1, MemberStatus.ALIVE, 0, "127.0.0.1:4000"), entry]),
+        Endpoint(near, 3, b"s", 1.0),
         give_slot=lambda place: entry,
-        entries=lambda: {2: entry},
         boundary=lambda _: state,
     )
     monkeypatch.setattr(newcomer, "dial", lambda *args, **options: socket.socket())

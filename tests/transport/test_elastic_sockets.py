@@ -512,18 +512,18 @@ def test_the_state_of_a_round_is_packed_only_when_the_first_newcomer_asks_and_is
     assert not packed
     entry = SlotEntry(1, 1, 5, MemberStatus.JOINING, 0, "127.0.0.1:4002")
     own = newcomer.Applicant(5, "127.0.0.1:4002", 1)
+    members = Members(limits(3), 0, [SlotEntry(0, 0, 1, MemberStatus.ALIVE, 0, "127.0.0.1:4000"), entry])
     for _ in range(2):
         near, far = (Channel(sock, LIMIT_S) for sock in socket.socketpair())
-        with near, far, ThreadPoolExecutor(1) as pool, pytest.MonkeyPatch.context() as patch:
+        listener = socket.create_server(("127.0.0.1", 0))
+        with near, far, listener, ThreadPoolExecutor(1) as pool, pytest.MonkeyPatch.context() as patch:
             patch.setattr(newcomer, "dial", lambda *args, end=far, **options: end)
             hosting = pool.submit(
                 newcomer.host,
                 near,
-                RUN,
-                limits(3),
-                0,
+                members,
+                Endpoint(listener, RUN, SECRET, LIMIT_S),
                 give_slot=lambda place: entry,
-                entries=lambda: {1: entry},
                 boundary=lambda _: kept,
             )
             offer = newcomer.ask("", SECRET, own, run=RUN, limits=limits(3), timeout_s=LIMIT_S)

@@ -882,13 +882,10 @@ def test_a_newcomer_gets_a_slot_of_its_own_key_and_no_other(files: dict[str, Pat
             given.append(allowed)
             host(
                 channel,
-                RUN,
-                limits(3),
-                0,
+                members,
+                Endpoint(sock, RUN, b"", TIMEOUT_S, keys=keys[0]),
                 give_slot=lambda place: members.give_slot(place.nonce, place.address, kept(allowed)),
-                entries=lambda: dict(members.entries),
                 boundary=lambda *_: Handover(0, lambda: b"state"),
-                keys=keys[0],
             )
 
     def kept(allowed: frozenset[int]) -> set[int]:

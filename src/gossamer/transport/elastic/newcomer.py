@@ -106,21 +106,19 @@ class Offer(NamedTuple):
 
 def host(
     channel: Channel,
-    run: int,
-    limits: Limits,
-    me: int,
+    members: Members,
+    endpoint: Endpoint,
     *,
     give_slot: Callable[[Applicant], SlotEntry | None],
-    entries: Callable[[], dict[int, SlotEntry]],
     boundary: Callable[[int | None], Handover],
     hash_after: Callable[[int], str | None] = lambda after: None,
-    keys: Keys | None = None,
 ) -> None:
     """Serves one newcomer, with what `boundary` gives for its `Applicant.after`.
 
     Args: `hash_after` gives the hash of this worker's state after a round, as far as all have it in common; None if unknown.
     Raises: OSError, PeerError, TransportError when it is lost or violates the protocol.
     """
+    me, run, limits, keys = members.me, endpoint.run, members.limits, endpoint.keys
     place = _place(receive_letter(channel, run, limits, _small), limits)
     if place is None:
         raise PeerError(
@@ -132,17 +130,16 @@ def host(
         answer = {"donor": me, "common": hash_after(place.compares)}
         send_letter(channel, Letter(LetterKind.OFFER, me, body=body_of(json.dumps(answer).encode())), run)
         return
-    slot_entry = give_slot(place) if place.slot is None else entries().get(place.slot)
+    slot_entry = give_slot(place) if place.slot is None else members.entries.get(place.slot)
     kept = boundary(place.after)
     state = kept.whole
-    known = entries()
     offer = {
         "slot": None if slot_entry is None else slot_entry.slot,
         "donor": me,
         "after": kept.after,
         "bytes": len(state.raw),
         "sha256": state.sha256,
-        "entries": membership_update(known).decode(),
+        "entries": membership_update(dict(members.entries)).decode(),  # a copy: other threads change them
     }
     send_letter(channel, Letter(LetterKind.OFFER, me, body=body_of(json.dumps(offer).encode())), run)
     wants = receive_letter(channel, run, limits, _small)

@@ -443,8 +443,8 @@ class ElasticTransport(Times):
             boundary: returns the state of the round that the newcomer requests, None for the newest.
             hash_after: see `gossamer.transport.elastic.newcomer.host`.
         """
-        endpoint = self._endpoint
-        owned = None if endpoint.keys is None else endpoint.keys.numbers(channel.certificate)
+        keys = self._endpoint.keys
+        owned = None if keys is None else keys.numbers(channel.certificate)
 
         def given(place: Applicant) -> SlotEntry | None:
             wanted = None if place.wants is None else {place.wants}
@@ -452,17 +452,7 @@ class ElasticTransport(Times):
             return self.give_slot(place.nonce, place.address, allowed)
 
         try:
-            host(
-                channel,
-                endpoint.run,
-                self.members.limits,
-                self.worker,
-                boundary=boundary,
-                hash_after=hash_after,
-                give_slot=given,
-                entries=lambda: dict(self.members.entries),
-                keys=endpoint.keys,
-            )
+            host(channel, self.members, self._endpoint, give_slot=given, boundary=boundary, hash_after=hash_after)
         except (OSError, GossamerError) as error:
             log.info("worker %d stopped serving a newcomer: %s", self.worker, error)
 
