@@ -590,11 +590,12 @@ def test_a_peer_that_asks_and_does_not_read_loses_its_connection() -> None:
         opens.wait(LIMIT_S)
         raise ConnectionError("it never opened")
 
+    with socket.socket() as unused:
+        endpoint = Endpoint(unused, RUN, SECRET, LIMIT_S)
     owner = Owner(
         0,
-        RUN,
+        endpoint,
         limits(2),
-        LIMIT_S,
         lambda link, letter, size: True,
         lambda link, letter: None,
         lambda link, why: lost.append(why),

@@ -76,12 +76,11 @@ class ConnectionServer:
     def __init__(self, endpoint: Endpoint, letters: WorkerLetters, settings: Mapping[str, str]) -> None:
         self._endpoint, self._letters, self._settings = endpoint, letters, settings
         self.refusals, self._silent = Refusals(), ConnectionLimit()
-        self._me, limits = letters.limits.workers, letters.limits
+        self._me = letters.limits.workers
         self._owner = Owner(
             self._me,
-            endpoint.run,
-            limits,
-            endpoint.timeout_s,
+            endpoint,
+            letters.limits,
             self._accepts,
             self._heard,
             lambda connection, why: self._inputs.put(_Lost(connection, why)),

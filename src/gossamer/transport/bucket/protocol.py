@@ -799,11 +799,8 @@ class Attendance(SlotHolder[StoreWorker]):
             if self.seen.live(self._looked_s, terms.timeout_s) <= {self.slot}:
                 break
             waited_s += yield from self._pause(waited_s)
-        mine, others, names = (
-            (yield Do(self._work.common)),
-            dict[int, str](),
-            (yield from self._names(f"r{after:08d}-f")),
-        )
+        mine, others = (yield Do(self._work.common)), dict[int, str]()
+        names = yield from self._names(f"r{after:08d}-f")
         for match in filter(None, map(_NAMES.fullmatch, names)):
             if match["sender"] and int(match["round"]) == after and int(match["sender"]) < terms.workers:
                 item = yield from self._try_read(match[0])

@@ -113,14 +113,7 @@ class ElasticTransport(Times):
         self.redial = Redial(2 * self._beat_s, endpoint.timeout_s)
         self.refusals = Refusals()
         self._owner = Owner(
-            self.worker,
-            endpoint.run,
-            members.limits,
-            endpoint.timeout_s,
-            self._accepts,
-            self._heard,
-            self._lost,
-            self.refusals,
+            self.worker, endpoint, members.limits, self._accepts, self._heard, self._lost, self.refusals
         )
         self._links: dict[int, list[PeerConnection]] = {}
         self._like: dict[tuple[Ticket, int], list[Tensor]] = {}

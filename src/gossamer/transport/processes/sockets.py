@@ -82,9 +82,8 @@ class SocketTransport(RoundTransport[TicketState]):
         most = LIFE_LIMIT - 1  # tighter bounds apply once the exchange is announced (`_accepts`)
         self._owner = Owner(
             me,
-            endpoint.run,
+            endpoint,
             Limits(member.workers, most, most, most),
-            endpoint.timeout_s,
             self._accepts,
             self._heard,
             self._gone,
@@ -248,16 +247,9 @@ class SocketTransport(RoundTransport[TicketState]):
         """This worker's view, for status queries."""
         now_s = time.monotonic()
         with self._news:
-            status = {
-                peer: MemberStatus.ALIVE
-                if peer not in self._lost
-                else MemberStatus.LEFT
-                if self._lost[peer] == CLOSED
-                else MemberStatus.SUSPECT
-                for peer in range(len(self._addresses))
-            }
+            ended = {j: MemberStatus.LEFT if why == CLOSED else MemberStatus.SUSPECT for j, why in self._lost.items()}
             entries = [
-                SlotEntry(slot, 0, 0, status[slot], 0, address, self._rounds[slot])
+                SlotEntry(slot, 0, 0, ended.get(slot, MemberStatus.ALIVE), 0, address, self._rounds[slot])
                 for slot, address in enumerate(self._addresses)
             ]
         moved = {slot: peer.connection.moved_s for slot, peer in self._peers.items()}

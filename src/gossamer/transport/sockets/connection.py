@@ -59,10 +59,9 @@ class Owner(NamedTuple):
 
     me: int
     """The number of this process."""
-    run: int
+    endpoint: Endpoint
+    """Its `timeout_s` is how long the other end may accept no bytes, or pause in the middle of a letter."""
     limits: Limits
-    timeout_s: float
-    """How long the other end may accept no bytes, or pause in the middle of a letter."""
     accepts: Callable[["PeerConnection", Letter, int], bool]
     """Whether a body of this size may follow a header."""
     received: Callable[["PeerConnection", Letter], None]
@@ -158,10 +157,10 @@ class PeerConnection:
             return
         _start(self._read, channel, threading.current_thread())
         try:
-            channel.wait_at_most(self._owner.timeout_s)
+            channel.wait_at_most(self._owner.endpoint.timeout_s)
             while (item := self._next_letter(channel)) is not None and not self._closed:
                 letter = item if isinstance(item, Letter) else item()
-                send_letter(channel, letter, self._owner.run)
+                send_letter(channel, letter, self._owner.endpoint.run)
                 self._owner.sent(self, letter)
                 if letter.kind is LetterKind.END:
                     return  # the connection lasts until the other end closes, which the reader notices
@@ -172,7 +171,7 @@ class PeerConnection:
     def _next_letter(self, channel: Channel) -> "Letter | Callable[[], Letter] | None":
         while not channel.settle():
             with contextlib.suppress(queue.Empty):
-                return self._letters.get(timeout=min(SETTLES_S, self._owner.timeout_s / 8))
+                return self._letters.get(timeout=min(SETTLES_S, self._owner.endpoint.timeout_s / 8))
         return self._letters.get()
 
     def _read(self, channel: Channel, writer: threading.Thread) -> None:
@@ -190,7 +189,7 @@ class PeerConnection:
         try:
             while (
                 letter := receive_letter(
-                    channel, owner.run, owner.limits, self._accepts, idle=True, memory=owner.memory
+                    channel, owner.endpoint.run, owner.limits, self._accepts, idle=True, memory=owner.memory
                 )
             ).kind not in _LAST:
                 owner.received(self, letter)
