@@ -15,7 +15,6 @@ import os
 import re
 import secrets
 import stat
-import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import unquote
@@ -255,9 +254,9 @@ def opened_bucket(url: str) -> Bucket:
                 "the store '%s' was not there and is made for a new run; to join one that is there already, correct the address",
                 bucket.root,
             )
-        if isinstance(bucket, Folder):
-            bucket.remove_parts()
         refuses = bucket.create(name, b"1") and not bucket.create(name, b"2")
+        if isinstance(bucket, Folder):
+            bucket.remove_parts(name)
         bucket.get(name, 1)
         bucket.names("~")  # behind all names of a run
         bucket.remove(name)
@@ -298,14 +297,15 @@ class Folder:
                 os.unlink(part)
         return True
 
-    def remove_parts(self) -> None:
-        """Removes what processes that were killed have left of objects: parts that nobody has written to for an hour.
+    def remove_parts(self, newest: str) -> None:
+        """Removes what killed processes have left of objects: parts that nobody had written to for an hour before this object.
 
-        A process that was only stopped for so long writes its object once more.
+        So the clock of the store alone counts. A process that was only stopped for so long writes its object once more.
         """
+        now_s = os.stat(os.path.join(self.root, newest)).st_mtime
         for entry in os.scandir(self.root):
             with contextlib.suppress(FileNotFoundError):  # another process removes it too
-                if _PART.fullmatch(entry.name) and time.time() - entry.stat().st_mtime > _LEFT_S:
+                if _PART.fullmatch(entry.name) and now_s - entry.stat().st_mtime > _LEFT_S:
                     os.unlink(entry.path)
 
     def get(self, name: str, most_bytes: int) -> bytes | None:
