@@ -49,7 +49,7 @@ class Averager(Participant):
         self.core.limit_bytes = 1 << 10
 
     def _outbox(self) -> list[Outgoing]:
-        outbox = super()._outbox() + [Outgoing(peer, letter) for peer, letter in self.closing.outbox]
+        outbox = super()._outbox() + self.closing.outbox
         self.closing.outbox.clear()
         return outbox
 

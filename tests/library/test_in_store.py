@@ -33,7 +33,7 @@ from gossamer.rules import RULES
 from gossamer.run.config.recipes import missing
 from gossamer.topologies import make_topology
 from gossamer.transport.bucket import bucket
-from gossamer.transport.bucket.bucket import ObjectLimit, sealed
+from gossamer.transport.bucket.bucket import ObjectLimit, SecretSeal
 from gossamer.transport.keys import certificate_of, new_key
 from gossamer.tree import nbytes
 from s3 import S3
@@ -432,7 +432,7 @@ def test_a_state_that_is_none_of_the_loop_is_refused_in_a_sentence(tmp_path: Pat
         assert len([*train(outer, STATE_EVERY)]) == STATE_EVERY
     state = tmp_path / f"s{STATE_EVERY:08d}"
     state.unlink()
-    state.write_bytes(sealed(b"", state.name, {"slot": 0}, body))
+    state.write_bytes(SecretSeal().sealed(state.name, {"slot": 0}, body))
     if body == b"no state":
         with loop_in(tmp_path, 1, workers=1) as again:
             assert hash_of(again) == hash_of(outer), "that of the start and all means"

@@ -38,12 +38,13 @@ from gossamer.rules import RULES
 from gossamer.run.config.recipes import missing
 from gossamer.topologies import make_topology
 from gossamer.transport.contract import Ticket
-from gossamer.transport.elastic import transport as elastic_transport
 from gossamer.transport.elastic.newcomer import Applicant, ask
 from gossamer.transport.keys import Keys, read_peers
 from gossamer.transport.processes.local import loopback
 from gossamer.transport.processes.sockets import SocketTransport
+from gossamer.transport.sockets import connection
 from gossamer.transport.sockets.channel import Channel
+from gossamer.transport.sockets.handshake import dial
 
 TIMEOUT_S = 20.0
 
@@ -55,7 +56,7 @@ LANES = list[LaneTransport]()
 
 def told_of_lanes(folder: Path, name: str) -> None:
     """Notes whom the lane of this process hears, and cuts its connection with site J while there is a file `cut-NAME-J`."""
-    collect, dial = LaneTransport.collect, elastic_transport.dial
+    collect = LaneTransport.collect
 
     def is_cut(peer: int) -> bool:
         return (folder / f"cut-{name}-{peer}").exists()
@@ -79,7 +80,7 @@ def told_of_lanes(folder: Path, name: str) -> None:
                         if link.channel is not None:
                             link.channel.close()
 
-    LaneTransport.collect, elastic_transport.dial = counted, dialled  # type: ignore[method-assign]
+    LaneTransport.collect, connection.dial = counted, dialled  # type: ignore[method-assign]
     threading.Thread(target=keep_cutting, daemon=True).start()
 
 

@@ -19,7 +19,7 @@ from gossamer.report.page.web import Page
 from gossamer.report.reading import stored
 from gossamer.report.reading.status import store_status
 from gossamer.report.reading.stored import NO_LOSSES, FollowedStore
-from gossamer.transport.bucket.bucket import Folder, sealed
+from gossamer.transport.bucket.bucket import Folder, SecretSeal
 from gossamer.transport.bucket.protocol import commit_name, lease_name
 
 SETTINGS = {"rule.name": '"diloco"', "topology.name": '"complete"'}
@@ -59,7 +59,7 @@ def begun(root: Path, rounds: int | None = 10, **more: object) -> Folder:
 
 
 def put(store: Folder, name: str, head: dict[str, Any]) -> None:
-    assert store.create(name, sealed(b"", name, head))
+    assert store.create(name, SecretSeal().sealed(name, head))
 
 
 def commit(round: int, slots: Sequence[int] = (0, 1), **more: object) -> dict[str, Any]:
@@ -214,7 +214,7 @@ def test_objects_that_no_worker_writes_are_left_out_and_hide_no_later_ones(
 ) -> None:
     put(store, commit_name(0), commit(0))
     name = commit_name(number)
-    assert store.create(name, b"x" * 99 if head is None else sealed(b"", name, head))
+    assert store.create(name, b"x" * 99 if head is None else SecretSeal().sealed(name, head))
     store.create("r00000003-commit-", b"")
     store.create("t00001-99999", b"")
     run = look(FollowedStore(store.root))

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,11 +13,10 @@ from gossamer.transport.bucket.bucket import (
     Bucket,
     Folder,
     ObjectStore,
+    SecretSeal,
     bucket_at,
     is_lasting,
     opened_bucket,
-    opened_item,
-    sealed,
 )
 from s3 import s3
 
@@ -48,6 +48,17 @@ def test_of_many_concurrent_creates_of_an_object_one_succeeds_and_all_read_its_b
         one.join()
     assert len(created) == 1
     assert bucket.get("r0-commit", 100_000) == bytes(created) * 100_000
+
+
+def test_what_killed_processes_have_left_of_objects_is_removed_from_a_folder(tmp_path: Path) -> None:
+    """A worker that is killed as it writes leaves up to a whole state under another name."""
+    left, written, others = ".0123456789abcdef", ".fedcba9876543210", ".nfs00000000012"
+    for name in (left, written, others, "s00000002"):
+        (tmp_path / name).write_bytes(b"a part")
+    for name in (left, others, "s00000002"):
+        os.utime(tmp_path / name, (time.time() - 3700,) * 2)
+    assert opened_bucket(str(tmp_path)).names("") == ["s00000002"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([written, others, "s00000002"])
 
 
 def test_names_come_sorted_and_only_those_behind_the_one_that_is_given(bucket: Bucket) -> None:
@@ -120,16 +131,16 @@ def test_an_incomplete_address_makes_no_folder_of_that_name(
 
 @pytest.mark.parametrize("what", ["head", "body", "name", "secret", "length"])
 def test_an_object_that_is_damaged_or_of_somebody_else_is_refused(what: str) -> None:
-    raw = bytearray(sealed(b"k", "r0", {"steps": 5}, b"abc"))
+    raw = bytearray(SecretSeal(b"k").sealed("r0", {"steps": 5}, b"abc"))
     if what == "length":
         raw[32:36] = (1 << 30).to_bytes(4, "little")
     raw[-1] ^= what == "body"
     raw[40] ^= what == "head"
     with pytest.raises(TransportError, match="is not what a worker of this run wrote there"):
-        opened_item(b"other" if what == "secret" else b"k", "r1" if what == "name" else "r0", bytes(raw))
+        SecretSeal(b"other" if what == "secret" else b"k").opened("r1" if what == "name" else "r0", bytes(raw))
     for size in range(0, 40, 7):
         with pytest.raises(TransportError):
-            opened_item(b"k", "r0", bytes(raw[:size]))
+            SecretSeal(b"k").opened("r0", bytes(raw[:size]))
 
 
 def test_errors_of_an_object_store_are_those_of_a_system_that_may_be_asked_again(

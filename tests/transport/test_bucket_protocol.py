@@ -22,7 +22,7 @@ from gossamer.network.links import Network
 from gossamer.network.pricing import price
 from gossamer.network.store_time import StoreLink
 from gossamer.record.logs.trace import from_targets
-from gossamer.transport.bucket.bucket import Folder, Seal, opened_item, sealed
+from gossamer.transport.bucket.bucket import Folder, Seal, SecretSeal
 from gossamer.transport.bucket.protocol import (
     Asking,
     Attendance,
@@ -350,7 +350,7 @@ def commits_of(world: World) -> Iterator[Commit]:
     for round in range(world.terms.rounds):
         name = f"r{round:08d}-commit"
         assert name in world.store.objects, f"round {round} is lost"
-        found = commit_in(round, opened_item(b"", name, world.store.objects[name]).head, world.terms.workers)
+        found = commit_in(round, SecretSeal().opened(name, world.store.objects[name]).head, world.terms.workers)
         assert found is not None
         yield found
 
@@ -391,7 +391,7 @@ def live_through(seed: int, prepare: Callable[[World], None] = lambda world: Non
 def start_of(world: World) -> str:
     """What all begin with: the state of the start in the store, where it is there."""
     raw = world.store.ever.get("s00000000")
-    return "" if raw is None else json.loads(bytes(opened_item(b"", "s00000000", raw).body))[1]
+    return "" if raw is None else json.loads(bytes(SecretSeal().opened("s00000000", raw).body))[1]
 
 
 def must_hold(world: World) -> None:
@@ -401,7 +401,7 @@ def must_hold(world: World) -> None:
     states, steps = {0: x}, [0] * world.terms.workers
     for commit in commits_of(world):
         name = f"r{commit.round:08d}-mean-{commit.mean}"
-        mean = bytes(opened_item(b"", name, world.store.ever[name]).body)
+        mean = bytes(SecretSeal().opened(name, world.store.ever[name]).body)
         sent = {str(slot): f"{commit.round} {part.steps} {x}" for slot, part in commit.parts.items()}
         assert json.loads(mean) == sent
         x = states[commit.round + 1] = after(x, mean)
@@ -441,7 +441,7 @@ def must_hold_in_gossip(world: World) -> None:
         sent: dict[int, bytes] = {}
         for slot, part in commit.parts.items():
             name = f"r{commit.round:08d}-from-{slot:05d}-{part.life:04d}"
-            sent[slot] = bytes(opened_item(b"", name, world.store.ever[name]).body)
+            sent[slot] = bytes(SecretSeal().opened(name, world.store.ever[name]).body)
             if part.begun is not None:
                 hashes = {
                     hashlib.sha256(one.encode()).hexdigest(): one for one in states[part.begun.donor, part.begun.after]
@@ -821,8 +821,10 @@ def test_a_newcomer_passes_over_a_damaged_state_for_an_older_one(kind: type[Chai
         broken.extend(name for name in objects if name.startswith(newest))
         assert any("s" <= name < newest for name in objects), "there is an older one"
         for name in broken:
-            head = opened_item(b"", name, objects[name]).head
-            objects[name] = objects[name][:-1] + b"?" if what == "damaged" else sealed(b"", name, head, what.encode())
+            head = SecretSeal().opened(name, objects[name]).head
+            objects[name] = (
+                objects[name][:-1] + b"?" if what == "damaged" else SecretSeal().sealed(name, head, what.encode())
+            )
 
     world.at(320.0, all_die)
     for delay in (0.0, 1.0, 330.0, 331.0):
@@ -878,7 +880,7 @@ def test_no_message_makes_an_honest_worker_write_an_unreadable_outcome(head: dic
     world = World(0, workers=3, rounds=4, faults=0.0)
     objects = {"t00002-0000": {"nonce": ""}, "r00000000-from-00002-0000": head, "v00002-0000": {}}
     for name, head_there in objects.items():
-        world.store.take(Create(name, sealed(b"", name, head_there, b"0 5 ")))
+        world.store.take(Create(name, SecretSeal().sealed(name, head_there, b"0 5 ")))
     for _ in range(2):
         world.start({})
     world.run()

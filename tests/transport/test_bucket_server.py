@@ -21,7 +21,7 @@ from gossamer.clock.server_core import CoreState, Send, ServerAction, ServerCore
 from gossamer.errors import PeerError
 from gossamer.layout import Layout, Leaf
 from gossamer.record.packed import packed, unpacked
-from gossamer.transport.bucket.bucket import opened_item, sealed
+from gossamer.transport.bucket.bucket import SecretSeal
 from gossamer.transport.bucket.protocol import Asking, Create, Do, Get, SlotLostError, Steps
 from gossamer.transport.bucket.server_log import ServerAttendance, ServerEvent, event_in
 
@@ -164,7 +164,7 @@ def events_of(world: World) -> Iterator[tuple[int, ServerEvent, bytes]]:
     present, last_s = set[int](), 0.0
     for number in range(len([name for name in world.store.ever if name.endswith("commit")])):
         name = f"r{number:08d}-commit"
-        event = event_in(number, opened_item(b"", name, world.store.ever[name]), world.terms.workers)
+        event = event_in(number, SecretSeal().opened(name, world.store.ever[name]), world.terms.workers)
         assert event is not None and event.time_s >= last_s
         last_s, who, message = event.time_s, (event.worker, event.life), b""
         here = event.worker in present and lives[event.worker] == event.life
@@ -181,7 +181,7 @@ def events_of(world: World) -> Iterator[tuple[int, ServerEvent, bytes]]:
             if not here:
                 continue
             name = f"r{event.message:08d}-from-{who[0]:05d}-{who[1]:04d}"
-            message = bytes(opened_item(b"", name, world.store.ever[name]).body)
+            message = bytes(SecretSeal().opened(name, world.store.ever[name]).body)
         yield number, event, message
 
 
@@ -275,9 +275,9 @@ def test_a_newcomer_passes_over_a_damaged_state_of_the_server_for_an_older_one(
         if what == "damaged":
             objects[newest] += b"?"
         else:
-            item = opened_item(b"", newest, objects[newest])
+            item = SecretSeal().opened(newest, objects[newest])
             head, body = ({}, item.body) if what == "without lives" else (item.head, b"no state")
-            objects[newest] = sealed(b"", newest, head, body)
+            objects[newest] = SecretSeal().sealed(newest, head, body)
 
     world.at(320.0, all_die)
     for delay in (0.0, 1.0, 330.0, 331.0):

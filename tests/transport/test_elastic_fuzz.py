@@ -39,6 +39,7 @@ from gossamer.transport.elastic.members import (
 )
 from gossamer.transport.sockets import letter as letters
 from gossamer.transport.sockets.channel import Channel
+from gossamer.transport.sockets.connection import Endpoint
 from gossamer.transport.sockets.header import HEADER_BYTES, LetterKind, Limits
 from gossamer.transport.sockets.letter import Letter, body_of, receive_letter
 from tiny import limits, tiny
@@ -163,11 +164,9 @@ def test_thousands_of_requests_and_offers_of_newcomers_are_answered_or_refused(
     host = functools.partial(
         newcomer.host,
         cast(Any, near),
-        3,
-        limits(3),
-        0,
+        Members(limits(3), 0, [SlotEntry(0, 0, 1, MemberStatus.ALIVE, 0, "127.0.0.1:4000"), entry]),
+        Endpoint(near, 3, b"s", 1.0),
         give_slot=lambda place: entry,
-        entries=lambda: {2: entry},
         boundary=lambda _: state,
     )
     monkeypatch.setattr(newcomer, "dial", lambda *args, **options: socket.socket())
@@ -276,7 +275,7 @@ def test_claims_of_a_worker_above_the_limits_of_the_run_are_not_forwarded(tmp_pa
 def test_thousands_of_letters_in_any_order_never_raise_in_calls_nor_fill_them(count: int) -> None:
     draw = random.Random(10)
     kinds = [kind for kind in LetterKind if LetterKind.FETCH <= kind <= LetterKind.DONE]
-    members = Members(limits(3), 0, read_membership_update(NEWS, limits(3)) or [])
+    members = Members(limits(3), 0, read_membership_update(NEWS, limits(3)) or ())
     fetches = Fetches(members, 4, limit_s=5.0)
     meetings = Meetings(
         members, 4, limit_s=5.0, tell=lambda one: torch.zeros(4, dtype=torch.uint8), meet=lambda one, payload: None
@@ -323,4 +322,4 @@ def test_thousands_of_address_files_are_addresses_or_passed_over(count: int, tmp
         path.write_bytes(changed(raw, draw) if number % 2 else json.dumps(swapped(value, draw)).encode())
         for found in read_addresses(tmp_path):
             entry = SlotEntry(0, 0, 0, MemberStatus.ALIVE, 0, found.address)
-            assert read_membership_update(membership_update({0: entry}), limits(1)) == [entry], found
+            assert read_membership_update(membership_update({0: entry}), limits(1)) == (entry,), found

@@ -20,11 +20,11 @@ from gossamer.record.packed import packable_snapshot, unpacked
 from gossamer.run.participant.state_transfer import fetch_state
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic import newcomer
-from gossamer.transport.elastic import transport as elastic_transport
 from gossamer.transport.elastic.closing import LeftOutError
 from gossamer.transport.elastic.core import Outcome
 from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry, membership_update
 from gossamer.transport.elastic.transport import ElasticTransport
+from gossamer.transport.sockets import connection
 from gossamer.transport.sockets import letter as letters
 from gossamer.transport.sockets.addresses import listen, shown
 from gossamer.transport.sockets.addresses import split as host_and_port
@@ -306,7 +306,7 @@ def test_a_worker_accepts_connections_again_after_it_had_no_thread_left(monkeypa
 def test_where_a_fault_of_its_own_ends_the_thread_that_writes_a_worker_loses_the_connection_and_opens_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    dial, failed = elastic_transport.dial, list[int]()
+    failed = list[int]()
 
     def once(address: str, secret: bytes, *, me: int, **more: Any) -> Channel:
         if not failed:
@@ -314,7 +314,7 @@ def test_where_a_fault_of_its_own_ends_the_thread_that_writes_a_worker_loses_the
             raise ZeroDivisionError("a fault")
         return dial(address, secret, me=me, **more)
 
-    monkeypatch.setattr(elastic_transport, "dial", once)
+    monkeypatch.setattr(connection, "dial", once)
     with crew(2) as (transports, _):
         together(transports, 0)
         assert failed
@@ -369,7 +369,6 @@ def test_all_workers_may_fetch_their_states_from_one_address_at_once() -> None:
 
 def test_two_that_reach_the_others_and_not_each_other_hold_up_no_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     """As two behind routers at home, which dial and cannot be dialled: one of them is left out under every leader."""
-    dial = elastic_transport.dial
 
     def cut(address: str, secret: bytes, *, me: int, whom: int, **more: Any) -> Channel:
         if {me, whom} == {1, 2}:
@@ -393,7 +392,7 @@ def test_two_that_reach_the_others_and_not_each_other_hold_up_no_mean(monkeypatc
         except LeftOutError:
             return None
 
-    monkeypatch.setattr(elastic_transport, "dial", cut)
+    monkeypatch.setattr(connection, "dial", cut)
     with crew(3, timeout_s=3.0, limit_bytes=1 << 12) as (transports, _), ThreadPoolExecutor(3) as pool:
         first, *two = pool.map(closed, transports)
     assert first is not None and sorted(two, key=lambda one: one is None)[1:] == [None] and any(two)
@@ -480,7 +479,6 @@ def test_where_small_messages_pass_and_large_ones_never_do_an_exchange_is_missed
         assert transport.collect(ticket) == {}
         return set(transport.outcomes()[ticket].values())
 
-    dial = elastic_transport.dial
     with (
         crew(2, timeout_s=3.0, limit_bytes=1 << 20) as (transports, entries),
         black_hole(entries[0].address, 4_000) as to_0,
@@ -489,7 +487,7 @@ def test_where_small_messages_pass_and_large_ones_never_do_an_exchange_is_missed
     ):
         ways = {entries[0].address: to_0, entries[1].address: to_1}
         monkeypatch.setattr(
-            elastic_transport, "dial", lambda address, secret, **more: dial(ways.get(address, address), secret, **more)
+            connection, "dial", lambda address, secret, **more: dial(ways.get(address, address), secret, **more)
         )  # a transport of another test may still dial
         waits = [pool.submit(missed, transport) for transport in transports]
         assert all(each.result(LIMIT_S) in ({Outcome.MISSED}, {Outcome.UNSURE}) for each in waits)
@@ -514,18 +512,18 @@ def test_the_state_of_a_round_is_packed_only_when_the_first_newcomer_asks_and_is
     assert not packed
     entry = SlotEntry(1, 1, 5, MemberStatus.JOINING, 0, "127.0.0.1:4002")
     own = newcomer.Applicant(5, "127.0.0.1:4002", 1)
+    members = Members(limits(3), 0, [SlotEntry(0, 0, 1, MemberStatus.ALIVE, 0, "127.0.0.1:4000"), entry])
     for _ in range(2):
         near, far = (Channel(sock, LIMIT_S) for sock in socket.socketpair())
-        with near, far, ThreadPoolExecutor(1) as pool, pytest.MonkeyPatch.context() as patch:
+        listener = socket.create_server(("127.0.0.1", 0))
+        with near, far, listener, ThreadPoolExecutor(1) as pool, pytest.MonkeyPatch.context() as patch:
             patch.setattr(newcomer, "dial", lambda *args, end=far, **options: end)
             hosting = pool.submit(
                 newcomer.host,
                 near,
-                RUN,
-                limits(3),
-                0,
+                members,
+                Endpoint(listener, RUN, SECRET, LIMIT_S),
                 give_slot=lambda place: entry,
-                entries=lambda: {1: entry},
                 boundary=lambda _: kept,
             )
             offer = newcomer.ask("", SECRET, own, run=RUN, limits=limits(3), timeout_s=LIMIT_S)
@@ -592,11 +590,12 @@ def test_a_peer_that_asks_and_does_not_read_loses_its_connection() -> None:
         opens.wait(LIMIT_S)
         raise ConnectionError("it never opened")
 
+    with socket.socket() as unused:
+        endpoint = Endpoint(unused, RUN, SECRET, LIMIT_S)
     owner = Owner(
         0,
-        RUN,
+        endpoint,
         limits(2),
-        LIMIT_S,
         lambda link, letter, size: True,
         lambda link, letter: None,
         lambda link, why: lost.append(why),

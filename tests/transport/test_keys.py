@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import errno
 import itertools
 import os
 import re
@@ -185,6 +186,20 @@ def test_a_key_is_for_its_owner_alone_and_its_certificate_contains_no_name(
     open_to_all.chmod(0o644)
     with pytest.raises(ConfigError, match=r"can be read by others \(mode 644\); run chmod 600"):
         certificate_of(open_to_all)
+
+
+def test_a_key_that_could_not_be_written_leaves_no_file_in_the_way_of_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, mode: str) -> None:
+        os.close(descriptor)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdopen", full)
+        with pytest.raises(ConfigError, match=r"could not be written to .* \(No space left on device\)"):
+            new_key("berlin", tmp_path / "berlin.pem")
+    assert new_key("berlin", tmp_path / "berlin.pem").exists()
 
 
 def test_a_command_that_a_sentence_gives_can_be_typed_for_a_key_of_any_name(tmp_path: Path) -> None:
@@ -867,13 +882,10 @@ def test_a_newcomer_gets_a_slot_of_its_own_key_and_no_other(files: dict[str, Pat
             given.append(allowed)
             host(
                 channel,
-                RUN,
-                limits(3),
-                0,
+                members,
+                Endpoint(sock, RUN, b"", TIMEOUT_S, keys=keys[0]),
                 give_slot=lambda place: members.give_slot(place.nonce, place.address, kept(allowed)),
-                entries=lambda: dict(members.entries),
                 boundary=lambda *_: Handover(0, lambda: b"state"),
-                keys=keys[0],
             )
 
     def kept(allowed: frozenset[int]) -> set[int]:

@@ -16,6 +16,7 @@ from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic.ask import look
 from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.sockets import SocketTransport
+from gossamer.transport.sockets import connection
 from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.connection import Endpoint
 from gossamer.transport.sockets.handshake import dial
@@ -37,7 +38,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SocketTransport]]:
             raise LostConnectionError("it was lost during the handshake")
         return dial(address, secret, me=me, whom=whom, **how)
 
-    monkeypatch.setattr("gossamer.transport.processes.sockets.dial", hung_up_on)
+    monkeypatch.setattr(connection, "dial", hung_up_on)
     store, listeners = HashStore(), [socket.create_server(("127.0.0.1", 0)) for _ in range(N)]
     addresses = [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
     made = [

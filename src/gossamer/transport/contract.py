@@ -1,5 +1,6 @@
 """What an exchange needs of a network: tickets that name messages, and the transport that carries them."""
 
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
@@ -55,6 +56,27 @@ class Wait(NamedTuple):
     ticket: Ticket
     start_s: float
     end_s: float
+
+
+_MOST_TIMES = 1 << 14
+
+
+class Times:
+    """The waits and deliveries of a transport. Any thread may append to them, which needs no lock.
+
+    Beyond a limit the oldest are dropped.
+    """
+
+    def __init__(self) -> None:
+        self._waits, self._deliveries = deque[Wait](maxlen=_MOST_TIMES), deque[Delivery](maxlen=_MOST_TIMES)
+
+    def waits(self) -> list[Wait]:
+        """The times for which its caller waited for messages, since the last call."""
+        return [self._waits.popleft() for _ in range(len(self._waits))]
+
+    def deliveries(self) -> list[Delivery]:
+        """The messages received since the last call; none on NCCL, where header and payload arrive together."""
+        return [self._deliveries.popleft() for _ in range(len(self._deliveries))]
 
 
 class Closes(Protocol):

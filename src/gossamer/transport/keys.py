@@ -25,7 +25,7 @@ from pydantic import Field
 
 from gossamer.errors import ConfigError, RefusedError, require
 from gossamer.settings.schema import build, read_toml, settings
-from gossamer.transport.secret import others_may_read
+from gossamer.transport.secret import others_may_read, write_private
 
 KEY = "GOSSAMER_KEY"
 """The environment variable with the file of this machine's key."""
@@ -261,10 +261,7 @@ def new_key(name: str, path: Path | None = None) -> Path:
     content = _new_key_pem()
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=stat.S_IRWXU)
-        # Created with its mode: between writing and a later chmod others could read it.
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, stat.S_IRUSR | stat.S_IWUSR)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
+        write_private(path, content)
     except FileExistsError:
         raise ConfigError(f"'{path}' exists, and a key is never written over; choose another name or --out") from None
     except OSError as error:

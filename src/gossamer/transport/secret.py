@@ -40,7 +40,12 @@ def code(secret: bytes, *parts: bytes) -> bytes:
     >>> len(code(b"s", b"ab", b"c")), code(b"s", b"ab", b"c") == code(b"s", b"a", b"bc")
     (32, False)
     """
-    return hmac.digest(secret, b"".join(len(part).to_bytes(8, "little") + part for part in parts), "sha256")
+    return hmac.digest(secret, framed(*parts), "sha256")
+
+
+def framed(*parts: bytes) -> bytes:
+    """What is signed: parts that cannot run into each other."""
+    return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
 
 
 def environment_secret() -> bytes:
@@ -88,6 +93,18 @@ def read_secret(path: Path) -> str:
     return _checked(text, f"the file '{path}'").decode()
 
 
+def write_private(path: Path, content: bytes) -> None:
+    """Writes a new file that its owner alone may read. Raises: OSError, and leaves none then."""
+    # Created with its mode: between writing and a later chmod others could read it.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, stat.S_IRUSR | stat.S_IWUSR)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+    except OSError:
+        path.unlink()
+        raise
+
+
 def folder_secret(folder: Path, *, make: bool = False) -> bytes:
     """The secret of a run: from the environment, else from its folder, else a new one written there, readable by its
     owner only.
@@ -109,10 +126,7 @@ def folder_secret(folder: Path, *, make: bool = False) -> bytes:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         scratch.unlink(missing_ok=True)
-        # Created with its mode: between writing and a later chmod others could read it.
-        descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, stat.S_IRUSR | stat.S_IWUSR)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text + "\n")
+        write_private(scratch, f"{text}\n".encode())
         os.replace(scratch, path)  # atomic: a concurrent reader gets the whole secret or none
     except OSError as error:
         raise ConfigError(

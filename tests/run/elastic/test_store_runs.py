@@ -33,7 +33,7 @@ from gossamer.run.served.in_store import train_served_in_store
 from gossamer.run.worker.task import task_of
 from gossamer.stop_signals import Asked
 from gossamer.topologies import complete
-from gossamer.transport.bucket.bucket import sealed
+from gossamer.transport.bucket.bucket import SecretSeal
 from gossamer.transport.bucket.protocol import Basis
 from gossamer.transport.keys import certificate_of, new_key
 from gossamer.tree import leaves
@@ -337,6 +337,46 @@ def test_a_worker_that_leaves_before_its_first_round_has_ended_saves_no_state_of
         assert not [*tmp_path.glob("checkpoints/*")]
 
 
+def test_a_worker_that_has_lost_its_slot_closes_its_record_and_saves_in_the_next_slot_again(tmp_path: Path) -> None:
+    """Another process has the slot then, and would find its port for Prometheus taken."""
+    config = resolve(single(workers=2, run__eval_every=0, **MEANS), real=True)
+    with contextlib.ExitStack() as open_:
+        work = StoreWork(config, tmp_path, task_of(config), Asked(), open_)
+        for slot in (0, 1):
+            work.begin(slot, 0)
+            work.restore(0)
+            work.start(0, Basis(0, slot, ""))
+            work._finished = 1
+            work.leave(1)
+            if not slot:
+                (lost,) = work._record
+        with pytest.raises(ValueError, match="closed"):
+            lost.log("train", round=0)
+        assert [checkpoint.rounds(tmp_path / "checkpoints", slot) for slot in (0, 1)] == [[1], [1]]
+
+
+def test_a_worker_in_a_store_whose_stream_cannot_be_read_saves_and_says_how_it_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, asked = resolve(single(workers=2, run__eval_every=0, **MEANS), real=True), list[int]()
+    with contextlib.ExitStack() as open_:
+        work = StoreWork(config, tmp_path, task_of(config), Asked(), open_)
+        work.agree("the identity of the run")
+        work.begin(1, 0)
+        work.start(2, Basis(2, 0, ""))
+
+        def broken(round: int = 0, rounds: int = 1) -> None:
+            asked.append(round)
+            raise DataError("the stream broke off")
+
+        monkeypatch.setattr(work._replica, "read_ahead", broken)
+        with pytest.raises(
+            DataError, match=r"broke off; this worker has saved and left; start it again with the same command$"
+        ):
+            work.train(2)
+        assert asked == [2] and checkpoint.rounds(tmp_path / "checkpoints", 1) == [2]
+
+
 @pytest.mark.timeout(120)
 def test_a_process_that_leaves_while_it_waits_for_a_slot_names_no_lost_outcome(tmp_path: Path) -> None:
     config = single(workers=2, run__timeout_s=2, run__steps=200, run__pace_s=0.2, run__eval_every=0, **MEANS)
@@ -349,7 +389,7 @@ def test_a_process_that_leaves_while_it_waits_for_a_slot_names_no_lost_outcome(t
     for slot in range(2):  # both slots look held
         life = len([*tmp_path.glob(f"store/t{slot:05d}-*")])
         name = f"t{slot:05d}-{life:04d}"
-        (tmp_path / "store" / name).write_bytes(sealed(b"", name, {"nonce": ""}))
+        (tmp_path / "store" / name).write_bytes(SecretSeal().sealed(name, {"nonce": ""}))
     late = Command(*words, tmp_path / "late")
     until(lambda: (tmp_path / "late" / "store.txt").exists(), late)
     os.kill(late.pid, signal.SIGTERM)

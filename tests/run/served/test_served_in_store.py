@@ -19,7 +19,7 @@ from gossamer.record.logs.arrivals import read_arrivals
 from gossamer.report.page.live import LiveRuns
 from gossamer.report.reading.stored import FollowedStore
 from gossamer.run.config.run_file import RunConfig, digest, dump
-from gossamer.transport.bucket.bucket import Folder, SecretSeal, opened_item
+from gossamer.transport.bucket.bucket import Folder, SecretSeal
 from gossamer.transport.bucket.server_log import event_in
 from gossamer.transport.keys import certificate_of, new_key
 from s3 import S3
@@ -86,7 +86,7 @@ def test_no_kill_costs_an_acknowledged_push_and_the_replay_has_the_bits_of_all(
     def pushed() -> list[tuple[int, int, int]]:
         """The pushes that have an event, in their order."""
         names = sorted(path.name for path in store.glob("r*-commit"))
-        found = [event_in(k, opened_item(b"", name, (store / name).read_bytes()), 2) for k, name in enumerate(names)]
+        found = [event_in(k, SecretSeal().opened(name, (store / name).read_bytes()), 2) for k, name in enumerate(names)]
         return [(one.worker, one.life, one.phase) for one in found if one is not None and one.event == "push"]
 
     def length() -> int:

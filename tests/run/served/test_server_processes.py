@@ -32,6 +32,7 @@ from gossamer.run.config.resolve import resolve, settings_of
 from gossamer.run.config.run_file import digest, dump
 from gossamer.run.participant.agreement import limits_of, run_key
 from gossamer.run.replay.served import replay_server
+from gossamer.run.served.connections import listener_at
 from gossamer.run.served.protocol import Terms
 from gossamer.run.served.served_worker import work
 from gossamer.run.served.server import serve
@@ -44,7 +45,6 @@ from gossamer.transport.keys import KEY, certificate_of, new_key
 from gossamer.transport.processes.local import LISTENER
 from gossamer.transport.secret import SECRET
 from gossamer.transport.sockets.channel import Channel
-from gossamer.transport.sockets.connection_server import listener_at
 from gossamer.transport.sockets.handshake import prove_to_dialler
 from gossamer.transport.sockets.header import HEADER_BYTES, LetterHead, LetterKind, encode
 from gossamer.transport.sockets.letter import Letter, body_of, letters_up_to, receive_letter, send_letter
@@ -736,7 +736,7 @@ def test_a_server_answers_before_it_has_validated_and_saved_and_records_the_same
                     assert done == ([2, 1] if replays else [1, 0])
                     probe.may.set()
             assert session.core.is_finished
-            session.close(100.0)
+            session.records.close(100.0)
         answers[where] = evals(tmp_path / where), model(tmp_path / where, config)
     assert answers["real"][0] == answers["replay"][0] and len(answers["real"][0]) == 1 + config.length.rounds
     assert torch.equal(answers["real"][1], answers["replay"][1])

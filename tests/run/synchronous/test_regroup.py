@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from commands import must_have_stages_in_processes, run
 from gossamer.cli import main
@@ -30,6 +31,7 @@ from gossamer.run.synchronous import regroup
 from gossamer.run.worker.stages.checkpoints import Store
 from gossamer.run.worker.task import task_of
 from gossamer.transport.processes.local import run_local
+from gossamer.transport.processes.member import Member
 from tiny import preset as tiny
 
 MACHINES = 6
@@ -214,7 +216,8 @@ def meet_with(monkeypatch, folder, *logs):
     logs = [[{"id": name, "round": round} for name, round in log] for log in logs]
     others = [[len(log), [dump(tiny(**SMALL)), "[]"], log, "now", "elsewhere"] for log in logs]
     monkeypatch.setattr(regroup, "agree", lambda member, digest, mine, **more: [*others, mine])
-    found = regroup._take_newest_record(settings_of(tiny(**SMALL)), folder, None)
+    member = Member.at(len(others), len(others) + 1, torch.device("cpu"), HashStore())
+    found = regroup._take_newest_record(settings_of(tiny(**SMALL)), folder, member)
     (folder / "meetings.json").write_text(json.dumps(found[:-1]))
     return [(note["id"], note["round"]) for note in found]
 

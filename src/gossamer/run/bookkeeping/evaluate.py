@@ -141,7 +141,7 @@ class Probes:
     """
 
     def __init__(self, probes: Sequence[Probe], each: Each | None = None) -> None:
-        self._each: Each = _one_by_one if each is None else each
+        self._each: Each = each or (lambda function, items: [*map(function, items)])
         self._idle: SimpleQueue[Probe] = SimpleQueue()
         for probe in probes:
             self._idle.put(probe)
@@ -159,10 +159,6 @@ class Probes:
                 self._idle.put(probe)
 
         return self._each(loss, models)
-
-
-def _one_by_one(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
-    return [function(item) for item in items]
 
 
 def assess(vectors: Sequence[Tensor], probes: Probes, buffers: Sequence[Sequence[Tensor]] = ()) -> Assessment:

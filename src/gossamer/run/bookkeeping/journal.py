@@ -13,7 +13,7 @@ from gossamer.clock.saved import as_dicts, rebuilt
 from gossamer.errors import DataError, TrainingError
 from gossamer.finite import GO_ON
 from gossamer.record import checkpoint
-from gossamer.record.folder import RunFolder, Unrecorded
+from gossamer.record.folder import RunFolder, Unrecorded, store_file
 from gossamer.record.lineage import Lineage
 from gossamer.record.logs.events import EventWriter
 from gossamer.record.logs.trace import Entry
@@ -43,7 +43,8 @@ def saver(
 def saved_when_unreadable(error: DataError, folder: Path, finished: int | None = None) -> str:
     """The message of a run that ends regularly because its stream cannot be read; without `finished`, of one worker."""
     what = "this worker has saved and left" if finished is None else f"stopped after round {finished}, and saved"
-    return f"{error}; {what}; resume with --resume {quote(str(folder))}"
+    in_store, resumes = store_file(folder).exists(), f"resume with --resume {quote(str(folder))}"
+    return f"{error}; {what}; {'start it again with the same command' if in_store else resumes}"
 
 
 class Journal:

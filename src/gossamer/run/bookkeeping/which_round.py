@@ -33,7 +33,7 @@ from gossamer.run.bookkeeping.resume import History, history, lineage_of
 from gossamer.run.config.document import with_settings
 from gossamer.run.config.pipeline import LostStage, misfits
 from gossamer.run.config.resolve import resolve_document, settings_in
-from gossamer.run.config.resolved import RunSettings
+from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.run.worker.stages.checkpoints import Store, partition_of
 from gossamer.run.worker.task import Task
 from gossamer.settings.schema import parse_toml, toml_value
@@ -642,22 +642,21 @@ def _ends_equal(run: RunSettings) -> bool:
     """Whether all who took part in a round have the same model at its end, as after a mean over everyone."""
     if run.kind != "rounds" or run.model.own or is_code(f"{run.decisive['rule.name']}"):  # buffers of a model differ
         return False
-    try:
-        return resolve_document(parse_toml(run.document, "a run"), run.parts, real=True).in_rounds.equal_after_rounds
-    except GossamerError:
-        return False
+    resolved = _resolved(run)
+    return resolved is not None and resolved.in_rounds.equal_after_rounds
 
 
 def _may_be_elastic(run: RunSettings) -> bool:
     """Whether the run could continue without the workers whose checkpoints are lost."""
-    if run.kind != "rounds" or run.loop.elastic:
-        return False
-    document = with_settings(parse_toml(run.document, "a run"), {"run.elastic": True})
+    return run.kind == "rounds" and not run.loop.elastic and _resolved(run, {"run.elastic": True}) is not None
+
+
+def _resolved(run: RunSettings, changes: Mapping[str, Any] = MappingProxyType({})) -> ResolvedRun | None:
+    """The run with these changes, for real processes; None where it cannot be resolved."""
     try:
-        resolve_document(document, run.parts, real=True)
+        return resolve_document(with_settings(parse_toml(run.document, "a run"), changes), run.parts, real=True)
     except GossamerError:
-        return False
-    return True
+        return None
 
 
 def newest_of_own(

@@ -353,16 +353,10 @@ class ElasticRounds(Participant[ElasticTransport]):
 
     def save(self, finished: int) -> None:
         """See `Participant`."""
-        store, lineage = self.folder / "checkpoints", self.rendezvous.lineage
         with self.saving:
-            checkpoint.save(
-                store,
-                finished,
-                self.slot,
-                {**self._worker.state(), **self._taken_over_entry()},
-                digest=lineage,
-                keep=KEPT,
-            )
+            folder, lineage = self.folder / "checkpoints", self.rendezvous.lineage
+            state = {**self._worker.state(), **self._taken_over_entry()}
+            checkpoint.save(folder, finished, self.slot, state, digest=lineage, keep=KEPT)
             self.saved_after = finished
 
     def _taken_over_entry(self) -> dict[str, str]:

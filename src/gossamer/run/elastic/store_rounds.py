@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gossamer.errors import CheckpointError, ConfigError, GossamerError
+from gossamer.errors import CheckpointError, ConfigError, DataError, GossamerError
 from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder
 from gossamer.record.locks import locked
@@ -29,7 +29,7 @@ from gossamer.rounds.loop import OuterLoop
 from gossamer.rounds.stopwatch import Stopwatch
 from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.inputs import note_inputs
-from gossamer.run.bookkeeping.journal import Journal
+from gossamer.run.bookkeeping.journal import Journal, saved_when_unreadable
 from gossamer.run.bookkeeping.resume import lineage_of
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.agreement import use_recorded_threads
@@ -85,7 +85,9 @@ class StoreWork(RoundsInStore):
     """The computations of a worker: see `gossamer.transport.bucket.protocol.StoreWorker`."""
 
     def __init__(self, run: ResolvedRun, folder: Path, task: Task, asked: Asked, open_: contextlib.ExitStack) -> None:
-        self._run, self._folder, self._task, self._asked, self._open = run, folder, task, asked, open_
+        self._run, self._folder, self._task, self._asked = run, folder, task, asked
+        self._of_slot = open_.enter_context(contextlib.ExitStack())
+        """Closes the lock and the record of its slot."""
         self._method, self._line = run.in_rounds, lineage_of(run, folder)
         self._fresh = task.data.state()
         gossip = self._method.rule.needs != "everyone"
@@ -108,13 +110,14 @@ class StoreWork(RoundsInStore):
     def begin(self, slot: int, life: int) -> int:
         """See `StoreWorker`."""
         self.slot, self.life = slot, life
+        self._of_slot.close()  # of one that it has lost: another process may have it now, and write these files
         # A hung process may hold the lock after it has lost its slot to this one.
-        self._open.enter_context(locked(self._folder, slot, strict=False))
+        self._of_slot.enter_context(locked(self._folder, slot, strict=False))
         use_recorded_threads(self._run, self._folder, slot)
         self._make()
         self.most_bytes = 128 * self._replica.layout.numel + (1 << 24)
         self._record.clear()
-        self._kept = (0, lambda: b"")  # of another slot, where it has lost that
+        self._kept, self._saved = (0, lambda: b""), -1  # of another slot, where it has lost that
         say(f"worker {slot} takes part in the run of the store, as number {life + 1} in its slot")
         self._asked.sentence = f"worker {slot} is asked to leave after its round"
         self._asked.left_s = lambda: self._replica.phase_left_s
@@ -186,7 +189,7 @@ class StoreWork(RoundsInStore):
         record = RunFolder(
             self._folder, run.document, run.record, worker=self.slot, resume_round=round, traced_per_round=1
         )
-        self._record.append(self._open.enter_context(record))
+        self._record.append(self._of_slot.enter_context(record))
         note_inputs(run, self._task, self._folder, self.slot)
         self._journal = Journal(
             run,
@@ -204,7 +207,11 @@ class StoreWork(RoundsInStore):
 
     def train(self, round: int) -> bytes:
         """See `StoreWorker`."""
-        self._replica.read_ahead()
+        try:
+            self._replica.read_ahead(round)
+        except DataError as error:  # its state is that after the last round, as the phase has not begun
+            self._save_finished()
+            raise DataError(saved_when_unreadable(error, self._folder)) from error
         self._segments: Iterator[Segment] = self._worker.segments(round)
         self._segment = next(self._segments)
         self._phase = self._worker.train(self._segment)
@@ -245,6 +252,11 @@ class StoreWork(RoundsInStore):
         checkpoint.save(folder, finished, self.slot, self._worker.state(), digest=self._line, keep=KEPT)
         self._saved = finished
 
+    def _save_finished(self) -> None:
+        """Saves the state after its last round, unless it is saved."""
+        if self._saved != self._finished and self._finished:
+            self._save(self._finished)
+
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def asked(self) -> bool:
@@ -261,8 +273,8 @@ class StoreWork(RoundsInStore):
 
     def leave(self, round: int) -> None:
         """Saves the state, unless it is saved."""
-        if self._record and self._saved != self._finished and self._finished:
-            self._save(self._finished)
+        if self._record:
+            self._save_finished()
         if self._asked.is_set() and self._record and round < self._run.rounds:
             after = f"after round {self._finished}" if self._finished else "before it has ended a round"
             saved = ", and has saved its state" if self._finished else ""

@@ -63,7 +63,9 @@ def bind_folder(folder: Path, identity: str) -> None:
     if known and path.read_text(encoding="utf-8", errors="replace").strip() == identity:
         return
     if known or _is_bound(folder):
-        raise _other_run(folder)
+        raise ConfigError(
+            f"'{folder}' holds a run that is not the one in this store; give another --out, or the store of that run"
+        )
     make_folder(folder)
     atomic_write(path, f"{identity}\n".encode())
 
@@ -77,9 +79,3 @@ def _has_run(bucket: Bucket) -> bool:
 
 def _is_bound(folder: Path) -> bool:
     return store_file(folder).exists() or (folder / "run.toml").exists()
-
-
-def _other_run(folder: Path) -> ConfigError:
-    return ConfigError(
-        f"'{folder}' holds a run that is not the one in this store; give another --out, or the store of that run"
-    )

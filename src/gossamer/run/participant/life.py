@@ -46,21 +46,6 @@ from gossamer.transport.sockets.channel import Channel
 log = logging.getLogger("gossamer")
 
 
-def say_changes(
-    known: Mapping[int, SlotEntry],
-    transport: ElasticTransport,
-    *,
-    round: int,
-    rounds: int = 1 << 31,
-    done: Collection[int] = (),
-) -> dict[int, SlotEntry]:
-    """Logs a line for each membership change since `known`; returns the current view."""
-    now = {entry.slot: entry for entry in transport.view().entries}
-    for sentence in changes(known, now, transport.worker, rounds, transport.why, done):
-        say(f"round {round + 1}: {sentence}")
-    return now
-
-
 def changes(
     before: Mapping[int, SlotEntry],
     after: Mapping[int, SlotEntry],
@@ -364,9 +349,12 @@ class Participant(ABC, Generic[Connections]):
                 self.run.workers,
             )
 
-    def say_changes(self, **how: Any) -> None:
-        """Logs membership changes since the last call."""
-        self._known = say_changes(self._known, self.transport, round=self.round, **how)
+    def say_changes(self, *, rounds: int = 1 << 31, done: Collection[int] = ()) -> None:
+        """Logs a line for each membership change since the last call. Args: as of `changes`."""
+        now = {entry.slot: entry for entry in self.transport.view().entries}
+        for sentence in changes(self._known, now, self.slot, rounds, self.transport.why, done):
+            say(f"round {self.round + 1}: {sentence}")
+        self._known = now
 
     def whose(self, donor: int) -> str:
         """The source of its initial state, in words."""
@@ -394,41 +382,28 @@ def take_part(
         another slot.
     """
     with contextlib.ExitStack() as open_:
-        _take_part(run, folder, kind, start_facts, open_, join=join, resume=resume)
-
-
-def _take_part(
-    run: ResolvedRun,
-    folder: Path,
-    kind: type[Participant[Any]],
-    start_facts: StartFacts[Any],
-    open_: contextlib.ExitStack,
-    *,
-    join: str | None,
-    resume: Resume,
-) -> None:
-    task, key = prepare(run)
-    if join is None:
-        rendezvous = started(run, folder, task, key, start_facts, open_, resume=resume)
-        if resume:
-            use_recorded_threads(run, folder, rendezvous.members.me)
-        # In asynchronous runs, processes without a final checkpoint take one from the others, and end too.
-        if run.loop.elastic and rendezvous.after == run.rounds:
-            return rendezvous.endpoint.listener.close()
-    else:
-        must_have_inputs(run, task, folder, "resume")  # if it took part in the run before
-        rendezvous = join_run(run, folder, key, join)
-    with leaving() as asked:
-        while True:
-            if join is not None:
-                # A hanging process may hold the lock: the others have reassigned its slot, and it requests another.
-                open_.enter_context(locked(folder, rendezvous.members.me, strict=False))
-            try:
-                return kind(run, folder, task, rendezvous, asked).live()
-            except SlotTakenError:
-                if join is None or asked.is_set():
-                    raise
-            open_.close()  # releases the lock for the slot's new owner
-            lost, others = rendezvous.members.me, rendezvous.members.with_status(MemberStatus.ALIVE)
-            say(f"worker {lost} lost its slot to another process, and asks for a free one")
-            rendezvous = join_run(run, folder, key, join, [entry.address for entry in others])
+        task, key = prepare(run)
+        if join is None:
+            rendezvous = started(run, folder, task, key, start_facts, open_, resume=resume)
+            if resume:
+                use_recorded_threads(run, folder, rendezvous.members.me)
+            # In asynchronous runs, processes without a final checkpoint take one from the others, and end too.
+            if run.loop.elastic and rendezvous.after == run.rounds:
+                return rendezvous.endpoint.listener.close()
+        else:
+            must_have_inputs(run, task, folder, "resume")  # if it took part in the run before
+            rendezvous = join_run(run, folder, key, join)
+        with leaving() as asked:
+            while True:
+                if join is not None:
+                    # A hanging process may hold the lock: the others have reassigned its slot, and it requests another.
+                    open_.enter_context(locked(folder, rendezvous.members.me, strict=False))
+                try:
+                    return kind(run, folder, task, rendezvous, asked).live()
+                except SlotTakenError:
+                    if join is None or asked.is_set():
+                        raise
+                open_.close()  # releases the lock for the slot's new owner
+                lost, others = rendezvous.members.me, rendezvous.members.with_status(MemberStatus.ALIVE)
+                say(f"worker {lost} lost its slot to another process, and asks for a free one")
+                rendezvous = join_run(run, folder, key, join, [entry.address for entry in others])

@@ -80,7 +80,7 @@ def replay_server(run: ResolvedRun, folder: Path, recorded: Path) -> Result:
                 pass
             server.end()
             if session.core.is_finished:
-                session.close(lines[-1].time_s)
+                session.records.close(lines[-1].time_s)
             journal = session.journal
     assert journal is not None  # a record begins with a process
     if (newest := max(saved, default=0)) > journal.round:

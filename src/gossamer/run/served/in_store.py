@@ -29,8 +29,8 @@ from gossamer.run.bookkeeping.inputs import note_inputs
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.agreement import use_recorded_threads
 from gossamer.run.participant.in_store import bind_folder, open_store
+from gossamer.run.served.letters import WorkerLetters
 from gossamer.run.served.served_worker import ServedWorker, take_part
-from gossamer.run.served.server import WorkerLetters
 from gossamer.run.served.session import Reply, ServerSession, open_session
 from gossamer.run.worker.task import Task
 from gossamer.stop_signals import Asked, leaving
@@ -95,8 +95,8 @@ class _StoreWorker:
                 self._do(self.attendance.release())
                 continue
             break
-        if self._session.is_finished:
-            self._session.close(self._session.records.now_s)
+        if self.core.is_finished:
+            self._session.records.close(self._session.records.now_s)
             say(f"the run in the store has ended after {self._run.rounds} rounds")
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ class _StoreWorker:
             say(f"worker {slot} takes part in the run of the store, as number {life + 1} in its slot")
             self._asked.sentence = f"worker {slot} is asked to leave after its local phase"
             self._asked.left_s, self._asked.at_once = lambda: served.learner.phase_left_s, False
-            take_part(self, served, self._run.with_server.codec, self._folder, self._asked.is_set)
+            take_part(self, served, self._asked.is_set)
             self._do(self.attendance.leave(finished=served.is_done))
 
     def _do(self, steps: Steps[T]) -> T:

@@ -40,28 +40,28 @@ class ServerFiles(NamedTuple):
     """The thread that validates and saves; None to do so synchronously."""
 
 
-class Snapshots(NamedTuple):
-    """The state to validate and save at the end of a round."""
-
-    folder: Path
-    probe: Probe
-    state: Callable[[], dict[str, Any]]
-    """The content of a checkpoint; `x` in it are the parameters."""
-
-
 class ServerRecords:
     """The records of one server process; it writes in one thread, with the seconds since the run began.
 
     Args:
+        state: the content of a checkpoint as of now; `x` in it are the parameters.
         round: completed rounds when this process begins, with the `steps` that count for them.
     """
 
     def __init__(
-        self, run: RunSettings, files: ServerFiles, snapshots: Snapshots, *, begin_s: float, round: int, steps: int
+        self,
+        run: RunSettings,
+        folder: Path,
+        files: ServerFiles,
+        probe: Probe,
+        state: Callable[[], dict[str, Any]],
+        *,
+        begin_s: float,
+        round: int,
+        steps: int,
     ) -> None:
-        self.files = files
         self.record, self.events, self._arrivals, self._aside = files
-        self._run, self._snapshots = run, snapshots
+        self._run, self._folder, self._state = run, folder, state
         self._in_flight = Future[None]()
         self._in_flight.set_result(None)
         self._ended: dict[str, Any] = {}
@@ -73,9 +73,9 @@ class ServerRecords:
         self.stops: Collection[int] = ()
         """Rounds after which a recorded server saved on a stop request, for the replay."""
         self._stopped: int | None = None
-        kept, folder = 3 if self._arrivals is None else 2, snapshots.folder
+        kept = 3 if self._arrivals is None else 2
         save = saver(lineage_of(run, folder), folder, lambda: [(run.workers, self._ended)], keep=kept)
-        self._journal = Journal(run, lambda: files.record, self._assess, save)
+        self._journal = Journal(run, lambda: files.record, lambda: {"loss": probe.loss(self._ended["x"])}, save)
         self.journal = EventJournal(self._journal, lambda: files.events, end_round=self._end_round)
         self.journal.round, self.journal.steps = round, steps
 
@@ -97,12 +97,12 @@ class ServerRecords:
             if self._stopped is not None:
                 done = f"{self._stopped} of {self._run.rounds}"
                 raise KeyboardInterrupt(
-                    f"stopped after round {done}, and saved; resume with --resume {quote(str(self._snapshots.folder))}"
+                    f"stopped after round {done}, and saved; resume with --resume {quote(str(self._folder))}"
                 )
 
     def begin(self) -> None:
         """Validates the initial values."""
-        self._ended = self._snapshots.state()
+        self._ended = self._state()
         self._write(self.journal.begin)
 
     def close(self, now_s: float) -> None:
@@ -120,7 +120,7 @@ class ServerRecords:
         if not kept and not any(self._run.due(every, finished) for every in (run.eval_every, run.checkpoint_every)):
             return
         self._in_flight.result()  # the previous one still reads `_ended`, and checkpoints must be written in order
-        self._ended = {**self._snapshots.state(), "time_s": self.now_s}
+        self._ended = {**self._state(), "time_s": self.now_s}
 
         def write() -> None:
             self._journal.end_round(finished, **behind)
@@ -136,9 +136,6 @@ class ServerRecords:
             task()
         else:
             self._in_flight = self._aside.submit(task)
-
-    def _assess(self) -> dict[str, Any]:
-        return {"loss": self._snapshots.probe.loss(self._ended["x"])}
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import torch
 from gossamer.clock import SERVER, Phase
 from gossamer.clock.fragment import Push, StartingPoint
 from gossamer.clock.server_worker import ServerWorker
-from gossamer.codecs import Codec, fitted
+from gossamer.codecs import fitted
 from gossamer.codecs.message import encode
 from gossamer.errors import ConfigError, DataError, LostConnectionError
 from gossamer.finite import must_be_finite
@@ -33,7 +33,7 @@ from gossamer.run.bookkeeping.inputs import must_have_inputs, note_inputs
 from gossamer.run.bookkeeping.journal import log_phase, saved_when_unreadable
 from gossamer.run.bookkeeping.resume import History, Resume, lineage_of, resumed
 from gossamer.run.bookkeeping.which_round import kept_by, must_lose_nothing, warn_unverified
-from gossamer.run.config.resolved import ResolvedRun, RunSettings
+from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.agreement import (
     HERE,
     first_batch,
@@ -93,13 +93,13 @@ class ServedWorker:
     def __init__(
         self,
         index: int,
-        run: RunSettings,
+        run: ResolvedRun,
         folder: Path,
         task: Task,
         device: torch.device,
         line: Lineage | None = None,
     ) -> None:
-        self.index, self.run = index, run
+        self.index, self.run, self.folder = index, run, folder
         self.learner = Replica(index, run, task, device)
         self._store, self._lineage = folder / "checkpoints", line or lineage_of(run, folder)
         self._damaged = 0
@@ -138,7 +138,7 @@ class ServedWorker:
         if terms.again:
             checkpoint.rewind(self._store, terms.checkpoint, self.index, aside=self._damaged > terms.checkpoint)
             if terms.checkpoint:
-                warn_unverified(Store(self.run, self._store.parent), terms.checkpoint, [self.index])
+                warn_unverified(Store(self.run, self.folder), terms.checkpoint, [self.index])
                 self.learner.restore(checkpoint.load(self._store, terms.checkpoint, self.index, self._lineage))
         self._terms, self._worker = terms, ServerWorker(self.learner, self.learner.spans, starts)
 
@@ -211,7 +211,7 @@ def work(run: ResolvedRun, folder: Path, host: str, port: int, worker: int, *, r
 
 
 def _work(run: ResolvedRun, folder: Path, host: str, port: int, worker: int, resume: Resume) -> None:
-    method, keys, task = run.with_server, keys_for(run.peers, run.workers), task_of(run)
+    keys, task = keys_for(run.peers, run.workers), task_of(run)
     secret = folder_secret(folder) if keys is None else b""
     key, settings = run_key(run, task), run_settings(run, task)
     if resume:
@@ -240,9 +240,7 @@ def _work(run: ResolvedRun, folder: Path, host: str, port: int, worker: int, res
                 asked.left_s = lambda served=served: served.learner.phase_left_s
                 client.send(Letter(LetterKind.HELLO, worker, body=hello.view(torch.uint8)))
                 try:
-                    return take_part(
-                        client, served, method.codec, folder, asked.is_set, past=past, auto=resume == "auto"
-                    )
+                    return take_part(client, served, asked.is_set, past=past, auto=resume == "auto")
                 finally:
                     was_asked = asked.is_set()
         except LostConnectionError as error:
@@ -260,8 +258,6 @@ def _work(run: ResolvedRun, folder: Path, host: str, port: int, worker: int, res
 def take_part(
     client: ServerLink,
     served: ServedWorker,
-    codec: Codec,
-    folder: Path,
     asked: Callable[[], bool],
     *,
     past: History | None = None,
@@ -273,7 +269,7 @@ def take_part(
         past: the settings that the run had before, where it is resumed.
         auto: whether the folder may hold the record of a run that starts again.
     """
-    run, worker = served.run, served.index
+    run, worker, folder = served.run, served.index, served.folder
     arrived = [_starting_point(client, served, p) for p in range(len(served.learner.spans))]
     terms = arrived[-1][1]
     served.join({p: start for p, (start, _) in enumerate(arrived)}, terms)
@@ -295,13 +291,12 @@ def take_part(
     ):
         note_inputs(run, served.learner.task, folder, worker)
         stopwatch = Stopwatch(worker, recorded_s(folder, worker, cut))
-        _train(client, served, codec, terms, record, events, stopwatch, asked)
+        _train(client, served, terms, record, events, stopwatch, asked)
 
 
 def _train(
     client: ServerLink,
     served: ServedWorker,
-    codec: Codec,
     terms: Terms,
     record: RunFolder,
     events: EventWriter,
@@ -309,8 +304,8 @@ def _train(
     asked: Callable[[], bool],
 ) -> None:
     """Trains and pushes until no phase is left, or a stop is requested."""
-    run, spans = served.run, served.learner.spans
-    codecs = [fitted(codec, served.learner.layout.slice(*span)) for span in spans]
+    run, layout = served.run, served.learner.layout
+    codecs = [fitted(run.with_server.codec, layout.slice(*span)) for span in served.learner.spans]
     # The server's clock, up to the letter's latency, so that events of all workers share one axis.
     early_s = terms.elapsed_us / 1e6 - time.monotonic()
     while terms.go:

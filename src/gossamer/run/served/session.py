@@ -19,7 +19,7 @@ from gossamer.record.machines import Threads
 from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.served.protocol import Terms
-from gossamer.run.served.records import ServerRecords, Snapshots, open_files, restored
+from gossamer.run.served.records import ServerRecords, open_files, restored
 
 log = logging.getLogger("gossamer")
 
@@ -103,23 +103,9 @@ class ServerSession:
         self.records.now_s, self.journal.steps = time_s, self.core.absorbed_steps
 
     @property
-    def is_finished(self) -> bool:
-        """Whether all steps have been taken and absorbed."""
-        return self.core.is_finished
-
-    @property
-    def next_closing_s(self) -> float:
-        """When the next window closes."""
-        return self.core.next_closing_s
-
-    @property
     def progress(self) -> str:
         """The progress of the run, in words."""
         return f"{self.core.absorbed_steps} of {self.run.workers * self.run.loop.steps} inner steps are done"
-
-    def close(self, now_s: float) -> None:
-        """Validates and saves after the last round."""
-        self.records.close(now_s)
 
     def _perform(self, actions: Sequence[ServerAction]) -> list[Reply]:
         replies: list[Reply] = []
@@ -174,8 +160,9 @@ def open_session(
         )
         if saved:
             core.restore(saved)
-        snapshots = Snapshots(folder, probe, core.state)
-        records = ServerRecords(run, files, snapshots, begin_s=begin_s, round=start or 0, steps=core.absorbed_steps)
+        records = ServerRecords(
+            run, folder, files, probe, core.state, begin_s=begin_s, round=start or 0, steps=core.absorbed_steps
+        )
         if not takes_over:
             records.write("serve", begin_s, workers=n, round=start or 0, digest=run.digest)
         if not start:

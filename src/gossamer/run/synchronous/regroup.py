@@ -12,7 +12,6 @@ Source: the snapshots of ElasWave, arXiv 2510.00606, in a ring.
 """
 
 import contextlib
-import itertools
 import json
 import os
 import platform
@@ -257,32 +256,37 @@ def _take_newest_record(run: RunSettings, folder: Path, member: Member) -> list[
     Raises: PeerError for records of several runs; DataError for a spoilt record; DiskError.
     """
     paths = [folder / "run.toml", folder / "branches.json"]  # in this order: until both are here, it counts as old
-    changes, texts = len(read_branches(folder)), [*map(_text, paths)]
-    meetings = _MEETINGS.parse(path.read_bytes(), str(path)) if (path := folder / _FILE).exists() and texts[0] else []
-    mine = [changes, texts, meetings, secrets.token_hex(8), platform.node()]
-    settings = short_settings(run.decisive)
-    records = [
-        _record_of(rank, one)
-        for rank, one in enumerate(agree(member, run.digest, mine, settings=settings, timeout_s=run.loop.timeout_s))
-    ]
+    texts, path = [*map(_text, paths)], folder / _FILE
+    meetings = _MEETINGS.parse(path.read_bytes(), str(path)) if path.exists() and texts[0] else []
+    mine = [len(read_branches(folder)), texts, meetings, secrets.token_hex(8), platform.node()]
+    stated = agree(member, run.digest, mine, settings=short_settings(run.decisive), timeout_s=run.loop.timeout_s)
+    records = [_record_of(rank, one) for rank, one in enumerate(stated)]
     _must_be_one_run(records, folder)
-    logs = [one.meetings for one in records]
+    logs, own = [one.meetings for one in records], records[member.rank]
     known = max(logs, key=lambda log: (len(log), logs.count(log)))
-    alike = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(known, meetings, strict=False)))
-    if meetings and (missed := known[alike:]):
-        for path in (folder / "checkpoints" / name for name in _names(folder)):
-            for w in range(run.workers):
-                checkpoint.rewind(path, min(note["round"] for note in missed), w)
+    if own.meetings:
+        _drop_trained_again(run, folder, known, own.meetings)
     there = [one for one in records if one.texts[0] is not None and one.meetings == known]
-    newest = max(there, key=lambda one: one.changes, default=records[0])
-    behind = texts[0] is None or meetings != known or newest.changes > changes
-    if there and behind and [*newest.texts] != texts:
+    newest = max(there, key=lambda one: one.changes, default=own)
+    is_behind = own.texts[0] is None or own.meetings != known or newest.changes > own.changes
+    if is_behind and newest.texts != own.texts:
         make_folder(folder)
         for path, text in zip(paths, newest.texts, strict=True):
             if text is not None:
                 atomic_write(path, text.encode())
         history(run, folder)  # refuses the record of another run
     return [*known, {"id": records[0].id, "round": 0}]
+
+
+def _drop_trained_again(
+    run: RunSettings, folder: Path, known: Sequence[MeetingNote], own: Sequence[MeetingNote]
+) -> None:
+    """Drops the checkpoints here of rounds that others have trained again since meetings at which this process was not."""
+    alike = next((k for k, (a, b) in enumerate(zip(known, own, strict=False)) if a != b), min(len(known), len(own)))
+    rounds = [note["round"] for note in known[alike:]]
+    for name in _names(folder) if rounds else ():
+        for w in range(run.workers):
+            checkpoint.rewind(folder / "checkpoints" / name, min(rounds), w)
 
 
 def _record_of(rank: int, record: object) -> _Record:

@@ -135,10 +135,6 @@ def train(run: ResolvedRun, folder: Path, *, resume: Resume = False, meeting: Me
         raise failed
 
 
-class _Stopped(KeyboardInterrupt):
-    """The run was stopped before its end, and has saved."""
-
-
 def train_member(
     run: ResolvedRun,
     folder: Path,
@@ -195,7 +191,7 @@ def train_member(
     if stopped is not None:
         if unreadable is not None:
             raise DataError(saved_when_unreadable(unreadable, folder, stopped))
-        raise _Stopped(
+        raise KeyboardInterrupt(
             f"stopped after round {stopped} of {run.rounds}, and saved; resume with --resume {quote(str(folder))}"
         )
 

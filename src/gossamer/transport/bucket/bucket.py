@@ -29,6 +29,10 @@ _CODE = hashlib.sha256().digest_size
 _SIZE = 4
 
 
+_PART, _LEFT_S = re.compile(r"\.[0-9a-f]{16}"), 3600.0
+"""The name of an object in a folder while it is written, and how long it is not written to where its writer was killed."""
+
+
 class RefusedByStoreError(OSError):
     """An answer of an object store that the same request gets again: no right, no such bucket, a wrong region."""
 
@@ -125,12 +129,34 @@ class SecretSeal(NamedTuple):
         return True
 
     def sealed(self, name: str, head: Mapping[str, Any], body: bytes | memoryview = b"") -> bytes:
-        """See `Seal`."""
-        return sealed(self.secret, name, head, body)
+        """See `Seal`.
+
+        >>> SecretSeal().opened("r0", SecretSeal().sealed("r0", {"steps": 5}, b"xyz")).head
+        {'steps': 5}
+        """
+        content = head_and_body(head, body)
+        return self._code(name, content) + content
 
     def opened(self, name: str, raw: bytes) -> Item:
-        """See `Seal`."""
-        return opened_item(self.secret, name, raw)
+        """See `Seal`.
+
+        >>> SecretSeal().opened("r1", SecretSeal().sealed("r0", {"steps": 5}))  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        gossamer.errors.TransportError: the object 'r1' of the store is not what a worker of this run wrote there...
+        """
+        whole = memoryview(raw)
+        code = self._code(name, whole[_CODE:])
+        if hmac.compare_digest(code, whole[:_CODE]) and (item := item_in(whole[_CODE:])) is not None:
+            return item
+        raise TransportError(
+            f"the object '{name}' of the store is not what a worker of this run wrote there: it is damaged, or of one with "
+            "another secret; remove what others wrote there, or start with an empty store"
+        )
+
+    def _code(self, name: str, content: bytes | memoryview) -> bytes:
+        whole = hmac.new(self.secret, f"gossamer object {name}\0".encode(), hashlib.sha256)
+        whole.update(content)
+        return whole.digest()
 
 
 def head_and_body(head: Mapping[str, Any], body: bytes | memoryview) -> bytes:
@@ -149,39 +175,6 @@ def item_in(content: memoryview) -> Item | None:
     if not _SIZE <= _SIZE + size <= len(content) or size > MOST_HEAD_BYTES:
         return None
     return Item(json_from_peer(bytes(content[_SIZE : _SIZE + size])), content[_SIZE + size :])
-
-
-def sealed(secret: bytes, name: str, head: Mapping[str, Any], body: bytes | memoryview = b"") -> bytes:
-    """The content of an object.
-
-    >>> opened_item(b"", "r0", sealed(b"", "r0", {"steps": 5}, b"xyz")).head
-    {'steps': 5}
-    """
-    content = head_and_body(head, body)
-    return _code(secret, name, content) + content
-
-
-def opened_item(secret: bytes, name: str, raw: bytes) -> Item:
-    """The content of an object as `sealed` made it. Raises: TransportError for anything else.
-
-    >>> opened_item(b"", "r1", sealed(b"", "r0", {"steps": 5}))  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    gossamer.errors.TransportError: the object 'r1' of the store is not what a worker of this run wrote there...
-    """
-    whole = memoryview(raw)
-    code = _code(secret, name, whole[_CODE:])
-    if hmac.compare_digest(code, whole[:_CODE]) and (item := item_in(whole[_CODE:])) is not None:
-        return item
-    raise TransportError(
-        f"the object '{name}' of the store is not what a worker of this run wrote there: it is damaged, or of one with another "
-        "secret; remove what others wrote there, or start with an empty store"
-    )
-
-
-def _code(secret: bytes, name: str, content: bytes | memoryview) -> bytes:
-    whole = hmac.new(secret, f"gossamer object {name}\0".encode(), hashlib.sha256)
-    whole.update(content)
-    return whole.digest()
 
 
 class ObjectLimit(NamedTuple):
@@ -262,6 +255,8 @@ def opened_bucket(url: str) -> Bucket:
                 bucket.root,
             )
         refuses = bucket.create(name, b"1") and not bucket.create(name, b"2")
+        if isinstance(bucket, Folder):
+            bucket.remove_parts(name)
         bucket.get(name, 1)
         bucket.names("~")  # behind all names of a run
         bucket.remove(name)
@@ -301,6 +296,17 @@ class Folder:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(part)
         return True
+
+    def remove_parts(self, newest: str) -> None:
+        """Removes what killed processes have left of objects: parts that nobody had written to for an hour before this object.
+
+        So the clock of the store alone counts. A process that was only stopped for so long writes its object once more.
+        """
+        now_s = os.stat(os.path.join(self.root, newest)).st_mtime
+        for entry in os.scandir(self.root):
+            with contextlib.suppress(FileNotFoundError):  # another process removes it too
+                if _PART.fullmatch(entry.name) and now_s - entry.stat().st_mtime > _LEFT_S:
+                    os.unlink(entry.path)
 
     def get(self, name: str, most_bytes: int) -> bytes | None:
         """See `Bucket`."""

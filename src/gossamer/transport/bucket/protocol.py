@@ -417,11 +417,10 @@ class SlotHolder(Generic[P]):
                             raise item
                         self._work.say(str(item))
                     created = isinstance(item, Item) and item.head == {"nonce": self._nonce}
+                self.seen.look([name], now)  # a listing may lack the new object
                 if created:
                     self.slot, self.life, self._beat = slot, life, -1
-                    self.seen.look([lease_name("t", slot, life)], now)
                     return
-                self.seen.look([lease_name("t", slot, life)], now)  # a listing may lack the new object
             if waited_s > 1.5 * self.terms.timeout_s:
                 raise PeerError(
                     f"all {self.terms.workers} slots of the run are filled, or all that this machine's key may have; wait until "
@@ -495,8 +494,8 @@ class SlotHolder(Generic[P]):
             yield from self._remove(state_name(state, slot))
             known.discard(state)
 
-    def _remove_rounds(self, first: int, until: int, sender: str = "") -> Steps[None]:
-        """Removes the messages, of one sender where it is given, and the means of some rounds, but no names of others."""
+    def _remove_rounds(self, first: int, until: int, sender: str) -> Steps[None]:
+        """Removes the messages, of one sender unless it is empty, and the means of some rounds, but no names of others."""
         names: list[str] = yield from self._names(f"r{first:08d}")
         for match in (_NAMES.fullmatch(name) for name in names if name < f"r{until:08d}"):
             if match is not None and match["commit"] is None and sender in ("", match["sender"]):
@@ -800,11 +799,8 @@ class Attendance(SlotHolder[StoreWorker]):
             if self.seen.live(self._looked_s, terms.timeout_s) <= {self.slot}:
                 break
             waited_s += yield from self._pause(waited_s)
-        mine, others, names = (
-            (yield Do(self._work.common)),
-            dict[int, str](),
-            (yield from self._names(f"r{after:08d}-f")),
-        )
+        mine, others = (yield Do(self._work.common)), dict[int, str]()
+        names = yield from self._names(f"r{after:08d}-f")
         for match in filter(None, map(_NAMES.fullmatch, names)):
             if match["sender"] and int(match["round"]) == after and int(match["sender"]) < terms.workers:
                 item = yield from self._try_read(match[0])

@@ -24,6 +24,7 @@ from gossamer.errors import ConfigError, PeerError, TransportError, require
 from gossamer.record.jsonl import json_from_peer
 from gossamer.transport.bucket.bucket import MOST_HEAD_BYTES, Bucket, Item, head_and_body, item_in
 from gossamer.transport.keys import Keys, certificate_fingerprint
+from gossamer.transport.secret import framed
 
 KEY_OBJECT = "key"
 _SIGNATURE, _HASH = 64, hashlib.sha256().digest_size
@@ -86,7 +87,7 @@ class KeySeal:
         return item._replace(writers=numbers)
 
     def _signed(self, name: str, writer: bytes, salt: bytes, cipher: bytes | memoryview) -> bytes:
-        return _framed(b"gossamer object", self._run, name.encode(), writer, salt, hashlib.sha256(cipher).digest())
+        return framed(b"gossamer object", self._run, name.encode(), writer, salt, hashlib.sha256(cipher).digest())
 
     def _crypt(self, name: str, salt: bytes, content: bytes | memoryview) -> bytes:
         """Encrypts, and decrypts."""
@@ -128,7 +129,7 @@ def _new_key_object(keys: Keys) -> bytes:
         for one in keys.certificates
     }
     text = json.dumps({"ephemeral": ephemeral.hex(), "wrapped": wrapped}).encode()
-    signature = _private_key(keys).sign(_framed(b"gossamer key", text))
+    signature = _private_key(keys).sign(framed(b"gossamer key", text))
     return b"".join((signature, hashlib.sha256(keys.certificate).digest(), text))
 
 
@@ -142,7 +143,7 @@ def opened_key(keys: Keys, raw: bytes) -> KeySeal:
     try:
         if certificate is None:
             raise ValueError("nobody in the run's [peers] has signed it")
-        _public_key(certificate).verify(signature, _framed(b"gossamer key", text))
+        _public_key(certificate).verify(signature, framed(b"gossamer key", text))
         head, me = json_from_peer(text), hashlib.sha256(keys.certificate).hexdigest()
         ephemeral = bytes.fromhex(head["ephemeral"])
         if me not in head["wrapped"]:
@@ -159,11 +160,6 @@ def opened_key(keys: Keys, raw: bytes) -> KeySeal:
     if len(content_key) != 32:
         raise PeerError(f"the object '{KEY_OBJECT}' of the store holds no key; start again with an empty store")
     return KeySeal(keys, hashlib.sha256(raw).digest(), content_key)
-
-
-def _framed(*parts: bytes) -> bytes:
-    """What is signed: parts that cannot run into each other."""
-    return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
 
 
 def _derived(key: bytes, salt: bytes, info: bytes) -> bytes:

@@ -9,7 +9,7 @@ Needs no torch, so that a status command answers at once.
 import json
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from gossamer.errors import PeerError, RefusedError
@@ -37,7 +37,7 @@ class View(NamedTuple):
 
     worker: int
     """The worker whose view it is."""
-    entries: list[SlotEntry]
+    entries: Sequence[SlotEntry]
     silent_s: Mapping[int, float]
     """Seconds since it last received anything from each other worker."""
     refused: Mapping[str, int]

@@ -48,6 +48,7 @@ from typing import NamedTuple
 from gossamer.errors import RefusedError, TransportError
 from gossamer.record.jsonl import json_from_peer
 from gossamer.rng import key
+from gossamer.transport.elastic.core import Outgoing
 from gossamer.transport.elastic.members import Members, MemberStatus
 from gossamer.transport.sockets.header import MOST_ATTEMPTS, LetterKind
 from gossamer.transport.sockets.letter import Letter, body_of
@@ -161,7 +162,7 @@ class Closing:
 
     def __init__(self, members: Members, *, limit_s: float, beat_s: float, per_round: int = 1) -> None:
         self.members, self._limit_s, self._beat_s, self.per_round = members, limit_s, beat_s, per_round
-        self.outbox: list[tuple[int, Letter]] = []
+        self.outbox: list[Outgoing] = []
         self.round, self.history_hash = -1, 0
         self.proposed: Proposal | None = None
         """The newest attempt in which this worker takes part."""
@@ -325,10 +326,8 @@ class Closing:
         leader = min(alive)
         if again or leader != self._leader or now - self._said_s >= self._beat_s:
             self._said_s, self._leader = now, leader
-            if self.left_out:
+            if self.left_out or self._declined:  # the next leader needs to know too
                 self._report_to_all()
-            elif self._declined:
-                self._report_to_all()  # the next leader needs to know too
             elif leader != self.members.me:
                 self._report_to(leader)
         if self._decided is not None and not self.left_out:
@@ -443,12 +442,9 @@ class Closing:
         return self.left_out or attempt < self._attempt
 
     def _lead(self, alive: frozenset[int], now: float) -> None:
-        assert self._ready_s is not None
-        reports = {
-            j: report
-            for j, report in self._reports.items()
-            if j in alive and report.ready and (report.round, report.history_hash) == (self.round, self.history_hash)
-        }
+        """Closes the round if enough workers hold a mean; else waits for the attempt in progress, or proposes the next one."""
+        here = self.round, self.history_hash
+        reports = {j: one for j, one in self._reports.items() if j in alive and one.ready and one[:2] == here}
         if self._led is not None and (holders := self._closing_holders(self._led, reports)):
             held = reports[min(holders)].held
             self._send_all(LetterKind.CLOSED, [self.round, self.history_hash, held])
@@ -458,20 +454,31 @@ class Closing:
         self._take_offer(self._promises, now)
         # It has not led that attempt, so others may let go of it without its word: it proposes, and they vouch again.
         unled = self._led is None and self.proposed is not None and self._all_hold(self.proposed, reports)
-        if not unled and (proposed := self._led or self.proposed) is not None:
-            lost = any(self._contradicts(j) for j in proposed.workers)
-            overtaken = any(report.attempt > proposed.attempt for report in reports.values())
-            failed = now >= self._proposed_s + self._beat_s and (lost or self._has_failed(proposed))
-            if proposed.workers <= alive and now < self._proposed_s + self._limit_s and not overtaken and not failed:
-                waits = any(report.held not in (-1, proposed.attempt) for report in reports.values())
-                news = waits and self._promises != self._relayed
-                if news or now - self._said_s >= self._beat_s or self._said_s == now:
-                    self._send_all(LetterKind.PROPOSAL, self._proposal(proposed))
-                return
+        current = None if unled else self._led or self.proposed
+        if current is None or not self._may_succeed(current, alive, reports, now):
+            self._propose(alive, reports, now, at_once=unled)
+            return
+        waits = any(report.held not in (-1, current.attempt) for report in reports.values())
+        news = waits and self._promises != self._relayed
+        if news or now - self._said_s >= self._beat_s or self._said_s == now:
+            self._send_all(LetterKind.PROPOSAL, self._proposal(current))
+
+    def _may_succeed(self, proposed: Proposal, alive: frozenset[int], reports: dict[int, _Report], now: float) -> bool:
+        """Whether all of an attempt may still come to hold its mean, as far as their reports say, within the deadline."""
+        if not proposed.workers <= alive or now >= self._proposed_s + self._limit_s:
+            return False
+        if any(report.attempt > proposed.attempt for report in reports.values()):
+            return False
+        has_failed = any(self._contradicts(j) for j in proposed.workers) or self._has_failed(proposed)
+        return not has_failed or now < self._proposed_s + self._beat_s
+
+    def _propose(self, alive: frozenset[int], reports: dict[int, _Report], now: float, *, at_once: bool) -> None:
+        """Proposes an attempt over those that are ready, once all are that may be, or the deadline is over."""
+        assert self._ready_s is not None
         since_s, excluded = max(self._ready_s, self._proposed_s), self._excluded
         reports = {j: report for j, report in reports.items() if j not in excluded}
         expected = (alive | (self._living & self._returns_until_s.keys())) - excluded
-        in_time = reports.keys() >= expected or unled
+        in_time = reports.keys() >= expected or at_once
         if 2 * len(reports) > self.members.slots and (in_time or now >= since_s + self._limit_s):
             # A newcomer that leads within a round does not know its attempts. No two leaders use the same number.
             newest = max(self._attempt, *(report.attempt for report in reports.values()))
@@ -564,11 +571,9 @@ class Closing:
         return self.members.entries[slot].nonce if slot in self.members.entries else 0
 
     def _has_failed(self, proposed: Proposal) -> bool:
+        here = self.round, self.history_hash, proposed.attempt
         reports = [self._reports[j] for j in proposed.workers if j in self._reports]
-        return any(
-            (one.round, one.history_hash, one.failed) == (self.round, self.history_hash, proposed.attempt)
-            for one in reports
-        )
+        return any((one.round, one.history_hash, one.failed) == here for one in reports)
 
     def _contradicts(self, j: int) -> bool:
         """Whether a worker claims to be in a later round than this one, or to have closed other rounds."""
@@ -586,27 +591,19 @@ class Closing:
         others = self._living - {self.members.me}
         against = {j for j in others if self._contradicts(j)}
         self._disputed_s = {j: self._disputed_s.get(j, now) for j in against}
-        if self._are_enough(against):
-            self._leave_out(self._source_of(against))
-            return
         excluded = self._excluded
-        if against and self.members.me in excluded and 2 * len(self._alive - excluded) <= self.members.slots:
-            self._leave_out(
-                self._source_of(against)
-            )  # it loses this round anyway, and the others lack those that are ahead
+        # It loses this round in any case, and without those that are ahead the others are too few.
+        loses = self.members.me in excluded and 2 * len(self._alive - excluded) <= self.members.slots
+        if self._are_enough(against) or (against and loses):
+            self._leave_out(self._source_of(against))
             return
         for j in against:
             self._claims.setdefault(j, _Claim(self.round, self._places[j], self.members.entries[j].nonce))
-        behind = set[int]()
-        if self._taken:
-            behind = {j for j in others - against if j in self._places and self._places[j].round < self.round}
-            if not self._are_enough(behind, more_than_half=True):
-                self._behind_s = None
-            elif self._behind_s is None:
-                self._behind_s = now
-            elif now >= self._behind_s + self._limit_s:
-                self._leave_out(self._source_of(behind))
-                return
+        rest = others - against if self._taken else frozenset[int]()
+        behind = {j for j in rest if j in self._places and self._places[j].round < self.round}
+        if self._is_ahead_for_long(behind, now):
+            self._leave_out(self._source_of(behind))
+            return
         if (against or behind) and now - self._asked_s >= self._beat_s:
             self._asked_s = now
             self._report_to_all()  # they answer with their position
@@ -619,6 +616,14 @@ class Closing:
             if now >= self._disputed_s[j] + _DISPUTE_BEATS * self._beat_s:
                 self._named.add(j)
                 self.unvouched.append(Unvouched(j, self.round, self._places[j].round, waits=True))
+
+    def _is_ahead_for_long(self, behind: Collection[int], now: float) -> bool:
+        """Whether the state that this worker has taken was ahead of too many others for a deadline to be theirs."""
+        if not self._are_enough(behind, more_than_half=True):
+            self._behind_s = None
+            return False
+        self._behind_s = now if self._behind_s is None else self._behind_s
+        return now >= self._behind_s + self._limit_s
 
     def _only_leader_answers(self, against: Collection[int], now: float) -> bool:
         """Whether only the leader, which makes the claim, answers it.
@@ -698,29 +703,30 @@ class Closing:
             self._answer(sender, round, now)  # so that it learns how its round was closed
         elif (round, history_hash) != (self.round, self.history_hash):
             self._settle(now)
-        elif (
-            not self.closed
-            and self._decided is None
-            and (attempt > self._attempt or (attempt == self._attempt and self._offer is not None))
-        ):
+        elif attempt < self._attempt:
+            self._report_to(sender)  # it leads and does not know of the later one
+        elif not self.closed and self._decided is None:
             if attempt > self._attempt:
                 self._attempt, self._proposed_s, self._led = attempt, now, None
                 self._offer = Proposal(attempt, frozenset(workers))
-            self._take_offer(promises, now)
             if self._offer is not None:
-                new = self._closers.get(attempt % self.members.slots, (-1, 0))[0] < attempt
-                if self._failed != attempt and self._may_let_go(promises, besides=attempt):
-                    # It has let this leader close the round with that mean, so it takes part in the next attempt only.
-                    self._failed, new = attempt, True
-                if new or now - self._asked_s >= self._beat_s:
-                    self._vouch(attempt)
-                    self._asked_s = now
-                    self._report_to_all()  # who has closed the round answers
-            elif self.members.me in workers and self._ready_s is None:
-                self.fail(attempt, now)  # it refers to an earlier process of this slot
-        elif attempt < self._attempt:
-            # It leads and does not know of the later one.
-            self._report_to(sender)
+                self._consider(self._offer, promises, now)
+
+    def _consider(self, offer: Proposal, promises: dict[int, _Promise], now: float) -> None:
+        """Takes part in the newest attempt, or keeps the mean of an earlier one and reports which leaders may close with it."""
+        attempt = offer.attempt
+        self._take_offer(promises, now)
+        if self._offer is not None:
+            new = self._closers.get(attempt % self.members.slots, (-1, 0))[0] < attempt
+            if self._failed != attempt and self._may_let_go(promises, besides=attempt):
+                # It has let this leader close the round with that mean, so it takes part in the next attempt only.
+                self._failed, new = attempt, True
+            if new or now - self._asked_s >= self._beat_s:
+                self._vouch(attempt)
+                self._asked_s = now
+                self._report_to_all()  # who has closed the round answers
+        elif self.members.me in offer.workers and self._ready_s is None:
+            self.fail(attempt, now)  # it refers to an earlier process of this slot
 
     def _heard_closed(self, sender: int, closed: _Closed, now: float) -> None:
         self._places[sender] = _Place(closed.round + 1, None, closed)
@@ -746,7 +752,7 @@ class Closing:
     def _send(self, peer: int, kind: LetterKind, values: object) -> None:
         body = body_of(json.dumps(values).encode())
         letter = Letter(kind, self.members.me, round=max(self.round, 0) // self.per_round, body=body)
-        self.outbox.append((peer, letter))
+        self.outbox.append(Outgoing(peer, letter))
 
     # The following bounds every number from another worker by this worker's own knowledge.
 

@@ -205,39 +205,39 @@ class Members:
         """
         changed: list[tuple[SlotEntry | None, SlotEntry]] = []
         for entry in entries:
-            is_hearsay = (
-                source is not None and self._speaks_for is not None and not self._speaks_for(source, entry.slot)
-            )
+            is_own = source is None or self._speaks_for is None or self._speaks_for(source, entry.slot)
             before = self.entries.get(entry.slot)
-            unproven = self._speaks_for is not None and (before is None or entry.slot in self._unproven)
-            if is_hearsay and (entry.slot == self.me or not unproven):
-                self._secondhand_report(entry)
-                continue
-            if is_hearsay:
-                if entry.incarnation - (before.incarnation if before else 0) > _MOST_OUTBID:
-                    continue
-                self._unproven.add(entry.slot)
-                entry = entry._replace(round=0)
-            elif entry.slot == self.me:
-                self._about_me(entry)
-                continue
-            else:
-                self._unproven.discard(entry.slot)
-                self._promised.discard(entry.slot)
-            if before == entry:
-                continue
-            if before is None:
-                after = entry
-            elif unproven and not is_hearsay and before.rank > entry.rank:
-                # No process of the slot has ever reported itself.
-                after = entry._replace(steps=max(before.steps, entry.steps))
-            else:
-                after = merged(before, entry)
-            self.entries[entry.slot] = after
-            if before is None or before.rank != after.rank:
-                changed.append((before, after))
+            after = self._after(before, entry) if is_own else self._after_hearsay(before, entry)
+            if after is not None:
+                self.entries[entry.slot] = after
+                if before is None or before.rank != after.rank:
+                    changed.append((before, after))
         self.version += bool(changed)
         return changed
+
+    def _after(self, before: SlotEntry | None, entry: SlotEntry) -> SlotEntry | None:
+        """A slot's entry after a report by a worker that owns it; None for this worker's own, which it changes itself."""
+        if entry.slot == self.me:
+            self._about_me(entry)
+            return None
+        unproven = self._speaks_for is not None and entry.slot in self._unproven
+        self._unproven.discard(entry.slot)
+        self._promised.discard(entry.slot)
+        if unproven and before is not None and before.rank > entry.rank:
+            # No process of the slot has ever reported itself.
+            return entry._replace(steps=max(before.steps, entry.steps))
+        return entry if before is None else merged(before, entry)
+
+    def _after_hearsay(self, before: SlotEntry | None, entry: SlotEntry) -> SlotEntry | None:
+        """A slot's entry after a report by a worker that does not own it; None where the slot's process is asked instead."""
+        if entry.slot == self.me or (before is not None and entry.slot not in self._unproven):
+            self._secondhand_report(entry)
+            return None
+        if entry.incarnation - (before.incarnation if before else 0) > _MOST_OUTBID:
+            return None
+        self._unproven.add(entry.slot)
+        entry = entry._replace(round=0)
+        return entry if before is None else merged(before, entry)
 
     def admits(self, entries: Iterable[SlotEntry]) -> bool:
         """Whether the incarnations in an update are plausible, given the last known ones of their slots."""
@@ -358,21 +358,16 @@ def _written(entries: tuple[SlotEntry, ...]) -> bytes:
     return json.dumps(entries, separators=(",", ":")).encode()
 
 
-def read_membership_update(raw: bytes, limits: Limits) -> list[SlotEntry] | None:
+@lru_cache(maxsize=_FEW)
+def read_membership_update(raw: bytes, limits: Limits) -> tuple[SlotEntry, ...] | None:
     """The entries that another worker sent; None for anything else, or where a number is above the limits of the run.
 
     >>> entry, limits = SlotEntry(1, 0, 5, MemberStatus.ALIVE, 0, "127.0.0.1:4000"), Limits(2, 9, 90)
-    >>> read_membership_update(membership_update({1: entry}), limits) == [entry]
+    >>> read_membership_update(membership_update({1: entry}), limits) == (entry,)
     True
     >>> read_membership_update(membership_update({1: entry._replace(round=10)}), limits), read_membership_update(b"[[1]]", limits)
     (None, None)
     """
-    entries = _read(raw, limits)
-    return None if entries is None else list(entries)
-
-
-@lru_cache(maxsize=_FEW)
-def _read(raw: bytes, limits: Limits) -> tuple[SlotEntry, ...] | None:
     values = json_from_peer(raw)
     if not isinstance(values, list) or len(values) > limits.workers:
         return None
@@ -383,17 +378,10 @@ def _read(raw: bytes, limits: Limits) -> tuple[SlotEntry, ...] | None:
 def _entry(value: object, limits: Limits) -> SlotEntry | None:
     match value:
         case [int(slot), int(incarnation), int(nonce), int(status), int(since), str(address), int(round), int(steps)]:
-            numbers = (slot, incarnation, nonce, status, since, round, steps)
+            numbers = slot, incarnation, nonce, status, since, round, steps
             # A worker that returns in the last round takes part from the round after it.
-            most = (
-                limits.workers - 1,
-                MOST_INCARNATIONS,
-                _NONCES,
-                len(MemberStatus) - 1,
-                limits.rounds + 1,
-                limits.rounds,
-                limits.steps,
-            )
+            last, rounds = limits.workers - 1, limits.rounds
+            most = last, MOST_INCARNATIONS, _NONCES, len(MemberStatus) - 1, rounds + 1, rounds, limits.steps
             sound = all(type(one) is int and 0 <= one <= limit for one, limit in zip(numbers, most, strict=True))
             if sound and _is_address(address):
                 return SlotEntry(slot, incarnation, nonce, MemberStatus(status), since, address, round, steps)

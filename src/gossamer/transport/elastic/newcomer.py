@@ -15,7 +15,7 @@ is packed and hashed only on request.
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -94,7 +94,7 @@ class Offer(NamedTuple):
     """A donor's offer to a newcomer."""
 
     slot: int
-    entries: list[SlotEntry]
+    entries: Sequence[SlotEntry]
     """The donor's view, which includes the newcomer's entry."""
     donor: int
     after: int
@@ -106,21 +106,19 @@ class Offer(NamedTuple):
 
 def host(
     channel: Channel,
-    run: int,
-    limits: Limits,
-    me: int,
+    members: Members,
+    endpoint: Endpoint,
     *,
     give_slot: Callable[[Applicant], SlotEntry | None],
-    entries: Callable[[], dict[int, SlotEntry]],
     boundary: Callable[[int | None], Handover],
     hash_after: Callable[[int], str | None] = lambda after: None,
-    keys: Keys | None = None,
 ) -> None:
     """Serves one newcomer, with what `boundary` gives for its `Applicant.after`.
 
     Args: `hash_after` gives the hash of this worker's state after a round, as far as all have it in common; None if unknown.
     Raises: OSError, PeerError, TransportError when it is lost or violates the protocol.
     """
+    me, run, limits, keys = members.me, endpoint.run, members.limits, endpoint.keys
     place = _place(receive_letter(channel, run, limits, _small), limits)
     if place is None:
         raise PeerError(
@@ -132,17 +130,16 @@ def host(
         answer = {"donor": me, "common": hash_after(place.compares)}
         send_letter(channel, Letter(LetterKind.OFFER, me, body=body_of(json.dumps(answer).encode())), run)
         return
-    slot_entry = give_slot(place) if place.slot is None else entries().get(place.slot)
+    slot_entry = give_slot(place) if place.slot is None else members.entries.get(place.slot)
     kept = boundary(place.after)
     state = kept.whole
-    known = entries()
     offer = {
         "slot": None if slot_entry is None else slot_entry.slot,
         "donor": me,
         "after": kept.after,
         "bytes": len(state.raw),
         "sha256": state.sha256,
-        "entries": membership_update(known).decode(),
+        "entries": membership_update(dict(members.entries)).decode(),  # a copy: other threads change them
     }
     send_letter(channel, Letter(LetterKind.OFFER, me, body=body_of(json.dumps(offer).encode())), run)
     wants = receive_letter(channel, run, limits, _small)
@@ -237,16 +234,8 @@ def ask_for_hash(entry: SlotEntry, members: Members, endpoint: Endpoint, after: 
 
     Raises: OSError, GossamerError when it cannot be reached, or answers with something else.
     """
-    own, limit_s = members.own, min(_REACH_S, endpoint.timeout_s)
-    with dial(
-        entry.address,
-        endpoint.secret,
-        run=endpoint.run,
-        me=NEWCOMER,
-        timeout_s=limit_s,
-        keys=endpoint.keys,
-        whom=entry.slot,
-    ) as channel:
+    own = members.own
+    with endpoint.dial(entry.address, NEWCOMER, entry.slot, _REACH_S) as channel:
         _request(channel, Applicant(own.nonce, own.address, own.slot, compares=after), endpoint.run)
         match json_from_peer(receive_letter(channel, endpoint.run, members.limits, _small).content):
             case {"donor": int(donor), "common": None | str() as common} if donor == entry.slot:

@@ -59,24 +59,11 @@ class Redial:
         """
         known = {entry.address for entry in members.entries.values()}
         addresses, self._listed = self._listed, []
-        lost = [entry for entry in members.with_status(MemberStatus.SUSPECT) if entry.address]
-        return [
-            *(
-                entry
-                for entry in lost
-                if entry.slot not in linked and self._may_have_returned(entry, now, self._lost_s)
-            ),
-            *(
-                entry
-                for entry in replaced
-                if self._may_have_returned(entry, now, self._others_s) and entry.nonce not in self.ended
-            ),
-            *(
-                SlotEntry(i, 0, _NOBODY, MemberStatus.SUSPECT, 0, address)
-                for i, address in addresses
-                if address not in known
-            ),
-        ]
+        suspects = [entry for entry in members.with_status(MemberStatus.SUSPECT) if entry.address]
+        lost = [e for e in suspects if e.slot not in linked and self._may_have_returned(e, now, self._lost_s)]
+        apart = [e for e in replaced if e.nonce not in self.ended and self._may_have_returned(e, now, self._others_s)]
+        unknown = [(i, address) for i, address in addresses if address not in known]
+        return [*lost, *apart, *(SlotEntry(i, 0, _NOBODY, MemberStatus.SUSPECT, 0, at) for i, at in unknown)]
 
     def _may_have_returned(self, entry: SlotEntry, now: float, after_s: float) -> bool:
         return now >= self._dialled_s.get(entry.slot, -1e9) + after_s

@@ -10,7 +10,6 @@ import logging
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Container, Sequence
 
 import torch
@@ -19,19 +18,18 @@ from torch import Tensor
 from gossamer.errors import GossamerError, PeerError, RefusedError, TrainingError
 from gossamer.finite import GO_ON
 from gossamer.transport import wire
-from gossamer.transport.contract import Delivery, Sound, Ticket, Wait
+from gossamer.transport.contract import Delivery, Sound, Ticket, Times, Wait
 from gossamer.transport.elastic.ask import View, look, show
 from gossamer.transport.elastic.closing import Closing, LeftOutError
-from gossamer.transport.elastic.core import ElasticCore, Outcome, Outgoing
+from gossamer.transport.elastic.core import ElasticCore, Outcome
 from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry, SlotTakenError, membership_update
 from gossamer.transport.elastic.newcomer import Applicant, Handover, host
 from gossamer.transport.elastic.redial import Redial
 from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.connection import Endpoint, Owner, PeerConnection, finish_together
-from gossamer.transport.sockets.handshake import dial
 from gossamer.transport.sockets.header import NEWCOMER, WATCHER, LetterKind
 from gossamer.transport.sockets.letter import Letter, body_of
-from gossamer.transport.sockets.listener import Arrival, ConnectionLimit, Listener, Refusals
+from gossamer.transport.sockets.listener import Arrival, ConnectionLimit, Refusals
 
 log = logging.getLogger("gossamer")
 
@@ -62,7 +60,7 @@ class _Waiting:
             return True
 
 
-class ElasticTransport:
+class ElasticTransport(Times):
     """One worker's connections; see `gossamer.transport.contract.Transport`. It never raises PeerError for a peer:
     `collect` omits failed exchanges; `outcomes` reports them.
 
@@ -74,8 +72,7 @@ class ElasticTransport:
             workers (`gossamer.transport.elastic.closing`); None for gossip.
         closings: the number of closings of such a round, one for each send.
         led: whether the peers of this process and the participants of closed rounds are decided elsewhere, and passed
-            to
-            `lead`: by the first of several processes of one worker.
+            to `lead`: by the first of several processes of one worker.
 
     Cost: one copy of each payload that is sent, as the sender may continue while a slow peer still reads; two threads
         per peer.
@@ -94,6 +91,7 @@ class ElasticTransport:
         closings: int = 1,
         led: bool = False,
     ) -> None:
+        super().__init__()
         self.worker, self._endpoint, self._host = members.me, endpoint, host
         if endpoint.keys is not None:
             members.restrict_trust(endpoint.keys.are_one)
@@ -115,28 +113,17 @@ class ElasticTransport:
         self.redial = Redial(2 * self._beat_s, endpoint.timeout_s)
         self.refusals = Refusals()
         self._owner = Owner(
-            self.worker,
-            endpoint.run,
-            members.limits,
-            endpoint.timeout_s,
-            self._accepts,
-            self._heard,
-            self._lost,
-            self.refusals,
+            self.worker, endpoint, members.limits, self._accepts, self._heard, self._lost, self.refusals
         )
         self._links: dict[int, list[PeerConnection]] = {}
         self._like: dict[tuple[Ticket, int], list[Tensor]] = {}
         self._posted: dict[tuple[Ticket, int], _Waiting] = {}
         """Payloads of exchanges whose outcome is not collected yet."""
-        self._messages: dict[PeerConnection, _Waiting] = {}
-        """The last message on each connection, possibly unsent."""
-        self._views: dict[PeerConnection, _Waiting] = {}
-        """The view at the end of the queue of each connection, possibly sent."""
+        self._newest: dict[tuple[PeerConnection, LetterKind], _Waiting] = {}
+        """The last message on each connection, and the view at the end of its queue; possibly sent."""
         self._outcomes: dict[Ticket, dict[int, Outcome]] = {}
         self._reasons: dict[int, str] = {}
         """Why the last connection with each disconnected worker was lost."""
-        self._waits: deque[Wait] = deque(maxlen=1 << 14)
-        self._deliveries: deque[Delivery] = deque(maxlen=1 << 14)
         # All workers may share one address or one key: on one machine, or behind one router.
         self._guests = ConnectionLimit(per_peer=members.slots + 8, total=2 * members.slots + 64)
         """Newcomers and watchers, by key or address."""
@@ -152,9 +139,7 @@ class ElasticTransport:
         """Since when too few workers are available for a mean; infinite once reported."""
         self._looked_s: dict[int, float] = {}
         """The time of the last search for a process reported to fill each slot."""
-        self._listener = Listener(
-            endpoint.listener, endpoint.secret, endpoint.run, self._arrived, self.refusals, keys=endpoint.keys
-        )
+        self._listener = endpoint.listen(self._arrived, self.refusals)
         # Beats are sent during local phases: a silent worker counts as dead.
         threading.Thread(target=self._run_timeouts, daemon=True, name="gossamer house").start()
 
@@ -360,19 +345,6 @@ class ElasticTransport:
         taken, self._outcomes = self._outcomes, {}
         return taken
 
-    def waits(self) -> list[Wait]:
-        """The times that `wait` blocked its caller since the last call."""
-        waited = list(self._waits)
-        self._waits.clear()
-        return waited
-
-    def deliveries(self) -> list[Delivery]:
-        """The payloads received since the last call."""
-        with self.changed:
-            came = list(self._deliveries)
-            self._deliveries.clear()
-        return came
-
     def first_round(self, timeout_s: float) -> int:
         """The round after the newest one reported by the others: asks all that are alive.
 
@@ -464,8 +436,8 @@ class ElasticTransport:
             boundary: returns the state of the round that the newcomer requests, None for the newest.
             hash_after: see `gossamer.transport.elastic.newcomer.host`.
         """
-        endpoint = self._endpoint
-        owned = None if endpoint.keys is None else endpoint.keys.numbers(channel.certificate)
+        keys = self._endpoint.keys
+        owned = None if keys is None else keys.numbers(channel.certificate)
 
         def given(place: Applicant) -> SlotEntry | None:
             wanted = None if place.wants is None else {place.wants}
@@ -473,17 +445,7 @@ class ElasticTransport:
             return self.give_slot(place.nonce, place.address, allowed)
 
         try:
-            host(
-                channel,
-                endpoint.run,
-                self.members.limits,
-                self.worker,
-                boundary=boundary,
-                hash_after=hash_after,
-                give_slot=given,
-                entries=lambda: dict(self.members.entries),
-                keys=endpoint.keys,
-            )
+            host(channel, self.members, self._endpoint, give_slot=given, boundary=boundary, hash_after=hash_after)
         except (OSError, GossamerError) as error:
             log.info("worker %d stopped serving a newcomer: %s", self.worker, error)
 
@@ -540,7 +502,7 @@ class ElasticTransport:
         """Passes the core's outgoing letters to the links, and opens missing ones."""
         outbox, self.core.outbox = [*self.core.outbox], []
         if self.closing is not None:
-            outbox += [Outgoing(peer, letter) for peer, letter in self.closing.outbox]
+            outbox += self.closing.outbox
             self.closing.outbox.clear()
         for peer, letter in outbox:
             entry = self.members.entries.get(peer)
@@ -551,23 +513,20 @@ class ElasticTransport:
 
     def _send(self, link: PeerConnection, letter: Letter) -> None:
         """Queues a letter; a large one so that it may still be replaced."""
-        if letter.kind == LetterKind.MEMBERSHIP:
-            # A newer view replaces an unsent one, but overtakes no other letter: a goodbye would end what precedes it.
-            last = self._views.get(link)
+        kind = letter.kind
+        if (
+            kind != LetterKind.MEMBERSHIP
+        ):  # a newer view overtakes no other letter: a goodbye would end what precedes it
+            self._newest.pop((link, LetterKind.MEMBERSHIP), None)
+        if kind in (LetterKind.MEMBERSHIP, LetterKind.MESSAGE):
+            # A newer view, or answer to a repeated request, replaces an unsent one.
+            last = self._newest.get((link, kind))
             if last is None or not last.change(letter):
-                last = self._views[link] = _Waiting(letter)
+                last = self._newest[link, kind] = _Waiting(letter)
                 link.send(last)
-            return
-        self._views.pop(link, None)
-        if letter.kind == LetterKind.PAYLOAD:
+        elif kind == LetterKind.PAYLOAD:
             waiting = self._posted[letter.ticket, link.peer] = _Waiting(letter)
             link.send(waiting)
-        elif letter.kind == LetterKind.MESSAGE:
-            # A repeated request replaces the unsent answer to the earlier one by the newest.
-            before = self._messages.get(link)
-            if before is None or not before.change(letter):
-                waiting = self._messages[link] = _Waiting(letter)
-                link.send(waiting)
         else:
             link.send(letter)
 
@@ -636,21 +595,11 @@ class ElasticTransport:
             self.changed.notify_all()
 
     def _open(self, entry: SlotEntry, *, known: bool = True) -> PeerConnection:
-        endpoint, me = self._endpoint, self.worker
         self.redial.dialled(entry.slot, time.monotonic())
 
         def opened() -> Channel:  # called by the thread of the connection, without the lock: to dial may take seconds
-            limit_s = min(10.0, endpoint.timeout_s)
             try:
-                return dial(
-                    entry.address,
-                    endpoint.secret,
-                    run=endpoint.run,
-                    me=me,
-                    timeout_s=limit_s,
-                    keys=endpoint.keys,
-                    whom=entry.slot,
-                )
+                return self._endpoint.dial(entry.address, self.worker, entry.slot, 10.0)
             except ConnectionRefusedError:  # refused by its machine, unlike a timeout: no process listens there
                 if known:
                     self.redial.ended.add(entry.nonce)
@@ -728,8 +677,8 @@ class ElasticTransport:
         if link.channel is not None:
             self._accepted.release(link.channel)
         with self.changed:
-            self._messages.pop(link, None)
-            self._views.pop(link, None)
+            for kind in (LetterKind.MEMBERSHIP, LetterKind.MESSAGE):
+                self._newest.pop((link, kind), None)
             with contextlib.suppress(ValueError):
                 self._links.get(link.peer, []).remove(link)
             entry = self.members.entries.get(link.peer)

@@ -176,8 +176,8 @@ def carrier_in(config: str) -> Backend:
     )
 
 
-def hang_up(group: dist.ProcessGroup | None = None, limit_s: float = 2.0) -> bool:
-    """Closes the connections of a gloo group and waits for the threads that are inside torch, at most `limit_s`.
+def hang_up(group: dist.ProcessGroup | None = None) -> bool:
+    """Closes the connections of a gloo group and waits for the threads that are inside torch, as `threads_end`.
 
     Returns: whether all have ended. A thread that returns from C++ during Python's shutdown aborts the process; one
         whose peer was lost mid-transfer never returns.
@@ -189,11 +189,11 @@ def hang_up(group: dist.ProcessGroup | None = None, limit_s: float = 2.0) -> boo
             # none: hence the loop over all peers. A receive on a closed connection fails at once.
             with contextlib.suppress(RuntimeError):
                 hold(peer, group).wait(timedelta(milliseconds=1))
-    return threads_end(limit_s)
+    return threads_end()
 
 
 def threads_end(limit_s: float = 2.0) -> bool:
-    """Waits for the threads that are inside torch, at most `limit_s`, and returns whether all have ended; as `hang_up`."""
+    """Waits for the threads that are inside torch, at most `limit_s`, and returns whether all have ended."""
     _FOLLOWERS.close()
     deadline = time.monotonic() + limit_s
     threads = [thread for thread in threading.enumerate() if thread.name == THREADS]

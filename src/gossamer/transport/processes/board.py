@@ -16,7 +16,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
 from itertools import pairwise
 from typing import Literal, NamedTuple, TypeVar
 
@@ -178,10 +177,8 @@ class Board:
         known to have one of round r or later: 0 while any has posted none, and the last known value if the store does
         not answer.
         """
-        self._query(lambda: self._entries.set(f"saved/{self.worker}", str(round)))
-        for worker in range(self._n):
-            text = self._read(f"saved/{worker}")
-            if text is not None and text.isdigit() and len(text) <= MOST_DIGITS:
+        for worker, text in (self._query(lambda: self._exchange("saved", str(round))) or {}).items():
+            if text.isdigit() and len(text) <= MOST_DIGITS:
                 self._saved[worker] = max(self._saved[worker], int(text))
         return min(self._saved)
 
@@ -194,15 +191,19 @@ class Board:
         known = self._circulated
         if not self._errand.is_alive():
             # In a thread that waits for the store: the caller keeps training, and gets the answer at a later call.
-            exchange = partial(self._query, partial(self._exchange_notes, text))
-            self._errand = threading.Thread(target=exchange, name=THREADS, daemon=True)
+            self._errand = threading.Thread(target=self._circulate, args=(text,), name=THREADS, daemon=True)
             self._errand.start()
         return known
 
-    def _exchange_notes(self, text: str) -> None:
-        names = {f"circular/{worker}": worker for worker in range(self._n)}
-        self._entries.set(f"circular/{self.worker}", text)
-        self._circulated = {names[name]: note for name, note in self._entries.several([*names]).items()}
+    def _circulate(self, text: str) -> None:
+        notes = self._query(lambda: self._exchange("circular", text))
+        self._circulated = self._circulated if notes is None else notes
+
+    def _exchange(self, kind: str, text: str) -> dict[int, bytes]:
+        """Posts a note of a kind, and returns those of all workers that have posted one."""
+        names = {f"{kind}/{worker}": worker for worker in range(self._n)}
+        self._entries.set(f"{kind}/{self.worker}", text)
+        return {names[name]: note for name, note in self._entries.several([*names]).items()}
 
     def _read(self, name: str) -> bytes | None:
         return self._query(lambda: self._entries.get(name))

@@ -8,6 +8,7 @@ import ipaddress
 import logging
 import os
 import socket
+from collections.abc import Collection
 from typing import NamedTuple
 
 import psutil
@@ -38,14 +39,10 @@ def address_towards(host: str) -> str:
     if (numeric := leads_to_itself(host)) is None:
         return own_address(host)
     version = ipaddress.ip_address(numeric).version
-    found = [one.address for one in interfaces() if ipaddress.ip_address(one.address).version == version]
-    reached = [address for address in found if _in_network(address)]
+    reached = _in_networks([version])
     if len(reached) == 1:
         return reached[0]
-    try:
-        chosen = own_address() if version == 4 else ""
-    except OSError:  # no route leads far away
-        chosen = ""
+    chosen = _towards_far_away() if version == 4 else ""
     if chosen in reached:
         _tell(
             f"the name '{host}' leads to {numeric} on this machine, where processes of other machines cannot reach it; {chosen} "
@@ -73,21 +70,15 @@ def announced_address(host: str, towards: str = "localhost") -> str:
         near = address_towards(towards).partition("%")[0]
         if ipaddress.ip_address(near).version in versions and _in_network(near):
             return near
-    own = [one.address.partition("%")[0] for one in interfaces()]
-    reached = [one for one in own if ipaddress.ip_address(one).version in versions and _in_network(one)]
+    reached = _in_networks(versions)
     if len(reached) == 1:
         return reached[0]
-    try:
-        chosen = own_address()
-    except OSError:  # no route leads far away
-        chosen = ""
     if not reached:
-        here = "127.0.0.1" if 4 in versions else "::1"
         _tell(
-            f"this machine has no address in a network, so who listens on {host} is announced at {here}, for itself alone"
+            f"this machine has no address in a network, so who listens on {host} is announced at 127.0.0.1, for itself alone"
         )
-        return here
-    if chosen not in reached:
+        return "127.0.0.1"
+    if (chosen := _towards_far_away()) not in reached:
         raise ConfigError(
             f"{host} means all interfaces of this machine, and others reach it at {_either(reached)}: give the right one of "
             "these instead"
@@ -146,6 +137,20 @@ def interfaces() -> list[Interface]:
         for one in addresses
         if name in up and one.family in (socket.AF_INET, socket.AF_INET6)
     ]
+
+
+def _in_networks(versions: Collection[int]) -> list[str]:
+    """The addresses of this machine that other machines may reach, of these versions of IP."""
+    own = [one.address.partition("%")[0] for one in interfaces()]
+    return [one for one in own if ipaddress.ip_address(one).version in versions and _in_network(one)]
+
+
+def _towards_far_away() -> str:
+    """The address from which this machine reaches a machine that is far away; empty where no route leads there."""
+    try:
+        return own_address()
+    except OSError:
+        return ""
 
 
 def _in_network(address: str) -> bool:

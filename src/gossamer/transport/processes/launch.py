@@ -203,20 +203,27 @@ def _rank(sizes: Sequence[int]) -> int:
 
 def _assemble(member: Member, backend: str, timeout_s: float) -> None:
     """Waits for all processes of the run, and checks that all use the same backend."""
-    here, entries = [f"here/{rank}" for rank in range(member.ranks)], member.entries.within(timeout_s)
-    with store_answers():
-        entries.set(here[member.rank], backend)
-    if missing := entries.absent(here, timeout_s):
-        raise PeerError(
-            f"{_workers(missing, member)} did not come within {timeout_s:g} s, and the run needs {member.workers}; look at "
-            "their logs, or raise run.timeout_s"
-        )
-    with store_answers():
-        theirs = [entries.read(name, member.owner(rank)) for rank, name in enumerate(here)]
+    lack = f"did not come within {timeout_s:g} s, and the run needs {member.workers}; look at their logs, or raise run.timeout_s"
+    theirs = _exchanged(member, [f"here/{rank}" for rank in range(member.ranks)], backend, timeout_s, lack)
     if others := [rank for rank, name in enumerate(theirs) if name != backend.encode()]:
         raise ConfigError(
             f"worker {member.worker} uses {backend} and {_workers(others, member)} another backend; set run.backend for all"
         )
+
+
+def _exchanged(member: Member, names: Sequence[str], text: str, timeout_s: float, lack: str) -> list[bytes]:
+    """The entries of all processes, by rank, under these names, once all have written theirs; this one writes `text`.
+
+    Args: `lack` completes the sentence about those that have written none within `timeout_s`.
+    Raises: PeerError, TransportError.
+    """
+    entries = member.entries.within(timeout_s)
+    with store_answers():
+        entries.set(names[member.rank], text)
+    if missing := entries.absent(names, timeout_s):
+        raise PeerError(f"{_workers(missing, member)} {lack}")
+    with store_answers():
+        return [entries.read(name, member.owner(rank)) for rank, name in enumerate(names)]
 
 
 def agree(
@@ -236,19 +243,13 @@ def agree(
         raise TransportError(
             f"worker {member.worker} would publish {len(text)} bytes of facts; at most {ENTRY_BYTES} are allowed"
         )
-    entries = member.entries.within(timeout_s)
     with store_answers():
-        turn = entries.count(f"agree/{member.rank}/turns")  # facts of an earlier agreement are not read again
-        keys = [f"agree/{rank}/{turn}" for rank in range(member.ranks)]
-        entries.set(keys[member.rank], text)
-    if missing := entries.absent(keys, timeout_s):
-        raise PeerError(
-            f"{_workers(missing, member)} sent no configuration within {timeout_s:g} s, and all {member.workers} must agree on "
-            "one; look at their logs"
-        )
-    owners = [member.owner(rank) for rank in range(member.ranks)]
-    with store_answers():
-        statements = [_statement(owner, entries.read(key, owner)) for owner, key in zip(owners, keys, strict=True)]
+        turn = member.entries.within(timeout_s).count(f"agree/{member.rank}/turns")  # earlier facts are not read again
+    lack = (
+        f"sent no configuration within {timeout_s:g} s, and all {member.workers} must agree on one; look at their logs"
+    )
+    entries = _exchanged(member, [f"agree/{rank}/{turn}" for rank in range(member.ranks)], text, timeout_s, lack)
+    statements = [_statement(member.owner(rank), raw) for rank, raw in enumerate(entries)]
     camps: dict[str, list[int]] = {}
     for rank, (theirs, _, _) in enumerate(statements):
         camps.setdefault(theirs, []).append(rank)

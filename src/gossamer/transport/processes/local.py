@@ -263,19 +263,9 @@ def _children(n: int, work: Work, secret: bytes) -> Iterator[Callable[..., BaseP
     ) -> BaseProcess:
         pipes = [context.Pipe(duplex=False) for _ in range(2)]
         name = prefix.strip("[] ")  # among several parts of a worker, the first counts its steps
-        process = context.Process(
-            target=_enter,
-            name=name,
-            args=(
-                work,
-                [*argv],
-                prefix,
-                {**common, **(counting() if name.endswith(".0") or "." not in name else {}), **environment},
-                os.getcwd(),
-                *(inner for _, inner in pipes),
-                listener,
-            ),
-        )
+        variables = {**common, **(counting() if name.endswith(".0") or "." not in name else {}), **environment}
+        given = work, [*argv], prefix, variables, os.getcwd(), *(inner for _, inner in pipes), listener
+        process = context.Process(target=_enter, name=name, args=given)
         process.start()
         processes.append(process)
         for (outer, inner), sink in zip(pipes, (sys.stdout, sys.stderr), strict=True):

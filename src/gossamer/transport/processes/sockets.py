@@ -30,10 +30,9 @@ from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.waiting import GRACE_S, RoundTransport, TicketState, Way
 from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.connection import CLOSED, Endpoint, Owner, PeerConnection, finish_together
-from gossamer.transport.sockets.handshake import dial
 from gossamer.transport.sockets.header import LIFE_LIMIT, WATCHER, LetterKind, Limits, called
 from gossamer.transport.sockets.letter import Letter
-from gossamer.transport.sockets.listener import Arrival, ConnectionLimit, Listener, Refusals
+from gossamer.transport.sockets.listener import Arrival, ConnectionLimit, Refusals
 
 _AGAIN_S = 0.1
 """Pause after a failed connection."""
@@ -83,9 +82,8 @@ class SocketTransport(RoundTransport[TicketState]):
         most = LIFE_LIMIT - 1  # tighter bounds apply once the exchange is announced (`_accepts`)
         self._owner = Owner(
             me,
-            endpoint.run,
+            endpoint,
             Limits(member.workers, most, most, most),
-            endpoint.timeout_s,
             self._accepts,
             self._heard,
             self._gone,
@@ -95,9 +93,7 @@ class SocketTransport(RoundTransport[TicketState]):
         )
         arrivals = {peer: queue.SimpleQueue[Channel]() for peer in range(member.workers) if peer != me}
         self._peers = {peer: _Peer(self._connection(peer, came), came) for peer, came in arrivals.items()}
-        self._listener = Listener(
-            endpoint.listener, endpoint.secret, endpoint.run, self._arrived, self._refusals, keys=endpoint.keys
-        )
+        self._listener = endpoint.listen(self._arrived, self._refusals)
 
     def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor], sound: Sound | None = None) -> None:
         """Announces that `peer` will send frames of these shapes and dtypes; its bytes are read from now on.
@@ -159,15 +155,7 @@ class SocketTransport(RoundTransport[TicketState]):
             deadline = time.monotonic() + endpoint.timeout_s
             while True:
                 try:
-                    return dial(
-                        self._addresses[peer],
-                        endpoint.secret,
-                        run=endpoint.run,
-                        me=self.worker,
-                        timeout_s=endpoint.timeout_s,
-                        keys=endpoint.keys,
-                        whom=peer,
-                    )
+                    return endpoint.dial(self._addresses[peer], self.worker, peer)
                 except (RefusedError, ConnectionRefusedError):  # a retry would fail too
                     raise
                 except (OSError, PeerError):  # when all dial at once, a listener drops excess connections
@@ -259,16 +247,9 @@ class SocketTransport(RoundTransport[TicketState]):
         """This worker's view, for status queries."""
         now_s = time.monotonic()
         with self._news:
-            status = {
-                peer: MemberStatus.ALIVE
-                if peer not in self._lost
-                else MemberStatus.LEFT
-                if self._lost[peer] == CLOSED
-                else MemberStatus.SUSPECT
-                for peer in range(len(self._addresses))
-            }
+            ended = {j: MemberStatus.LEFT if why == CLOSED else MemberStatus.SUSPECT for j, why in self._lost.items()}
             entries = [
-                SlotEntry(slot, 0, 0, status[slot], 0, address, self._rounds[slot])
+                SlotEntry(slot, 0, 0, ended.get(slot, MemberStatus.ALIVE), 0, address, self._rounds[slot])
                 for slot, address in enumerate(self._addresses)
             ]
         moved = {slot: peer.connection.moved_s for slot, peer in self._peers.items()}

@@ -16,11 +16,11 @@ import errno
 import hmac
 import logging
 import os
-import queue
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, InvalidStateError, wait
 from datetime import timedelta
 from typing import NamedTuple, TypeVar
 
@@ -76,28 +76,26 @@ def answer(store: Store, timeout_s: float, ask: Callable[[], T]) -> T:
         if thread.is_alive():
             raise _no_answer(root, timeout_s)
     _unanswered[:] = [one for one in _unanswered if one[1].is_alive()]
-    came = queue.SimpleQueue[tuple[T | None, BaseException | None]]()
-
-    def make() -> None:
-        try:
-            came.put((ask(), None))
-        except BaseException as error:
-            came.put((None, error))
-
-    thread = threading.Thread(target=make, name=THREADS, daemon=True)
+    came = Future[T]()
+    thread = threading.Thread(target=_try, args=(ask, came), name=THREADS, daemon=True)
     try:
         thread.start()
     except RuntimeError:  # as Python exits it may start none, and the call has only the deadline of its connection
-        make()
-    try:
-        value, error = came.get(timeout=max(0.0, deadline - time.monotonic()))
-    except queue.Empty:
+        _try(ask, came)
+    if not wait([came], max(0.0, deadline - time.monotonic())).done:
         # Kept with its store, so that `root` of another part of it is the same object.
         _unanswered.append((root, thread))
-        raise _no_answer(root, timeout_s) from None
-    if error is not None:
-        raise error
-    return value  # pyright: ignore[reportReturnType]
+        raise _no_answer(root, timeout_s)
+    return came.result()
+
+
+def _try(make: Callable[[], T], made: Future[T]) -> None:
+    """Sets the result of a call, or its error, unless another call has done so."""
+    with contextlib.suppress(InvalidStateError):
+        try:
+            made.set_result(make())
+        except BaseException as error:
+            made.set_exception(error)
 
 
 def unanswered(store: Store) -> bool:
@@ -337,26 +335,19 @@ def reached_in_time(timeout_s: float, reach: Callable[[float], T]) -> T:
 
 def client_of(host: str, port: int, timeout_s: float) -> TCPStore:
     """A client of the store at this address. Raises: OSError where the listener does not answer like a store in time."""
-    made = queue.SimpleQueue[TCPStore | Exception]()
+    made = Future[TCPStore]()
 
-    def make() -> None:
-        try:
-            with keeping_alive(timeout_s):
-                store = TCPStore(host, port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
-            made.put(store)
-        except Exception as error:
-            made.put(error)
+    def make() -> TCPStore:
+        with keeping_alive(timeout_s):
+            return TCPStore(host, port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
     # In a thread: torch waits forever for the first answer of the listener. Even a store may never answer, on a busy
     # machine, but does over another connection.
     deadline, patience_s = time.monotonic() + timeout_s, ANSWER_S
     while (left_s := deadline - time.monotonic()) > 0:
-        threading.Thread(target=make, daemon=True, name="gossamer store").start()
-        with contextlib.suppress(queue.Empty):
-            found = made.get(timeout=min(patience_s, left_s))
-            if isinstance(found, Exception):
-                raise found
-            return found
+        threading.Thread(target=_try, args=(make, made), daemon=True, name="gossamer store").start()
+        if wait([made], min(patience_s, left_s)).done:
+            return made.result()
         patience_s *= 2
     raise TimeoutError(f"what listens there did not answer as a store within {timeout_s:g} s")
 

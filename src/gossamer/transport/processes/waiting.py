@@ -4,7 +4,7 @@ transports of runs in rounds, over a process group and over connections with key
 
 import threading
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Generic, Literal, NamedTuple, TypeVar
 
@@ -12,14 +12,13 @@ from torch import Tensor
 
 from gossamer.errors import PeerError, TransportError
 from gossamer.transport import wire
-from gossamer.transport.contract import Delivery, Ticket, Wait
+from gossamer.transport.contract import Ticket, Times, Wait
 from gossamer.transport.processes.board import Board, Cause, Failure, Note, blame, sentence
 from gossamer.transport.processes.member import Member
 
 GRACE_S = 0.25
 """How long after a lost connection a message that had arrived or left may still be recorded as complete."""
 Way = Literal["from", "to"]
-_MOST = 1 << 14
 
 
 class PeerWait:
@@ -106,7 +105,7 @@ class TicketState:
 E = TypeVar("E", bound=TicketState)
 
 
-class RoundTransport(Generic[E]):
+class RoundTransport(Times, Generic[E]):
     """The waits of a transport that tolerates no departure; see `gossamer.transport.contract.Transport`.
 
     A subclass starts the messages, and reports their end by `_settle` and a lost peer by `_fail`, from any thread.
@@ -117,12 +116,10 @@ class RoundTransport(Generic[E]):
     keeps_frames = False
 
     def __init__(self, member: Member, timeout_s: float, exchange: type[E]) -> None:
+        super().__init__()
         self.worker = member.worker
         self._member, self._patience = member, PeerWait(member, timeout_s)
         self._exchanges: defaultdict[Ticket, E] = defaultdict(exchange)
-        # Beyond a limit the oldest are dropped. Threads append concurrently, which needs no lock.
-        self._deliveries: deque[Delivery] = deque(maxlen=_MOST)
-        self._waits: deque[Wait] = deque(maxlen=_MOST)
         self._news = threading.Condition()
         """The lock of the exchanges; notified when all messages of one have ended, or one has failed."""
 
@@ -160,14 +157,6 @@ class RoundTransport(Generic[E]):
             peer: wire.unpack_frames(exchange.received[peer].to(self._member.device), like)
             for peer, like in sorted(exchange.likes.items())
         }
-
-    def deliveries(self) -> list[Delivery]:
-        """The messages received since the last call; none on NCCL, where header and payload arrive together."""
-        return [self._deliveries.popleft() for _ in range(len(self._deliveries))]
-
-    def waits(self) -> list[Wait]:
-        """The times that `wait` blocked its caller since the last call."""
-        return [self._waits.popleft() for _ in range(len(self._waits))]
 
     def _post(self, exchange: E, frames: Sequence[Tensor]) -> PackedMessage:
         """The message, packed once for all its peers; it must stay unchanged."""

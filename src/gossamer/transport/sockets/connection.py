@@ -16,9 +16,10 @@ from torch import Tensor
 from gossamer.errors import GossamerError, RefusedError, TransportError
 from gossamer.transport.keys import Keys
 from gossamer.transport.sockets.channel import Channel
+from gossamer.transport.sockets.handshake import dial
 from gossamer.transport.sockets.header import LetterKind, Limits
 from gossamer.transport.sockets.letter import Letter, body_of, fresh_memory, receive_letter, send_letter
-from gossamer.transport.sockets.listener import Refusals
+from gossamer.transport.sockets.listener import Arrival, Listener, Refusals
 
 REFUSAL_BYTES = 1000
 PARTING_S = 5.0
@@ -43,16 +44,24 @@ class Endpoint(NamedTuple):
     keys: Keys | None = None
     """Used in place of the secret, if the run has keys."""
 
+    def listen(self, arrived: Callable[[Arrival], None], refusals: Refusals, *, older: bytes = b"GOSL") -> Listener:
+        """Accepts connections of the run. Args: as of `Listener`."""
+        return Listener(self.listener, self.secret, self.run, arrived, refusals, older=older, keys=self.keys)
+
+    def dial(self, address: str, me: int, whom: int, most_s: float | None = None) -> Channel:
+        """A connection of process `me` with process `whom` of the run. Raises: as `gossamer.transport.sockets.handshake.dial`."""
+        timeout_s = self.timeout_s if most_s is None else min(most_s, self.timeout_s)
+        return dial(address, self.secret, run=self.run, me=me, timeout_s=timeout_s, keys=self.keys, whom=whom)
+
 
 class Owner(NamedTuple):
     """The callbacks of a connection, called in its threads."""
 
     me: int
     """The number of this process."""
-    run: int
+    endpoint: Endpoint
+    """Its `timeout_s` is how long the other end may accept no bytes, or pause in the middle of a letter."""
     limits: Limits
-    timeout_s: float
-    """How long the other end may accept no bytes, or pause in the middle of a letter."""
     accepts: Callable[["PeerConnection", Letter, int], bool]
     """Whether a body of this size may follow a header."""
     received: Callable[["PeerConnection", Letter], None]
@@ -72,7 +81,7 @@ class PeerConnection:
     Args:
         peer: its number.
         opened: opens the channel, in a thread of the connection, so that no caller waits for an unresponsive peer.
-            first: the letter sent first.
+        first: the letter sent first.
     """
 
     def __init__(self, peer: int, owner: Owner, opened: Callable[[], Channel], first: Letter | None = None) -> None:
@@ -148,10 +157,10 @@ class PeerConnection:
             return
         _start(self._read, channel, threading.current_thread())
         try:
-            channel.wait_at_most(self._owner.timeout_s)
+            channel.wait_at_most(self._owner.endpoint.timeout_s)
             while (item := self._next_letter(channel)) is not None and not self._closed:
                 letter = item if isinstance(item, Letter) else item()
-                send_letter(channel, letter, self._owner.run)
+                send_letter(channel, letter, self._owner.endpoint.run)
                 self._owner.sent(self, letter)
                 if letter.kind is LetterKind.END:
                     return  # the connection lasts until the other end closes, which the reader notices
@@ -162,7 +171,7 @@ class PeerConnection:
     def _next_letter(self, channel: Channel) -> "Letter | Callable[[], Letter] | None":
         while not channel.settle():
             with contextlib.suppress(queue.Empty):
-                return self._letters.get(timeout=min(SETTLES_S, self._owner.timeout_s / 8))
+                return self._letters.get(timeout=min(SETTLES_S, self._owner.endpoint.timeout_s / 8))
         return self._letters.get()
 
     def _read(self, channel: Channel, writer: threading.Thread) -> None:
@@ -180,7 +189,7 @@ class PeerConnection:
         try:
             while (
                 letter := receive_letter(
-                    channel, owner.run, owner.limits, self._accepts, idle=True, memory=owner.memory
+                    channel, owner.endpoint.run, owner.limits, self._accepts, idle=True, memory=owner.memory
                 )
             ).kind not in _LAST:
                 owner.received(self, letter)

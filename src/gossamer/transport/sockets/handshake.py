@@ -22,7 +22,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 
-from gossamer.errors import LostConnectionError, PeerError, RefusedError
+from gossamer.errors import LostConnectionError, RefusedError
 from gossamer.transport.contract import WIRE_VERSION
 from gossamer.transport.keys import SECRET_WORD, Keys
 from gossamer.transport.secret import CODE_BYTES, code
@@ -43,6 +43,18 @@ _OLDER_LETTER = struct.Struct("<4sH66x")
 _MOST_UNREAD = 1 << 16
 
 
+@contextlib.contextmanager
+def _may_be_lost() -> Iterator[None]:
+    """Turns the loss of the connection, and a timeout, into a LostConnectionError."""
+    try:
+        yield
+    except RefusedError:
+        raise
+    except OSError as error:
+        raise LostConnectionError(f"it was lost during the handshake ({error})") from None
+
+
+@_may_be_lost()
 def prove_to_dialler(
     channel: Channel,
     secret: bytes,
@@ -61,14 +73,14 @@ def prove_to_dialler(
         done within `timeout_s`.
     """
     deadline, ours = time.monotonic() + timeout_s, _OURS + secrets.token_bytes(_HELLO_BYTES - len(_OURS))
-    _send(channel, ours, deadline)
-    first = _receive(channel, len(_OURS), deadline)
+    channel.write(ours, deadline)
+    first = channel.read(len(_OURS), deadline)
     magic, version = _VERSION.unpack(first)
     if magic == _MAGIC and version != WIRE_VERSION:
         raise wrong_version("it", version)
     if magic == _MAGIC:
         begun()
-    rest = _receive(channel, _PROOF.size - (0 if magic == _MAGIC else len(first)), deadline)
+    rest = channel.read(_PROOF.size - (0 if magic == _MAGIC else len(first)), deadline)
     worker, theirs, of_run, proof = _PROOF.unpack(rest if magic == _MAGIC else first + rest)
     about = ours, theirs, _bytes_of(worker)
     if magic != _MAGIC and hmac.compare_digest(proof, code(secret, b"worker", *about, of_run)):
@@ -83,10 +95,11 @@ def prove_to_dialler(
             f"it calls itself {called(worker)} and does not know the secret of this run; give all workers the same",
         )
     same = hmac.compare_digest(of_run, code(secret, b"run", *about, _bytes_of(run)))
-    _send(channel, code(secret, b"server" if same else b"refusal", *about, of_run), deadline)
+    channel.write(code(secret, b"server" if same else b"refusal", *about, of_run), deadline)
     return worker, same
 
 
+@_may_be_lost()
 def prove_to_listener(
     channel: Channel, secret: bytes, *, run: int, me: int, older: bytes = b"GOSL", timeout_s: float = HANDSHAKE_S
 ) -> bool | None:
@@ -98,24 +111,24 @@ def prove_to_listener(
     """
     deadline, ours = time.monotonic() + timeout_s, secrets.token_bytes(_HELLO_BYTES)
     try:
-        theirs = _receive(channel, _HELLO_BYTES, deadline)
+        theirs = channel.read(_HELLO_BYTES, deadline)
     except RefusedError:  # in TLS 1.3, the dialler learns here that its certificate was refused
         raise
-    except PeerError:
+    except OSError:
         return None
     magic, version = _VERSION.unpack_from(theirs)
     if magic == _MAGIC and version != WIRE_VERSION:
-        with contextlib.suppress(PeerError):
-            _send(channel, _OURS, deadline)  # so that the other end can report both versions too
+        with contextlib.suppress(OSError):
+            channel.write(_OURS, deadline)  # so that the other end can report both versions too
         raise wrong_version("it", version)
     about = (theirs, ours, _bytes_of(me), *([_OURS] if magic == _MAGIC else []))
     of_run = code(secret, b"run", *about, _bytes_of(run))
     proof = _PROOF.pack(me, ours, of_run, code(secret, b"worker", *about, of_run))
     if magic != _MAGIC:
         answer = b""
-        with contextlib.suppress(PeerError):
-            _send(channel, proof, deadline)
-            answer = _receive(channel, CODE_BYTES, deadline)
+        with contextlib.suppress(OSError):
+            channel.write(proof, deadline)
+            answer = channel.read(CODE_BYTES, deadline)
         if hmac.compare_digest(answer, code(secret, b"server", *about, of_run)):
             _tell_older(channel, _OLDER_LETTER.pack(older, WIRE_VERSION), deadline)
             raise wrong_version("it", _OLDER)
@@ -124,8 +137,8 @@ def prove_to_listener(
             f"it began with {theirs[:16]!r}, and gossamer begins with {_MAGIC!r}; if another program, such as an SSH server, "
             "listens at that port, give the port of the run, else install the same gossamer version on all machines",
         )
-    _send(channel, _OURS + proof, deadline)
-    answer = _receive(channel, CODE_BYTES, deadline)
+    channel.write(_OURS + proof, deadline)
+    answer = channel.read(CODE_BYTES, deadline)
     for kind in (b"server", b"refusal"):
         if hmac.compare_digest(answer, code(secret, kind, *about, of_run)):
             return kind == b"server"
@@ -212,23 +225,3 @@ def _tell_older(channel: Channel, data: bytes, deadline: float) -> None:
 
 def _bytes_of(number: int) -> bytes:
     return number.to_bytes(8, "little")
-
-
-def _send(channel: Channel, data: bytes, deadline: float) -> None:
-    with _may_be_lost():
-        channel.write(data, deadline)
-
-
-def _receive(channel: Channel, size: int, deadline: float) -> bytes:
-    with _may_be_lost():
-        return channel.read(size, deadline)
-
-
-@contextlib.contextmanager
-def _may_be_lost() -> Iterator[None]:
-    try:
-        yield
-    except RefusedError:
-        raise
-    except OSError as error:
-        raise LostConnectionError(f"it was lost during the handshake ({error})") from None

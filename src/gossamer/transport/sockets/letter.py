@@ -75,7 +75,7 @@ def receive_letter(
     Args:
         accepts: whether a body of this size may follow a header.
         idle: allows unlimited silence before a letter begins.
-            deadline: on the clock of `time.monotonic`, for the whole letter.
+        deadline: on the clock of `time.monotonic`, for the whole letter.
         memory: allocates the body.
     Raises: OSError when the connection is lost or stalls, TransportError for an invalid letter, RefusedError for one
         out of bounds.

@@ -68,9 +68,9 @@ class ServerClient:
         self.channel.close()
 
     def _receive(self, kind: LetterKind, ticket: Ticket, size: int) -> Letter:
-        def accepts(letter: Letter, run: int) -> bool:
-            refused = letter.kind is LetterKind.REFUSAL and run <= REFUSAL_BYTES
-            expected = (letter.kind, letter.ticket, run) == (kind, ticket, size)
+        def accepts(letter: Letter, body_bytes: int) -> bool:
+            refused = letter.kind is LetterKind.REFUSAL and body_bytes <= REFUSAL_BYTES
+            expected = (letter.kind, letter.ticket, body_bytes) == (kind, ticket, size)
             return letter.sender == self._limits.workers and (refused or expected)
 
         try:

@@ -71,9 +71,7 @@ class TlsSocket:
         """The lock of each OpenSSL call, never held while waiting for the other end."""
         self._order = threading.Lock()
         """Held from encryption until the bytes are in the socket: records are numbered, and must be sent in order."""
-        self.family = sock.family
-        self.settimeout, self.setsockopt = sock.settimeout, sock.setsockopt
-        self.shutdown, self.close = sock.shutdown, sock.close
+        self.settimeout, self.shutdown, self.close = sock.settimeout, sock.shutdown, sock.close
 
     @property
     def peer_certificate(self) -> bytes | None:

@@ -6,21 +6,21 @@ import os
 import queue
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
-
-from torch import Tensor
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from gossamer.errors import ConfigError, PeerError, RefusedError, TransportError
 from gossamer.record.progress import say
+from gossamer.run.served.letters import Awaited, WorkerLetters
+from gossamer.run.served.protocol import HELLO_BYTES
+from gossamer.run.served.session import Pushed, Reply, ServerSession
 from gossamer.transport.alike import difference
-from gossamer.transport.contract import Ticket
 from gossamer.transport.processes.interfaces import announced_address
 from gossamer.transport.processes.local import LISTENER
 from gossamer.transport.sockets.addresses import listen, loopback_warning, shown
 from gossamer.transport.sockets.connection import Endpoint, Owner, PeerConnection, refusal
 from gossamer.transport.sockets.handshake import HANDSHAKE_S
-from gossamer.transport.sockets.header import LetterKind, Limits
+from gossamer.transport.sockets.header import LetterKind
 from gossamer.transport.sockets.letter import Letter, letters_up_to, receive_letter, send_letter
 from gossamer.transport.sockets.listener import Arrival, ConnectionLimit, Listener, Refusals
 from gossamer.transport.sockets.server_client import NO_NUMBERS, NO_RUN, SETTINGS_BYTES, read_settings_in
@@ -31,89 +31,8 @@ PARTING_S = 5.0
 """How long a finished run waits for workers that are still being notified."""
 _REJOIN_S = 1.0
 """The shortest time between two joins of one worker: each is recorded, and answered with the model."""
-
-
-class _Reply(Protocol):
-    @property
-    def peer(self) -> int: ...
-
-
-R = TypeVar("R", bound=_Reply)
-
-
 _ALONE_S = 2.0
 """How long a server that is asked to stop waits for a worker to come back."""
-
-
-class Session(Protocol[R]):
-    """The session of a server, which decides and computes. Each input has its seconds since the run began, and returns
-    replies to peers.
-    """
-
-    def join(self, peer: int, hello: Sequence[int], now_s: float, /) -> list[R]:
-        """A peer joins or rejoins."""
-        ...
-
-    def hear(self, peer: int, content: Any, now_s: float, /) -> list[R]:
-        """Handles a peer's message."""
-        ...
-
-    def leave(self, peer: int, reason: str | None, now_s: float, /) -> list[R]:
-        """A peer is gone, with a reason; None for one that had been served completely."""
-        ...
-
-    def tick(self, now_s: float) -> list[R]:
-        """Time has passed."""
-        ...
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether the session is finished."""
-        ...
-
-    @property
-    def progress(self) -> str:
-        """The progress of the run, in words."""
-        ...
-
-    @property
-    def next_closing_s(self) -> float:
-        """The time of its next action without further input."""
-        ...
-
-    def close(self, now_s: float) -> None:
-        """The run is over."""
-        ...
-
-
-class Awaited(NamedTuple):
-    """The only letter that a peer may send next."""
-
-    ticket: Ticket
-    size: int
-
-
-class PeerProtocol(Protocol):
-    """The messages between a server and its workers. Called in threads of connections, except `letters`."""
-
-    limits: Limits
-    hello_bytes: int
-
-    def hello(self, peer: int, body: Tensor) -> Sequence[int]:
-        """A worker's HELLO as input of the session. Raises RefusedError."""
-        ...
-
-    def letters(self, reply: Any) -> Iterable[Callable[[], Letter]]:
-        """Functions that make the letters of a reply, called in the sending thread."""
-        ...
-
-    def awaited(self, reply: Any) -> Awaited | None:
-        """The letter that the peer sends after this reply; None if the exchange is over."""
-        ...
-
-    def content(self, letter: Letter, start_s: float) -> Any:
-        """The content of a letter, with the time at which it was requested. Raises TransportError."""
-        ...
 
 
 class _WorkerConnection(PeerConnection):
@@ -137,7 +56,7 @@ class _Joined(NamedTuple):
 
 class _Heard(NamedTuple):
     connection: PeerConnection
-    content: Any
+    content: Pushed
 
 
 class _Lost(NamedTuple):
@@ -154,15 +73,14 @@ class ConnectionServer:
         settings: this run's settings, to report differences to workers of another run.
     """
 
-    def __init__(self, endpoint: Endpoint, protocol: PeerProtocol, settings: Mapping[str, str]) -> None:
-        self._endpoint, self._protocol, self._settings = endpoint, protocol, settings
+    def __init__(self, endpoint: Endpoint, letters: WorkerLetters, settings: Mapping[str, str]) -> None:
+        self._endpoint, self._letters, self._settings = endpoint, letters, settings
         self.refusals, self._silent = Refusals(), ConnectionLimit()
-        self._me, limits = protocol.limits.workers, protocol.limits
+        self._me = letters.limits.workers
         self._owner = Owner(
             self._me,
-            endpoint.run,
-            limits,
-            endpoint.timeout_s,
+            endpoint,
+            letters.limits,
             self._accepts,
             self._heard,
             lambda connection, why: self._inputs.put(_Lost(connection, why)),
@@ -178,36 +96,28 @@ class ConnectionServer:
         """The last arrival of each worker."""
         self._listener: Listener | None = None
         self._began, self._begin_s = time.monotonic(), 0.0
-        self._session: Session[Any]
+        self._session: ServerSession
 
     def open(self) -> None:
         """Lets workers come."""
-        endpoint = self._endpoint
-        host, port = endpoint.listener.getsockname()[:2]
+        host, port = self._endpoint.listener.getsockname()[:2]
         try:
             host = announced_address(host)
         except ConfigError as error:  # its workers get its address from the user
             log.warning("%s", error)
         say(f"serving {self._me} workers on {shown(host, port)}")
-        self._listener = Listener(
-            endpoint.listener,
-            endpoint.secret,
-            endpoint.run,
-            self._arrived,
-            self.refusals,
-            older=b"GOSS",
-            keys=endpoint.keys,
-        )
+        self._listener = self._endpoint.listen(self._arrived, self.refusals, older=b"GOSS")
 
-    def run(self, session: Session[Any], begin_s: float, asked: Callable[[], bool] = lambda: False) -> None:
+    def run(self, session: ServerSession, begin_s: float, asked: Callable[[], bool] = lambda: False) -> None:
         """Passes all input to a session, until it is over, or until a stop is requested and no worker is connected.
 
         Raises: PeerError when no worker is connected and none connects within `timeout_s`.
         """
         self._session, self._began, self._begin_s = session, time.monotonic(), begin_s
         timeout_s, alone_since_s = self._endpoint.timeout_s, begin_s
-        while not session.is_finished:
-            item = self._next()
+        while not session.core.is_finished:
+            # Until the session must act without one, and for a second at most.
+            item = self._next(min(session.core.next_closing_s - self.now(), timeout_s / 4, 1.0))
             now_s = self.now()
             if item is not None:
                 self._handle(item, now_s)
@@ -222,7 +132,7 @@ class ConnectionServer:
                     f"no worker has been here for {timeout_s:g} s and {session.progress}; check the workers' logs, then resume"
                 )
         self._see_off()
-        session.close(self.now())
+        session.records.close(self.now())
 
     def close(self) -> None:
         """Stops accepting, and ends all connections."""
@@ -247,21 +157,18 @@ class ConnectionServer:
         while time.monotonic() < deadline:
             # Checked before the queue: any connection handled by then is already in the queue.
             somebody = self._connections or self._listener.busy
-            try:
-                item = self._inputs.get(timeout=0.05)
-            except queue.Empty:
-                if somebody:
-                    continue
-                return
-            if not isinstance(item, _Lost):
+            item = self._next(0.05)
+            if item is None:
+                if not somebody:
+                    return
+            elif not isinstance(item, _Lost):
                 self._handle(item, self.now())
             elif self._connections.get(item.connection.peer) is item.connection:
                 # A departure after the last round is not logged as a loss.
                 del self._connections[item.connection.peer]
 
-    def _next(self) -> _Joined | _Heard | _Lost | None:
-        """The next input; None when the session must act before one arrives, or none arrives for a second."""
-        wait_s = min(self._session.next_closing_s - self.now(), self._endpoint.timeout_s / 4, 1.0)
+    def _next(self, wait_s: float) -> _Joined | _Heard | _Lost | None:
+        """The next input; None where none comes within so many seconds."""
         try:
             return self._inputs.get(timeout=max(0.0, wait_s))
         except queue.Empty:
@@ -272,7 +179,7 @@ class ConnectionServer:
             peer = item.arrival.peer
             if (current := self._connections.get(peer)) is not None:
                 current.refuse(why := f"worker {peer} reconnected; this connection is closed")
-                self._drop(current, None if current.done else why, now_s)
+                self._drop(current, why, now_s)
             self._joined_s[peer] = time.monotonic()
             # Created in this thread, so that input from its threads is queued after it is known here.
             self._connections[peer] = _WorkerConnection(item.arrival, self._owner)
@@ -284,11 +191,11 @@ class ConnectionServer:
         if isinstance(item, _Heard):
             self._send(self._session.hear(current.peer, item.content, now_s))
         else:
-            self._drop(current, None if current.done else item.reason, now_s)
+            self._drop(current, item.reason, now_s)
 
-    def _drop(self, connection: PeerConnection, reason: str | None, now_s: float) -> None:
+    def _drop(self, connection: _WorkerConnection, why: str, now_s: float) -> None:
         del self._connections[connection.peer]
-        self._send(self._session.leave(connection.peer, reason, now_s))
+        self._send(self._session.leave(connection.peer, None if connection.done else why, now_s))
 
     def _drop_silent(self, now_s: float) -> None:
         """Drops workers that owe a letter and have made no progress for too long."""
@@ -299,14 +206,14 @@ class ConnectionServer:
                 connection.refuse(why)
                 self._drop(connection, why, now_s)
 
-    def _send(self, replies: Sequence[Any]) -> None:
+    def _send(self, replies: Sequence[Reply]) -> None:
         for reply in replies:
             connection = self._connections[reply.peer]
             connection.asked_s, connection.asked_at = self.now(), time.monotonic()
             # Set before the letters are queued: the answer may arrive at once, and is compared with this in another
             # thread.
-            connection.awaited = self._protocol.awaited(reply)
-            for letter in self._protocol.letters(reply):
+            connection.awaited = self._letters.awaited(reply)
+            for letter in self._letters.letters(reply):
                 connection.send(letter)
             if connection.awaited is None:
                 connection.done = True
@@ -334,7 +241,7 @@ class ConnectionServer:
 
     def _hello(self, arrival: Arrival) -> Sequence[int]:
         """The HELLO of a worker of this run."""
-        peer, run, limits, protocol = arrival.peer, self._endpoint.run, self._protocol.limits, self._protocol
+        peer, run, limits = arrival.peer, self._endpoint.run, self._letters.limits
         deadline = time.monotonic() + HANDSHAKE_S
         if not arrival.same_run:
             accepts = letters_up_to(LetterKind.SETTINGS, most_bytes=SETTINGS_BYTES)
@@ -356,11 +263,9 @@ class ConnectionServer:
             run,
             limits,
             deadline=deadline,
-            accepts=lambda letter, size: (
-                (letter.kind, letter.sender, size) == (LetterKind.HELLO, peer, protocol.hello_bytes)
-            ),
+            accepts=lambda letter, size: (letter.kind, letter.sender, size) == (LetterKind.HELLO, peer, HELLO_BYTES),
         )
-        return protocol.hello(peer, letter.body)
+        return self._letters.hello(peer, letter.body)
 
     def _refuse(self, arrival: Arrival, why: str) -> None:
         """Sends the reason for a refusal, and closes once it is read."""
@@ -377,7 +282,7 @@ class ConnectionServer:
     def _heard(self, connection: PeerConnection, letter: Letter) -> None:
         assert isinstance(connection, _WorkerConnection)
         connection.awaited = None
-        self._inputs.put(_Heard(connection, self._protocol.content(letter, connection.asked_s)))
+        self._inputs.put(_Heard(connection, self._letters.content(letter, connection.asked_s)))
 
 
 def listener_at(host: str, port: int) -> socket.socket:
