@@ -205,14 +205,21 @@ class Rule(NamedTuple):
         return self.combine is mean and self.needs == "everyone"
 
 
-def inside(access: Callable[[Any], Tensor] | None) -> Callable[[Any], Tensor] | None:
-    """An accessor of a tensor of a rule's state, adapted to a wrapper that keeps that state as its `inner`; None without one."""
-    return None if access is None else lambda s: access(s.inner)
+def around(rule: Rule, **own: Any) -> Rule:
+    """The rule with fields of a wrapper that keeps the rule's state as the `inner` of its own state.
+
+    What the wrapper does not give is the rule's; what sends, reads or resets the state reaches it through `inner`.
+    """
+    read = ("unsent", "mixed", "start", "adapted", "distrusts", "norms")
+    through: dict[str, Any] = {name: _inside(access) for name in read if (access := getattr(rule, name)) is not None}
+    reset = rule.reset
+    if reset is not None:
+        through["reset"] = lambda x, s: s._replace(inner=reset(x, s.inner))
+    return rule._replace(**{"send": lambda x, s, ctx: rule.send(x, s.inner, ctx), **through, **own})
 
 
-def reset_inside(reset: Callable[[Tensor, Any], Any] | None) -> Callable[[Tensor, Any], Any] | None:
-    """The reset of a rule's state, adapted to a wrapper that keeps that state as its `inner`; None without one."""
-    return None if reset is None else lambda x, s: s._replace(inner=reset(x, s.inner))
+def _inside(access: Callable[[Any], T]) -> Callable[[Any], T]:
+    return lambda s: access(s.inner)
 
 
 def amplification(rule: Rule) -> float:
