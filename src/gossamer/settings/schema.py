@@ -486,7 +486,7 @@ def _sentence(items: list[ErrorDetails], place: _Place, where: str, root: Any) -
             given, whole, hint = item["input"], hint, _item(hint, within)
             name += "" if hint is whole else "".join(f"[{k}]" for k in within)  # custom words describe the whole list
             break
-    shown = "an empty list" if given in ((), []) else f"{given!r:.60}"
+    shown = "an empty list" if isinstance(given, list | tuple) and not given else f"{given!r:.60}"
     return f"{name or 'this'} is {shown} but must be {words_of(hint, name)}"
 
 
