@@ -19,7 +19,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,6 @@ from gossamer.transport.sockets.header import Limits
 from gossamer.tree import must_fit
 
 log = logging.getLogger("gossamer")
-T = TypeVar("T")
 
 REJOIN_ROUNDS = 2
 """Most rounds that a gossiping site may be behind; beyond that it takes another's state."""
@@ -236,14 +235,12 @@ class ElasticSite:
     def proposed(self, round: int) -> tuple[int, frozenset[int]]:
         """See `gossamer.transport.contract.Closes`. Raises: LeftOutError, on all processes of the site."""
 
-        def result() -> list[int] | None:
-            outcome = self._poll(lambda: self._inner.proposed(round))
-            if outcome is None or isinstance(outcome, LeftOutError):
-                return outcome and [1, 0 if outcome.source is None else outcome.source + 1]
+        def wait() -> list[int]:
+            attempt, alive = self._inner.proposed(round)
             history_hash = self._inner.history_hash
-            return [0, outcome[0], history_hash >> 32, history_hash & 0xFFFFFFFF, *self._mask(outcome[1])]
+            return [attempt, history_hash >> 32, history_hash & 0xFFFFFFFF, *self._mask(alive)]
 
-        left_out, *numbers = self._siblings.from_first(result, f"round {round}")
+        left_out, *numbers = self._siblings.from_first(lambda: self._poll(wait), f"round {round}")
         self._must_not_be_left_out(left_out, numbers)
         attempt, high, low, *mask = numbers
         self._alive = self._set(mask)
@@ -267,10 +264,7 @@ class ElasticSite:
         def result() -> list[int] | None:
             if self._is_cut_off([j for j, heard in enumerate(hears) if not (whole or heard)]):
                 return [2, 0]
-            outcome = self._poll(lambda: self._inner.committed(attempt, whole=whole, unsound=unsound))
-            if outcome is None or isinstance(outcome, LeftOutError):
-                return outcome and [1, 0 if outcome.source is None else outcome.source + 1]
-            return [0, int(outcome)]
+            return self._poll(lambda: [self._inner.committed(attempt, whole=whole, unsound=unsound)])
 
         left_out, *numbers = self._siblings.from_first(result, f"round {self._round}")
         if left_out == 2:
@@ -301,16 +295,21 @@ class ElasticSite:
         if left_out:
             raise LeftOutError(self.lane.worker, self._round, numbers[0] - 1 if numbers[0] else None)
 
-    def _poll(self, wait: Callable[[], T]) -> T | LeftOutError | None:
-        """The result of a wait for the other sites; None where the wait continues, so that the siblings get a sign of life."""
+    def _poll(self, wait: Callable[[], Sequence[int]]) -> list[int] | None:
+        """0 and the result of a wait for the other sites, or 1 and by whom this site is left out, plus 1, or 0.
+
+        None where the wait continues, so that the siblings get a sign of life.
+        """
         inner, until_s = self._inner, time.monotonic() + min(2.0, self._endpoint.timeout_s / 4)
         inner.stop = lambda: time.monotonic() >= until_s
         try:
-            return wait()
+            return [0, *map(int, wait())]
         except LeftOutError as error:
             assert inner.closing is not None
             with inner.changed:
-                return error if inner.closing.left_out or inner.members.alone else None
+                if not (inner.closing.left_out or inner.members.alone):
+                    return None
+            return [1, 0 if error.source is None else error.source + 1]
 
     def _mask(self, sites: frozenset[int]) -> list[int]:
         return [int(site in sites) for site in range(self.lane.n)]
@@ -734,7 +733,7 @@ class _Rendezvous:
     def _announced_sites(self) -> list[int]:
         """The other sites that have announced that they train."""
         names = {f"under way/{site}/0": site for site in range(self._lane.n) if site != self._lane.worker}
-        return [site for name, site in names.items() if name in self._entries.several([*names])]
+        return [names[name] for name in self._entries.several([*names])]
 
     def _read(self, site: int) -> _SiteEntry:
         name = f"under way/{site}/{self._lane.shard}"
