@@ -2,6 +2,8 @@
 
 import contextlib
 import hashlib
+import pickle
+import random
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -38,6 +40,14 @@ def torch_rng(seed: int, *path: int | str) -> "torch.Generator":
     import torch  # imported here, because planning and pricing draw numbers without torch
 
     return torch.Generator().manual_seed(key(seed, *path))
+
+
+def generators_state() -> tuple[object, ...]:
+    """The state of this process's generators that functions of a user draw from: torch's, numpy's and Python's. Some 20 µs."""
+    import torch
+
+    numpys = pickle.dumps(np.random.get_state(legacy=False))
+    return torch.get_rng_state().numpy().tobytes(), numpys, random.getstate()
 
 
 @contextlib.contextmanager

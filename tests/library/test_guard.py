@@ -99,6 +99,9 @@ def tied_by_memory(kind):
         ({"fragment_update_alpha": 0.5}, r"give schedule=Schedule\(merge=\.\.\.\)"),
         ({"inner_optimizer": None}, r"give gossamer.outer_loop\(model, optimizer, rule\)"),
         ({"local_step": 3}, "unknown argument of Outer 'local_step'; did you mean 'local_steps'"),
+        ({"peers": 5}, "peers = 5, which must be text or a path, or left out"),
+        ({"store": 5, "workers": 2}, "store = 5, which must be text or a path, or left out"),
+        ({"timeout_s": 0}, "timeout_s = 0, which must be a number above 0"),
     ],
     ids=itertools.count(),
 )

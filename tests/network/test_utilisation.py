@@ -500,6 +500,10 @@ ONE_LAYER: dict[str, Any] = {"layers": 1, "step_s": 1.0, "parameters": 1.0}
         (lambda: setting_of("1b", "streaming", overlap_steps=100), "overlap_steps is 100 .* from 0 to 99"),
         (lambda: Setting(**ONE_LAYER, overlap_steps=0.5), "overlap_steps is 0.5"),  # pyright: ignore[reportArgumentType]
         (lambda: Setting(**{**ONE_LAYER, "layers": 0}), "layers is 0"),
+        (
+            lambda: Setting(**{**ONE_LAYER, "layers": np.int64(7)}),
+            r"layers is np.int64\(7\) but must be a whole number",
+        ),
         (lambda: Setting(**ONE_LAYER, fragment_layers=0), "fragment_layers is 0"),
         (lambda: Setting(**ONE_LAYER, local_steps=True), "local_steps is True"),
         (lambda: Setting(**ONE_LAYER, bits_per_parameter=float("nan")), "bits_per_parameter is nan"),

@@ -1,7 +1,6 @@
 """One worker of a server, without clock or connection: virtual time, real processes and replays all run this code."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from gossamer.clock.fragment import Push, StartingPoint
@@ -9,27 +8,19 @@ from gossamer.clock.phases import Learner, Report
 from gossamer.tree import must_fit
 
 
-@dataclass
-class _Contribution:
+class _Contribution(NamedTuple):
     """A worker's state of one fragment: its starting point, and the work since."""
 
     start: StartingPoint
-    tokens: int = 0
-    steps: int = 0
-    unanswered: bool = False  # pushed, and the reply has not arrived
-
-
-class _HeldState(NamedTuple):
-    start: StartingPoint
     tokens: int
     steps: int
-    unanswered: bool
+    unanswered: bool  # pushed, and the reply has not arrived
 
 
 class ServerWorkerState(NamedTuple):
     """The part of a checkpoint for one worker of a server, by fragment."""
 
-    held: dict[int, _HeldState]
+    held: dict[int, _Contribution]
     inbox: dict[int, StartingPoint]
     waits_for: int | None
 
@@ -60,9 +51,9 @@ class ServerWorker:
     def train(self, number: int) -> tuple[Report, Push | None]:
         """Trains the local phase of this number; returns the report, and the push that follows it, if any."""
         report = self.learner.local_phase(number)
-        for held in self._held.values():
-            held.tokens += report.tokens
-            held.steps += self.learner.local_steps
+        for q, held in self._held.items():
+            steps = held.steps + self.learner.local_steps
+            self._held[q] = held._replace(tokens=held.tokens + report.tokens, steps=steps)
         p, received = number % len(self.spans), self._inbox
         self._inbox = {}
         for q, start in received.items():
@@ -93,8 +84,7 @@ class ServerWorker:
 
     def state(self) -> ServerWorkerState:
         """The current starting points, and the work since."""
-        held = {p: _HeldState(one.start, one.tokens, one.steps, one.unanswered) for p, one in self._held.items()}
-        return ServerWorkerState(held, dict(self._inbox), self.waits_for)
+        return ServerWorkerState(dict(self._held), dict(self._inbox), self.waits_for)
 
     def restore(self, state: ServerWorkerState) -> None:
         """Continues from a state; the learner has its own. Raises ValueError when it does not fit."""
@@ -104,14 +94,14 @@ class ServerWorker:
             must_fit([start.x], [self._held[p].start.x])
         if len(state.held) != len(self.spans) or state.waits_for not in (None, *self._held):
             raise ValueError(f"{len(state.held)} starting points, and it waits for fragment {state.waits_for}")
-        self._held = {p: _Contribution(self._here(one.start), *one[1:]) for p, one in state.held.items()}
+        self._held = {p: one._replace(start=self._here(one.start)) for p, one in state.held.items()}
         self._inbox, self.waits_for = dict(state.inbox), state.waits_for
 
     def _start_from(self, p: int, start: StartingPoint) -> _Contribution:
         a, b = self.spans[p]
         start = self._here(start)
         self.learner.x[a:b].copy_(start.x)
-        return _Contribution(start)
+        return _Contribution(start, 0, 0, unanswered=False)
 
     def _here(self, start: StartingPoint) -> StartingPoint:
         """A starting point moved to the learner's device; messages and checkpoints are on the host."""
@@ -119,5 +109,5 @@ class ServerWorker:
 
     def _push(self, p: int) -> Push:
         held, (a, b) = self._held[p], self.spans[p]
-        held.unanswered = True
+        self._held[p] = held._replace(unanswered=True)
         return Push(p, held.start.x - self.learner.x[a:b], held.start.updates, held.tokens, held.steps)

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gossamer.errors import CheckpointError, ConfigError, PeerError, first_line
-from gossamer.integrations.place import Place
+from gossamer.errors import CheckpointError, ConfigError
+from gossamer.integrations.place import Place, gathered
 from gossamer.library import Outer, OuterMethod, OuterOptions
 from gossamer.library.dtensors import as_dtensor
 from gossamer.record import checkpoint
@@ -235,15 +235,7 @@ def must_resume_alike(step: int, model: nn.Module, group: dist.ProcessGroup | No
     if not dist.is_initialized():
         return
     device = next(model.parameters()).device if backend_of(group) == "nccl" else torch.device("cpu")
-    own_step = torch.tensor([step], device=device)
-    gathered = [torch.zeros_like(own_step) for _ in range(dist.get_world_size(group))]
-    try:
-        dist.all_gather(gathered, own_step, group=group)
-    except RuntimeError as error:
-        raise PeerError(
-            f"another worker ended before training began ({first_line(error)}); look at the logs of the others"
-        ) from error
-    steps = [int(one) for one in gathered]
+    steps = gathered(step, device, group)
     if len(set(steps)) > 1:
         each = ", ".join(f"worker {worker} from step {one}" for worker, one in enumerate(steps))
         raise CheckpointError(

@@ -99,20 +99,26 @@ def newest_common_step(steps: Iterable[int]) -> int:
     available = {*steps}
     if not dist.is_initialized():
         return max(available, default=0)
-    n, device = dist.get_world_size(), torch.device("cuda" if backend_of(None) == "nccl" else "cpu")
+    device = torch.device("cuda" if backend_of(None) == "nccl" else "cpu")
+    limit = max(available, default=0)
+    while True:  # each turn passes over a checkpoint of some worker, and all see the same numbers
+        each = gathered(limit, device)
+        if min(each) == max(each):
+            return limit
+        limit = max((step for step in available if step <= min(each)), default=0)
+
+
+def gathered(number: int, device: torch.device, group: dist.ProcessGroup | None = None) -> list[int]:
+    """The numbers of all workers, in their order. Raises: PeerError when one of them has ended."""
+    own = torch.tensor([number], device=device)
+    each = [torch.zeros_like(own) for _ in range(dist.get_world_size(group))]
     try:
-        limit = max(available, default=0)
-        while True:  # each turn passes over a checkpoint of some worker, and all see the same numbers
-            each = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(n)]
-            dist.all_gather(each, torch.tensor([limit], device=device))
-            lowest = min(int(one) for one in each)
-            if all(int(one) == lowest for one in each):
-                return lowest
-            limit = max((step for step in available if step <= lowest), default=0)
+        dist.all_gather(each, own, group=group)
     except RuntimeError as error:
         raise PeerError(
             f"another worker ended before training began ({first_line(error)}); look at the logs of the others"
         ) from error
+    return [int(one) for one in each]
 
 
 @in_own_words()

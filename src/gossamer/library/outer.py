@@ -26,6 +26,7 @@ from gossamer.library.lane import Lane, at_board, join_sites, lane_in, lane_of_s
 from gossamer.library.metrics import Meter, OuterMetrics
 from gossamer.library.parts import (
     OuterMethod,
+    OuterOptions,
     Reduction,
     apart,
     keys_in_store,
@@ -51,7 +52,7 @@ from gossamer.rounds.mean_model import mean_over_workers
 from gossamer.rounds.schedule import Schedule, Stop
 from gossamer.rules import Rule
 from gossamer.settings.fields import FolderName
-from gossamer.settings.options import Count, Number, Positive, check_option
+from gossamer.settings.options import Count, Number, check_option
 from gossamer.settings.over_time import Timetable, timetable_of
 from gossamer.topologies import Topology
 from gossamer.transport.elastic.closing import LeftOutError
@@ -184,8 +185,8 @@ class Outer(Generic[M]):
     ) -> None:
         must_be_trainable(model)
         must_be_what_is_asked(rule, local_steps, site, join, peers)
-        given = {"seed": seed, "reduction": reduction, "timeout_s": timeout_s, "compile": compile, "rest": rest}
-        _must_be_options(**given, elastic=elastic, peers=peers, store=store)
+        _must_be_options(seed=seed, reduction=reduction, timeout_s=timeout_s, compile=compile, rest=rest)
+        _must_be_options(elastic=elastic, peers=peers, store=store)
         timetable = None if local_steps is None else timetable_in(local_steps)
         reshard(model)
         mesh = mesh_of(model.named_parameters(), mesh)
@@ -271,20 +272,9 @@ class Outer(Generic[M]):
                 self._lane = meet(self._lane, join, timeout_s)
         with self._siblings.all_or_none("the start of Outer"):
             if meeting.elastic and join is not None:
-                rule, schedule = self.method.rule, self.method.schedule
-                self._site = elastic_site(
-                    self._lane,
-                    self._siblings,
-                    common,
-                    join,
-                    self.x,
-                    rest_of(self.model),
-                    closes=rule.needs == "everyone",
-                    compares=self.method.equal_after_rounds,
-                    closings=sum(bool(stop.sends) for stop in schedule.stops(0, self.local_steps)),
-                    exchanges=self.method.sends_per_round,
-                    timeout_s=timeout_s,
-                )
+                place, given = (self._lane, self._siblings, common, join), (self.x, rest_of(self.model), self.method)
+                closings = sum(bool(stop.sends) for stop in self.method.schedule.stops(0, self.local_steps))
+                self._site = elastic_site(*place, *given, closings=closings, timeout_s=timeout_s)
                 lane = None if self._site.is_back else self._lane
                 return Peers.of_site(self._site.transport, lane, self._site.start, timeout_s)
             if dist.is_initialized() or self._lane.joint is not None:
@@ -1007,22 +997,10 @@ class Outer(Generic[M]):
         self._check.exchange(self._peers, self.steps, self.lr)
 
 
-_KINDS = {
-    "seed": int,
-    "reduction": Reduction,
-    "timeout_s": Positive,
-    "compile": bool,
-    "rest": Rest,
-    "elastic": bool,
-    "peers": str | Path | None,
-    "store": str | Path | None,
-}
-"""The types of the options of `Outer` that no other part checks."""
-
-
 def _must_be_options(**given: object) -> None:
+    """Raises ConfigError for values of other types than those of these options, which no other part checks."""
     for name, value in given.items():
-        check_option("Outer", name, value, _KINDS[name])
+        check_option("Outer", name, value, OuterOptions.__annotations__[name])
 
 
 class _MeetingPlace(NamedTuple):

@@ -22,7 +22,7 @@ from gossamer.rounds.compatibility.combine import FITTING
 from gossamer.rounds.schedule import Schedule
 from gossamer.rules import RULES, Rule, make_rule
 from gossamer.settings import over_time
-from gossamer.settings.options import Count, check_option
+from gossamer.settings.options import Count, Positive, check_option
 from gossamer.settings.over_time import Timetable, timetable_of
 from gossamer.topologies import Topology, make_topology
 from gossamer.transport.keys import Keys, Peer, keys_for, read_peers
@@ -46,7 +46,7 @@ class OuterOptions(TypedDict, total=False):
     codec: str | Codec | None
     schedule: Schedule | None
     reduction: Reduction
-    timeout_s: float
+    timeout_s: Positive
     compile: bool
     process_group: dist.ProcessGroup | None
     rest: Rest

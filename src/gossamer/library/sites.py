@@ -19,7 +19,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from gossamer.library.peers import Common, must_agree, read_losses
 from gossamer.library.siblings import Siblings
 from gossamer.record.jsonl import json_from_peer
 from gossamer.record.packed import packable_snapshot, unpacked
+from gossamer.rounds.compatibility.combine import Method
 from gossamer.rounds.loop import Membership, OuterLoop
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic.closing import LeftOutError
@@ -53,7 +54,6 @@ from gossamer.transport.sockets.header import Limits
 from gossamer.tree import must_fit
 
 log = logging.getLogger("gossamer")
-T = TypeVar("T")
 
 REJOIN_ROUNDS = 2
 """Most rounds that a gossiping site may be behind; beyond that it takes another's state."""
@@ -142,10 +142,10 @@ class ElasticSite:
     """One process of a site in an elastic run.
 
     Args:
-        closes: whether the rule takes a mean over all sites, whose rounds are committed over those that are ready.
-        compares: whether parameters and outer state of all sites are equal after a round, and so is a state that it takes.
+        method: a rule of it that takes a mean over all sites has its rounds committed over those that are ready; where parameters
+            and outer state of all sites are equal after a round, so must be a state that it takes.
         closings: commits per round.
-        numel: numbers of this shard.
+        x: the parameters of this shard.
         entry: what all sites have in common, and what of it is to be compared number by number, for those that come back.
         join: the address of the board.
     """
@@ -155,18 +155,16 @@ class ElasticSite:
         begins: _Start,
         siblings: Siblings,
         endpoint: Endpoint,
+        method: Method,
+        x: Tensor,
         *,
-        closes: bool,
-        compares: bool,
         closings: int,
-        numel: int,
-        device: torch.device,
         entry: _SiteEntry,
         join: str,
     ) -> None:
         self.lane, self.start, self._siblings, self._endpoint = begins.lane, begins.run, siblings, endpoint
-        self._closes, self._donor = closes, begins.donor
-        self._hashes = CommonHashes() if compares else None
+        self._closes, self._donor = method.rule.needs == "everyone", begins.donor
+        self._hashes = CommonHashes() if method.equal_after_rounds else None
         self.is_back = begins.donor is not None
         """Whether it has come back, and has not yet taken over another site's state."""
         self._alive: frozenset[int] = frozenset()
@@ -178,18 +176,18 @@ class ElasticSite:
         """Guards the kept state, which the main thread replaces and threads of newcomers read."""
         self._peers: Callable[[int, frozenset[int]], Sequence[int]] = lambda round, alive: ()
         # A message has at most four tensors of the size of x, in fp64 at most.
-        limit_bytes = 32 * numel + (1 << 16) if closes else None
-        self._most_bytes = most_bytes_of_state(numel, begins.lane.n)
+        limit_bytes = 32 * x.numel() + (1 << 16) if self._closes else None
+        self._most_bytes = most_bytes_of_state(x.numel(), begins.lane.n)
         self._inner = ElasticTransport(
             begins.members,
             endpoint,
             host=self._host,
-            device=device,
+            device=x.device,
             limit_bytes=limit_bytes,
             closings=closings,
             led=not siblings.first,
         )
-        self.transport = LaneTransport(self._inner, siblings, self.lane, closes=closes)
+        self.transport = LaneTransport(self._inner, siblings, self.lane, closes=self._closes)
         self._tell = f"under way/{self.lane.worker}/{self.lane.shard}", json.dumps(entry)
         self._join = join
         if self.lane.behind is not None:
@@ -236,14 +234,12 @@ class ElasticSite:
     def proposed(self, round: int) -> tuple[int, frozenset[int]]:
         """See `gossamer.transport.contract.Closes`. Raises: LeftOutError, on all processes of the site."""
 
-        def result() -> list[int] | None:
-            outcome = self._poll(lambda: self._inner.proposed(round))
-            if outcome is None or isinstance(outcome, LeftOutError):
-                return outcome and [1, 0 if outcome.source is None else outcome.source + 1]
+        def wait() -> list[int]:
+            attempt, alive = self._inner.proposed(round)
             history_hash = self._inner.history_hash
-            return [0, outcome[0], history_hash >> 32, history_hash & 0xFFFFFFFF, *self._mask(outcome[1])]
+            return [attempt, history_hash >> 32, history_hash & 0xFFFFFFFF, *self._mask(alive)]
 
-        left_out, *numbers = self._siblings.from_first(result, f"round {round}")
+        left_out, *numbers = self._siblings.from_first(lambda: self._poll(wait), f"round {round}")
         self._must_not_be_left_out(left_out, numbers)
         attempt, high, low, *mask = numbers
         self._alive = self._set(mask)
@@ -267,10 +263,7 @@ class ElasticSite:
         def result() -> list[int] | None:
             if self._is_cut_off([j for j, heard in enumerate(hears) if not (whole or heard)]):
                 return [2, 0]
-            outcome = self._poll(lambda: self._inner.committed(attempt, whole=whole, unsound=unsound))
-            if outcome is None or isinstance(outcome, LeftOutError):
-                return outcome and [1, 0 if outcome.source is None else outcome.source + 1]
-            return [0, int(outcome)]
+            return self._poll(lambda: [self._inner.committed(attempt, whole=whole, unsound=unsound)])
 
         left_out, *numbers = self._siblings.from_first(result, f"round {self._round}")
         if left_out == 2:
@@ -301,16 +294,21 @@ class ElasticSite:
         if left_out:
             raise LeftOutError(self.lane.worker, self._round, numbers[0] - 1 if numbers[0] else None)
 
-    def _poll(self, wait: Callable[[], T]) -> T | LeftOutError | None:
-        """The result of a wait for the other sites; None where the wait continues, so that the siblings get a sign of life."""
+    def _poll(self, wait: Callable[[], Sequence[int]]) -> list[int] | None:
+        """0 and the result of a wait for the other sites, or 1 and by whom this site is left out, plus 1, or 0.
+
+        None where the wait continues, so that the siblings get a sign of life.
+        """
         inner, until_s = self._inner, time.monotonic() + min(2.0, self._endpoint.timeout_s / 4)
         inner.stop = lambda: time.monotonic() >= until_s
         try:
-            return wait()
+            return [0, *map(int, wait())]
         except LeftOutError as error:
             assert inner.closing is not None
             with inner.changed:
-                return error if inner.closing.left_out or inner.members.alone else None
+                if not (inner.closing.left_out or inner.members.alone):
+                    return None
+            return [1, 0 if error.source is None else error.source + 1]
 
     def _mask(self, sites: frozenset[int]) -> list[int]:
         return [int(site in sites) for site in range(self.lane.n)]
@@ -394,7 +392,7 @@ class ElasticSite:
             newest = self._siblings.from_first(lambda: [self._inner.first_round(self._endpoint.timeout_s)], what)[0]
         donor, after, state = self._state_of_all_lanes(source, tensors)
         with self._siblings.all_or_none(what, after):
-            load(_tensors_of(state))
+            load(tensors_of(state))
         round = after
         if self._siblings.first and self._closes:
             self._inner.continue_from(after, state["line"])
@@ -469,7 +467,7 @@ class ElasticSite:
             history_hash = state["line"]
             if type(history_hash) is not int or not 0 <= history_hash < 1 << 64:
                 raise ValueError(f"the hash of its closed rounds is {history_hash!r:.40}")
-            received = _tensors_of(state)
+            received = tensors_of(state)
             must_fit(received, tensors)
             if not all_finite(tuple(received)):
                 raise ValueError("it has numbers that are not finite")
@@ -563,11 +561,9 @@ def elastic_site(
     join: str,
     x: Tensor,
     others: Mapping[str, Tensor],
+    method: Method,
     *,
-    closes: bool,
-    compares: bool,
     closings: int,
-    exchanges: int,
     timeout_s: float,
 ) -> ElasticSite:
     """Joins or rejoins the other sites, and starts this process's lane.
@@ -576,30 +572,20 @@ def elastic_site(
         lane: of this process, which has reached the board.
         x: the parameters of this shard; where all start together they become those of site 0.
         others: frozen parameters and buffers, compared or taken over as `common.rest` says.
-        exchanges: number of exchanges in a round.
+        closings: commits per round.
     Raises: PeerError when sites differ or do not come, or this one's number is taken.
     """
     rest = fingerprints(others, numbers=common.rest == "compare") if common.rest != "own" else []
     listener = listen(lane.address, 0)
     try:
         entry = _SiteEntry("", shown(*listener.getsockname()[:2]), lane.shards, [*common], rest)
-        limits = Limits(lane.n, _ROUNDS, _STEPS, 2 * exchanges)
+        limits = Limits(lane.n, _ROUNDS, _STEPS, 2 * method.sends_per_round)
         meets = _Rendezvous(lane, entry, common, [*others], limits, join, timeout_s)
         donor = siblings.from_first(meets.start_or_donor, "the start of Outer")[0] - 1
         begins = meets.all_start() if donor < 0 else meets.come_back(donor)
         endpoint = Endpoint(listener, meets.run_key(begins.run), environment_secret(), timeout_s, keys=lane.keys)
-        site = ElasticSite(
-            begins,
-            siblings,
-            endpoint,
-            closes=closes,
-            compares=compares,
-            closings=closings,
-            numel=x.numel(),
-            device=x.device,
-            entry=entry._replace(run=begins.run),
-            join=join,
-        )
+        entry = entry._replace(run=begins.run)
+        site = ElasticSite(begins, siblings, endpoint, method, x, closings=closings, entry=entry, join=join)
     except BaseException:
         listener.close()
         if lane.behind is not None:
@@ -734,7 +720,7 @@ class _Rendezvous:
     def _announced_sites(self) -> list[int]:
         """The other sites that have announced that they train."""
         names = {f"under way/{site}/0": site for site in range(self._lane.n) if site != self._lane.worker}
-        return [site for name, site in names.items() if name in self._entries.several([*names])]
+        return [names[name] for name in self._entries.several([*names])]
 
     def _read(self, site: int) -> _SiteEntry:
         name = f"under way/{site}/{self._lane.shard}"
@@ -749,8 +735,8 @@ class _Rendezvous:
         )
 
 
-def _tensors_of(state: Mapping[str, Any]) -> list[Any]:
-    """The tensors that a site hands over, in the order in which another takes them."""
+def tensors_of(state: Mapping[str, Any]) -> list[Any]:
+    """The tensors of a state that is handed over, in the order in which another worker takes them."""
     return [state["x"], *state["outer"], *state["rest"]]
 
 

@@ -214,20 +214,18 @@ def without_momentum(config: InnerConfig) -> InnerConfig:
 
 def _stepper(config: InnerConfig, model: nn.Module) -> InnerOptimizer:
     trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = _groups(trainable, config.weight_decay)
     if config.optimizer == "sgd":
         # Nesterov's look-ahead along a momentum of zero is no look-ahead, and torch.optim refuses it.
         nesterov = config.nesterov and config.momentum > 0
-        groups = _groups(trainable, config.weight_decay)
         return uncompiled(SGD)(groups, lr=config.lr, momentum=config.momentum, nesterov=nesterov, fused=True)
     if config.optimizer == "adamw":
         return _adamw(config, trainable)
     if config.optimizer == "accum_adamw":
-        groups = _groups(trainable, config.weight_decay)
         return uncompiled(AccumAdamW)(groups, config.lr, config.betas, config.eps, moments_every=config.moments_every)
     if config.optimizer == "acco_adamw":
-        return uncompiled(AccoAdamW)(_groups(trainable, config.weight_decay), config.lr, config.betas, config.eps)
+        return uncompiled(AccoAdamW)(groups, config.lr, config.betas, config.eps)
     if config.optimizer == "qh_adopt":
-        groups = _groups(trainable, config.weight_decay)
         return uncompiled(QHAdopt)(groups, config.lr, config.betas, config.eps, slow_weight=config.slow_weight)
     hidden = _hidden_matrices(model)
     if not hidden:

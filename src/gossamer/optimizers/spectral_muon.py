@@ -1,15 +1,14 @@
 """SpectralMuon: Muon with a coefficient triple for each Newton-Schulz step, scaled to a spectral norm."""
 
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from gossamer.errors import ConfigError
-from gossamer.optimizers.contract import loss_of
+from gossamer.optimizers.contract import PerParameter
 from gossamer.record.machines import computes_bf16
 from gossamer.settings.options import Decay, NotNegative, checked
 
@@ -22,7 +21,7 @@ _TRIPLES = (
 )
 
 
-class SpectralMuon(Optimizer):
+class SpectralMuon(PerParameter):
     """Muon for matrices, whose step changes the output of a layer by lr, whatever the layer's shape.
 
     m ← μ m + g;   u = m, or g + μ m with Nesterov's momentum;   W ← (1 - lr λ) W - lr √(fan_out / fan_in) O(u)
@@ -75,21 +74,15 @@ class SpectralMuon(Optimizer):
                     "the others to another optimizer, such as AdamW"
                 )
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Takes one step along the gradients; returns the loss if a closure computes it."""
-        loss = loss_of(closure)
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                m = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-                m.mul_(group["momentum"]).add_(p.grad)
-                u = m * group["momentum"] + p.grad if group["nesterov"] else m
-                fan_out, fan_in = p.shape[-2:]
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(orthogonalized(u, group["eps"]).to(p.dtype), alpha=-group["lr"] * (fan_out / fan_in) ** 0.5)
-        return loss
+    def _update(self, theta: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(theta)
+        m, lr = state["momentum_buffer"], group["lr"]
+        m.mul_(group["momentum"]).add_(gradient)
+        u = m * group["momentum"] + gradient if group["nesterov"] else m
+        fan_out, fan_in = theta.shape[-2:]
+        theta.mul_(1 - lr * group["weight_decay"])
+        theta.add_(orthogonalized(u, group["eps"]).to(theta.dtype), alpha=-lr * (fan_out / fan_in) ** 0.5)
 
 
 def orthogonalized(u: Tensor, eps: float = 1e-8) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from gossamer.errors import ConfigError
-from gossamer.rules.contract import Context, Rule, inside, reset_inside
+from gossamer.rules.contract import Context, Rule, around
 from gossamer.rules.gasloc import gasloc
 from gossamer.settings.options import Given, factory, like, wrapper
 from gossamer.topologies.mixing import Row, mean, pull
@@ -57,14 +57,13 @@ def anchored(rule: Given[Rule]) -> Rule:
         x, inner = rule.recv(x, s.inner, s.anchor + own_decoded, pulled, ctx)
         return x, _State(inner, s.anchor + average if ctx.everyone else s.anchor)
 
-    return rule._replace(
+    return around(
+        rule,
         init=init,
         send=send,
         combine=_pull_and_mean,
         recv=recv,
         state_copies=rule.state_copies + 1,
-        reset=reset_inside(rule.reset),
-        start=inside(rule.start),
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gossamer.errors import ConfigError
 from gossamer.rules.combinations import must_average, ordered_sum
-from gossamer.rules.contract import Context, Rule, inside, reset_inside, sends_parameters
+from gossamer.rules.contract import Context, Rule, around, sends_parameters
 from gossamer.settings.options import Count, Given, wrapper
 from gossamer.topologies.mixing import Row, pull, widen
 from gossamer.tree import Tree, leaves, map_leaves
@@ -94,9 +94,6 @@ def clipped(rule: Given[Rule], at: Factor = 1.5, decline: Factor = 2.5, strikes:
         zeros = none.new_zeros
         return _State(rule.init(x, ctx), start, past, zeros(1), zeros(window), none, zeros(2, ctx.n))
 
-    def send(x: Tensor, s: _State, ctx: Context) -> Tree:
-        return rule.send(x, s.inner, ctx)
-
     def recv(x: Tensor, s: _State, own_decoded: Tree, combined: "_Messages", ctx: Context) -> tuple[Tensor, _State]:
         own, others = combined
         lengths = [_length(tree, ctx) for _, _, tree in others]
@@ -120,9 +117,9 @@ def clipped(rule: Given[Rule], at: Factor = 1.5, decline: Factor = 2.5, strikes:
         x, inner = rule.recv(x, s.inner, own_decoded, summed, ctx)
         return x, known._replace(inner=inner, start=x if keeps_start else ())
 
-    return rule._replace(
+    made = around(
+        rule,
         init=init,
-        send=send,
         combine=_from_own if gossips else _from_zero,
         recv=recv,
         mean_preserving=False,
@@ -130,12 +127,9 @@ def clipped(rule: Given[Rule], at: Factor = 1.5, decline: Factor = 2.5, strikes:
         elementwise=False,
         sums_over_shards=rule.elementwise or rule.sums_over_shards,
         state_copies=rule.state_copies + keeps_start + gossips,
-        reset=reset_inside(rule.reset),
-        start=(lambda s: s.start) if keeps_start else inside(kept),
-        unsent=inside(rule.unsent),
-        norms=inside(rule.norms),
         distrusts=lambda s: s.counted,
     )
+    return made._replace(start=lambda s: s.start) if keeps_start else made
 
 
 def _gossips(rule: Rule) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import ConfigError
-from gossamer.layout import Layout, Leaf
+from gossamer.layout import Layout
 from gossamer.settings.options import in_short
 from gossamer.topologies.mixing import Combine, Consensus, mean
 from gossamer.tree import Tree, leaves
@@ -205,14 +205,21 @@ class Rule(NamedTuple):
         return self.combine is mean and self.needs == "everyone"
 
 
-def inside(access: Callable[[Any], Tensor] | None) -> Callable[[Any], Tensor] | None:
-    """An accessor of a tensor of a rule's state, adapted to a wrapper that keeps that state as its `inner`; None without one."""
-    return None if access is None else lambda s: access(s.inner)
+def around(rule: Rule, **own: Any) -> Rule:
+    """The rule with fields of a wrapper that keeps the rule's state as the `inner` of its own state.
+
+    What the wrapper does not give is the rule's; what sends, reads or resets the state reaches it through `inner`.
+    """
+    read = ("unsent", "mixed", "start", "adapted", "distrusts", "norms")
+    through: dict[str, Any] = {name: _inside(access) for name in read if (access := getattr(rule, name)) is not None}
+    reset = rule.reset
+    if reset is not None:
+        through["reset"] = lambda x, s: s._replace(inner=reset(x, s.inner))
+    return rule._replace(**{"send": lambda x, s, ctx: rule.send(x, s.inner, ctx), **through, **own})
 
 
-def reset_inside(reset: Callable[[Tensor, Any], Any] | None) -> Callable[[Tensor, Any], Any] | None:
-    """The reset of a rule's state, adapted to a wrapper that keeps that state as its `inner`; None without one."""
-    return None if reset is None else lambda x, s: s._replace(inner=reset(x, s.inner))
+def _inside(access: Callable[[Any], T]) -> Callable[[Any], T]:
+    return lambda s: access(s.inner)
 
 
 def amplification(rule: Rule) -> float:
@@ -232,5 +239,5 @@ def sends_parameters(rule: Rule) -> bool:
     if rule.site != "parameters":
         return False
     x = torch.arange(1.0, 9.0)
-    ctx = Context(0, 1, 0, 1, 1.0, Layout((Leaf("w", (8,), 0, 8),), 8), 1)
+    ctx = Context(0, 1, 0, 1, 1.0, Layout.of([("w", (8,))]), 1)
     return any(bool(leaf.any()) for leaf in leaves(rule.send(x, rule.init(x, ctx), ctx)))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import ConfigError
-from gossamer.rules.contract import Context, Rule, inside, reset_inside
+from gossamer.rules.contract import Context, Rule, around
 from gossamer.rules.diloco import diloco
 from gossamer.settings.options import Given, OverTime, Positive, Share, factory, wrapper
 from gossamer.tree import Tree
@@ -60,15 +60,13 @@ def error_feedback(rule: Given[Rule], decay: Share = 1.0) -> Rule:
         x, inner = rule.recv(x, s.inner, own_decoded, combined, ctx)
         return x, _State(inner, unsent)
 
-    return rule._replace(
+    return around(
+        rule,
         init=init,
         send=send,
         recv=recv,
         state_copies=rule.state_copies + 1,
-        reset=reset_inside(rule.reset),
-        start=inside(rule.start),
         unsent=lambda s: s.unsent,
-        norms=inside(rule.norms),
     )
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.rules.contract import Context, Rule, inside, sends_parameters
+from gossamer.rules.contract import Context, Rule, around, sends_parameters
 from gossamer.topologies.mixing import widen
 from gossamer.tree import Tree, map_leaves
 
@@ -36,7 +36,7 @@ def with_master(rule: Rule) -> Rule:
     Fails when: the inner optimizer's own steps are below the spacing of the parameters, which rounds them away before any
         outer step. A merge by weights (`schedule.merge = 0.5`) rounds what it merges once a round, as an inner step does.
     """
-    kept, reset, adapted = rule.start, rule.reset, rule.adapted
+    kept, reset = rule.start, rule.reset
     from_start = rule.averages and rule.identical and sends_parameters(rule)
 
     def start(s: _State) -> Tensor:
@@ -68,7 +68,8 @@ def with_master(rule: Rule) -> Rule:
         m, inner = rule.recv(whole(x, s), s.inner, own_decoded, combined, ctx)
         return m.to(x.dtype), _State(inner, m if kept is None else ())
 
-    return rule._replace(
+    return around(
+        rule,
         init=init,
         send=send,
         recv=recv,
@@ -76,9 +77,4 @@ def with_master(rule: Rule) -> Rule:
         state_copies=rule.state_copies + (kept is None),
         reset=None if reset is None else lambda x, s: s._replace(inner=reset(whole(x, s), s.inner)),
         start=start,
-        mixed=inside(rule.mixed),
-        unsent=inside(rule.unsent),
-        norms=inside(rule.norms),
-        distrusts=inside(rule.distrusts),
-        adapted=None if adapted is None else lambda s: adapted(s.inner),
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 from gossamer.errors import ConfigError
 from gossamer.layout import layers_of
 from gossamer.rules.combinations import by_worker, must_average, ordered_sum, weighted_sum
-from gossamer.rules.contract import Context, Rule, inside, reset_inside
+from gossamer.rules.contract import Context, Rule, around
 from gossamer.settings.options import Given, Positive, Share, wrapper
 from gossamer.topologies.mixing import each, widen
 from gossamer.tree import Tree, map_leaves
@@ -102,9 +102,6 @@ def penalized(
         lengths = _Lengths(zeros(ctx.n), zeros(ctx.n, layers), zeros(ctx.n, layers), zeros(ctx.n, layers, window))
         return _State(rule.init(x, ctx), lengths, zeros(2, ctx.n), zeros(2))
 
-    def send(x: Tensor, s: _State, ctx: Context) -> Tree:
-        return rule.send(x, s.inner, ctx)
-
     def recv(
         x: Tensor, s: _State, own_decoded: Tensor, received: tuple[Tensor, ...], ctx: Context
     ) -> tuple[Tensor, _State]:
@@ -116,14 +113,7 @@ def penalized(
         counted = s.counted.clone()
         counted[1, workers] += out.any(1).to(counted.dtype)
         shares = torch.softmax((-norms / temperature).masked_fill(out, -math.inf), 0)
-        d = torch.zeros_like(messages[0])
-        stays = torch.zeros_like(x, dtype=torch.bool)
-        for spans, own, nobody in zip(layers, shares.T.tolist(), out.all(0).tolist(), strict=True):
-            for a, b in spans:
-                if nobody:
-                    stays[a:b] = True
-                else:
-                    d[a:b] = weighted_sum([one[a:b] for one in messages], own)
+        d, stays = _mean_by_layer(messages, layers, shares, out.all(0))
         capped = _shorten(d, layers, cap, ctx)
         moved, inner = rule.recv(x, s.inner, own_decoded, d.to(x.dtype), ctx)
         if stays.any():
@@ -131,9 +121,9 @@ def penalized(
             inner = map_leaves(lambda old, new: torch.where(stays, old, new), s.inner, inner)
         return moved, _State(inner, lengths, counted, s.norms.new_tensor(capped))
 
-    return rule._replace(
+    return around(
+        rule,
         init=init,
-        send=send,
         combine=each,
         recv=recv,
         single_worker_limit="outer optimizer",
@@ -142,12 +132,22 @@ def penalized(
         elementwise=False,
         sums_over_shards=True,
         by_layer=True,
-        reset=reset_inside(rule.reset),
-        start=inside(start),
-        unsent=inside(rule.unsent),
         distrusts=lambda s: s.counted,
         norms=lambda s: s.norms,
     )
+
+
+def _mean_by_layer(
+    messages: Sequence[Tensor], layers: Sequence[Spans], shares: Tensor, nobody: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The mean weighted by the shares `[workers, K]`, and which elements are in layers of nobody `[K]`, where it is zero."""
+    d, stays = torch.zeros_like(messages[0]), torch.zeros_like(messages[0], dtype=torch.bool)
+    for spans, own, none in zip(layers, shares.T.tolist(), nobody.tolist(), strict=True):
+        for a, b in spans:
+            stays[a:b] = none
+            if not none:
+                d[a:b] = weighted_sum([one[a:b] for one in messages], own)
+    return d, stays
 
 
 def _length(x: Tensor, spans: Spans, ctx: Context) -> float:
@@ -225,9 +225,6 @@ def capped(rule: Given[Rule], norm: Positive = 10.0) -> Rule:
     def init(x: Tensor, ctx: Context) -> _CappedState:
         return _CappedState(rule.init(x, ctx), x.new_zeros(2, dtype=torch.float64))
 
-    def send(x: Tensor, s: _CappedState, ctx: Context) -> Tree:
-        return rule.send(x, s.inner, ctx)
-
     def recv(
         x: Tensor, s: _CappedState, own_decoded: Tensor, combined: Tensor, ctx: Context
     ) -> tuple[Tensor, _CappedState]:
@@ -236,16 +233,13 @@ def capped(rule: Given[Rule], norm: Positive = 10.0) -> Rule:
         x, inner = rule.recv(x, s.inner, own_decoded, shorter, ctx)
         return x, _CappedState(inner, s.norms.new_tensor([length, min(length, norm)]))
 
-    return rule._replace(
+    return around(
+        rule,
         init=init,
-        send=send,
         recv=recv,
         single_worker_limit="outer optimizer",
         compiles=False,
         elementwise=False,
         sums_over_shards=rule.elementwise or rule.sums_over_shards,
-        reset=reset_inside(rule.reset),
-        start=inside(rule.start),
-        unsent=inside(rule.unsent),
         norms=lambda s: s.norms,
     )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gossamer.rules.combinations import by_worker, must_average, norm, ordered_sum, weighted_sum
-from gossamer.rules.contract import Context, Rule, inside, reset_inside
+from gossamer.rules.contract import Context, Rule, around
 from gossamer.settings.options import Decay, Given, Positive, wrapper
 from gossamer.topologies.mixing import each, widen
 from gossamer.tree import Tree
@@ -50,9 +50,6 @@ def trusted(rule: Given[Rule], keep: Decay = 0.9, temperature: Positive = 0.1) -
     def init(x: Tensor, ctx: Context) -> _State:
         return _State(rule.init(x, ctx), x.new_zeros(ctx.n), torch.zeros_like(x))
 
-    def send(x: Tensor, s: _State, ctx: Context) -> Tree:
-        return rule.send(x, s.inner, ctx)
-
     def recv(
         x: Tensor, s: _State, own_decoded: Tensor, received: tuple[Tensor, ...], ctx: Context
     ) -> tuple[Tensor, _State]:
@@ -75,9 +72,9 @@ def trusted(rule: Given[Rule], keep: Decay = 0.9, temperature: Positive = 0.1) -
         x, inner = rule.recv(x, s.inner, own_decoded, d, ctx)
         return x, _State(inner, s.scores.new_tensor(scores), d)
 
-    return rule._replace(
+    return around(
+        rule,
         init=init,
-        send=send,
         combine=each,
         recv=recv,
         mean_preserving=False,
@@ -85,8 +82,4 @@ def trusted(rule: Given[Rule], keep: Decay = 0.9, temperature: Positive = 0.1) -
         elementwise=False,
         sums_over_shards=rule.elementwise or rule.sums_over_shards,
         state_copies=rule.state_copies + 1,
-        reset=reset_inside(rule.reset),
-        start=inside(rule.start),
-        unsent=inside(rule.unsent),
-        norms=inside(rule.norms),
     )

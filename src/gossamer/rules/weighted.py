@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gossamer.errors import ConfigError
-from gossamer.rules.contract import Context, Rule, inside, reset_inside
+from gossamer.rules.contract import Context, Rule, around
 from gossamer.settings.options import Given, wrapper
 from gossamer.tree import Tree
 
@@ -74,14 +74,11 @@ def weighted(rule: Given[Rule]) -> Rule:
         x, inner = rule.recv(whole(x, s, ctx), s.inner, own_decoded, combined, ctx)
         return x, _State(inner, x if kept is None else ())
 
-    return rule._replace(
+    return around(
+        rule,
         init=init,
         send=send,
         recv=recv,
         state_copies=rule.state_copies + (kept is None),
         start=(lambda s: s.start) if kept is None else lambda s: kept(s.inner),
-        reset=reset_inside(rule.reset),
-        unsent=inside(rule.unsent),
-        norms=inside(rule.norms),
-        distrusts=inside(rule.distrusts),
     )

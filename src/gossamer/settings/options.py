@@ -13,6 +13,7 @@ import types
 import typing
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Concatenate, Literal, NamedTuple, ParamSpec, Protocol, Self, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -363,10 +364,10 @@ def _checker(kind: Any) -> TypeAdapter[Any] | None:
 
 
 def _is_plain(kind: Any) -> bool:
-    """Whether an annotation is of a TOML type."""
+    """Whether an annotation is of a TOML type, or of a path."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
         return _is_plain(args[0])
     if origin in (types.UnionType, typing.Union, tuple, Sequence, Mapping):
         return all(map(_is_plain, args))
-    return origin is Literal or kind in (float, int, bool, str, types.NoneType, Any)
+    return origin is Literal or kind in (float, int, bool, str, Path, types.NoneType, Any)

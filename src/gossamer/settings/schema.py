@@ -486,7 +486,7 @@ def _sentence(items: list[ErrorDetails], place: _Place, where: str, root: Any) -
             given, whole, hint = item["input"], hint, _item(hint, within)
             name += "" if hint is whole else "".join(f"[{k}]" for k in within)  # custom words describe the whole list
             break
-    shown = "an empty list" if given in ((), []) else f"{given!r:.60}"
+    shown = "an empty list" if isinstance(given, list | tuple) and not given else f"{given!r:.60}"
     return f"{name or 'this'} is {shown} but must be {words_of(hint, name)}"
 
 
@@ -561,7 +561,7 @@ def words_of(hint: Any, name: str = "") -> str:
     if origin in (list, tuple, frozenset, Sequence):
         count = f" of {len(arguments)}" if arguments[1:] and arguments[1] is not ... else ""
         return f"a list{count}, each {words_of(arguments[0], name)}"
-    kinds = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    kinds = {int: "a whole number", float: "a number", str: "text", bool: "true or false", Path: "a path"}
     multiple = next((one.multiple_of for one in extras if hasattr(one, "multiple_of")), None)
     return (f"a multiple of {multiple}" if multiple else kinds.get(bare, str(bare))) + _bounds_text(extras) + with_unit
 

@@ -6,10 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.layout import Layout, Leaf
+from gossamer.layout import Layout
 from gossamer.rounds.compatibility.combine import Method
-from gossamer.rounds.exchange import finish_all
-from gossamer.rounds.loop import OuterLoop
+from gossamer.rounds.loop import OuterLoop, finish_together
 from gossamer.settings.over_time import timetable_of
 from gossamer.transport.contract import Transport
 from gossamer.transport.memory import MemoryNetwork
@@ -21,7 +20,7 @@ Drift = Callable[[int, int, Tensor], Tensor]
 
 def flat_layout(numel: int) -> Layout:
     """A layout of one tensor."""
-    return Layout((Leaf("w", (numel,), 0, numel),), numel)
+    return Layout.of([("w", (numel,))])
 
 
 def random_vectors(n: int, numel: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -90,15 +89,13 @@ class DriftedWorkers:
                     before[k] = end
                 for loop in self.loops:
                     loop.post(t, stop)
-                for due in zip(*(loop.pop_due(t, stop) for loop in self.loops), strict=True):
-                    finish_all(due, _serially)
+                finish_together(self.loops, self.loops[0].due(t, stop), _serially)
                 for loop in self.loops:
-                    loop.update_from_zeros(t, stop)
+                    loop.receive(t, stop)
 
     def finish(self) -> None:
         """Receives what is in flight after the last round."""
-        for due in zip(*(loop.pop_rest() for loop in self.loops), strict=True):
-            finish_all(due, _serially)
+        finish_together(self.loops, self.loops[0].rest(), _serially)
 
 
 def simulated_workers(

@@ -1,15 +1,13 @@
 """Promises of the four functions of every rule: they are pure, and their trees keep their structure."""
 
-import pickle
-import random
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from gossamer.rng import generators_state
 from gossamer.rounds.exchange import with_mixing
 from gossamer.rules import Context, Rule
 from gossamer.testing.drifted_workers import flat_layout, random_vectors
@@ -143,9 +141,9 @@ def the_same_call_gives_the_same_bits(rule: Rule, graphs: Sequence[Topology]) ->
         some_round(rule, graphs[0], worker=last, seed=1),
         some_round(rule, graphs[0], seed=2, round=1),
     )
-    generators = _generators()
+    before = generators_state()
     sent, updated = leaves(r.send()), leaves(r.recv())
-    assert generators == _generators(), (
+    assert before == generators_state(), (
         "a call drew from a random generator of the process, so that workers in one process and in several draw differently; "
         "draw from gossamer.rng.torch_rng(seed, ctx.worker, ctx.round)"
     )
@@ -246,8 +244,3 @@ def _without_data(t: Tensor) -> Tensor:
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a, b)
-
-
-def _generators() -> tuple[object, ...]:
-    """The state of the generators of random numbers of this process."""
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), pickle.dumps(np.random.get_state())

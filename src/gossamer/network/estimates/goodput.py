@@ -10,7 +10,7 @@ A closed form and a simulation of the same model check each other.
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -20,6 +20,7 @@ from gossamer.errors import ConfigError, choose
 from gossamer.network.links import Floats
 from gossamer.rng import numpy_rng
 from gossamer.settings.options import Count, NotNegative, Portion, Positive, check_values
+from gossamer.settings.schema import settings
 
 Settings = TypeVar("Settings")
 
@@ -127,48 +128,40 @@ def uptime(available: float, learners: int) -> float:
     return available if learners == 1 else -math.expm1(learners * math.log1p(-available)) if available < 1 else 1.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings("")
 class GoodputOptions:
     """A cluster and what an interruption costs on it.
 
     Raises: ConfigError for a number out of bounds.
     """
 
-    chips: int = 1_200_000
+    chips: Count = 1_200_000
     """Chips of the whole run (N)."""
-    mtbi_s: float = YEAR_S
+    mtbi_s: _Between = YEAR_S
     """Mean time between two interruptions of one chip; inf for chips that never fail."""
-    learners: int = 8
+    learners: Count = 8
     """Learners of decoupled training (M), each of N/M chips."""
-    worker_chips: int = 8
+    worker_chips: Count = 8
     """Chips of a gossip worker."""
-    restart_s: float = 72.0
+    restart_s: NotNegative = 72.0
     """Seconds from an interruption until an all-reduce run, or a gossip worker, trains again."""
-    downtime_s: float = 22.6
+    downtime_s: NotNegative = 22.6
     """Seconds from an interruption until an elastic learner trains again."""
-    catch_up_s: float = 0.0
+    catch_up_s: NotNegative = 0.0
     """Seconds that an elastic learner, or a gossip worker, then needs to fetch state from others."""
-    checkpoint_s: float = 0.0
+    checkpoint_s: NotNegative = 0.0
     """Seconds of a checkpoint, for which all-reduce stops."""
-    interval_s: float | None = None
+    interval_s: Positive | None = None
     """Seconds of training between two checkpoints of all-reduce; None for `best_interval_s`."""
-    interruptions: int = 100_000
+    interruptions: Count = 100_000
     """Interruptions of chips in the simulation."""
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_values(Count, chips=self.chips, learners=self.learners, worker_chips=self.worker_chips)
-        check_values(Count, interruptions=self.interruptions)
         for name, value, most in (("chips", self.chips, 10**12), ("interruptions", self.interruptions, 10**7)):
             ensure(name, value, value <= most, f"at most {most}")
-        check_values(_Between, mtbi_s=self.mtbi_s)
-        check_values(NotNegative, restart_s=self.restart_s, downtime_s=self.downtime_s, catch_up_s=self.catch_up_s)
-        check_values(NotNegative, checkpoint_s=self.checkpoint_s)
-        if self.interval_s is not None:
-            check_values(Positive, interval_s=self.interval_s)
         for name, parts in (("learners", self.learners), ("worker_chips", self.worker_chips)):
             ensure(name, parts, self.chips % parts == 0, f"a divisor of the {self.chips} chips, so that all are equal")
-        check_values(int, seed=self.seed)
 
 
 class Group(NamedTuple):

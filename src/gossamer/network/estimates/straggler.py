@@ -1,18 +1,19 @@
 """Utilisation of a run in which one worker has a slow uplink."""
 
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
+from pydantic import SkipValidation
 
 from gossamer.errors import ConfigError, choose
 from gossamer.network.estimates.goodput import ensure
 from gossamer.network.estimates.utilisation import BANDWIDTHS_BPS, MODELS, Model
 from gossamer.network.estimates.wall_clock import Link, all_reduce_s
+from gossamer.network.pacing import whole_steps
 from gossamer.settings.options import Count, NotNegative, Positive, Share, check_values
+from gossamer.settings.schema import settings
 
 
 def matched_local_steps(full_steps: int, bandwidth_share: float, exchange_steps: float) -> int:
@@ -33,8 +34,7 @@ def matched_local_steps(full_steps: int, bandwidth_share: float, exchange_steps:
     check_values(Share, bandwidth_share=bandwidth_share)
     check_values(NotNegative, exchange_steps=exchange_steps)
     longest = full_steps - (1 / bandwidth_share - 1) * exchange_steps
-    # 30 - (1/0.6 - 1)·21 is 15.999999999999998 in floats; a number that is whole up to rounding counts as whole.
-    return int(min(max(math.floor(longest + 1e-9 * full_steps), 1), full_steps))
+    return whole_steps(longest, full_steps)
 
 
 STRAGGLER_METHODS: dict[str, int | None] = {
@@ -66,26 +66,23 @@ class StragglerUtilisation(NamedTuple):
     """Assumptions, a sentence each, printed with the numbers."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings("")
 class StragglerRun:
     """A run of `workers`, one of which has a slow uplink.
 
     Raises: ConfigError for a number out of bounds.
     """
 
-    bandwidth_share: float = 0.2
+    bandwidth_share: Share = 0.2
     """The straggler's uplink bandwidth over that of the others, in (0, 1]."""
-    workers: int = 8
-    local_steps: int = 30
+    workers: Count = 8
+    local_steps: Count = 30
     """Inner steps of a healthy worker in a round."""
-    model: Model = MODELS["70b"]
-    bits_per_parameter: float = 16.0
+    model: SkipValidation[Model] = MODELS["70b"]
+    bits_per_parameter: Positive = 16.0
 
     def __post_init__(self) -> None:
         check_values(Positive, step_s=self.model.step_s, parameters=self.model.parameters)
-        check_values(Positive, bits_per_parameter=self.bits_per_parameter)
-        check_values(Count, local_steps=self.local_steps)
-        check_values(Share, bandwidth_share=self.bandwidth_share)
 
     @property
     def payload_bits(self) -> float:
@@ -118,7 +115,6 @@ def straggler_utilisation(
     ensure("bandwidth_bps", bandwidth_bps, bandwidth_bps > 0, "above 0, in bits per second")
     peers, n, share, step_s = STRAGGLER_METHODS[method], run.workers, run.bandwidth_share, run.model.step_s
     fewest = 1 + (peers or 1)
-    check_values(Count, workers=n)
     ensure(f"workers of {method}", n, n >= fewest, f"a whole number from {fewest}")
     steps = straggler_steps = 1 if method == "data_parallel" else run.local_steps
     if peers is None:

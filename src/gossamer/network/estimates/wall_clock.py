@@ -3,13 +3,17 @@
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from dataclasses import replace
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import SkipValidation
 
 from gossamer.errors import ConfigError, choose
 from gossamer.network.estimates.goodput import ensure
 from gossamer.network.estimates.utilisation import step_seconds
+from gossamer.settings.fields import OneOf
 from gossamer.settings.options import Count, NotNegative, Positive, check_values
+from gossamer.settings.schema import settings
 
 
 class Link(NamedTuple):
@@ -61,42 +65,37 @@ class WallClock(NamedTuple):
         return self.compute_s / self.total_s
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings("")
 class MultiSiteRun:
     """A whole training run on nodes in several sites.
 
     Raises: ConfigError for a number out of bounds.
     """
 
-    parameters: float
-    tokens: float
+    parameters: Positive
+    tokens: Positive
     """Of the whole run."""
-    batch_tokens: float
+    batch_tokens: Positive
     """Of one step, over all nodes."""
-    nodes: int
+    nodes: Count
     """Over all replicas (R)."""
-    across: Link
+    across: SkipValidation[Link]
     """The link of a node to the other sites."""
-    within: Link = LINKS["high"]
+    within: SkipValidation[Link] = LINKS["high"]
     """The link of a node to the others of its site."""
-    replicas: int = 1
+    replicas: Count = 1
     """Sites with a replica each (M)."""
-    local_steps: int = 1
+    local_steps: Count = 1
     """Steps between two reductions across sites (H)."""
-    fragments: int = 1
+    fragments: Count = 1
     """Parts in which the model is reduced across sites (P)."""
-    overlap_steps: float = 0
+    overlap_steps: NotNegative = 0
     """Steps that hide the transfer of a fragment."""
-    bits_per_parameter: float = 16.0
-    flops: float = SUSTAINED_FLOPS
+    bits_per_parameter: Positive = 16.0
+    flops: Positive = SUSTAINED_FLOPS
     """FLOP/s of one node."""
 
     def __post_init__(self) -> None:
-        check_values(Positive, parameters=self.parameters, tokens=self.tokens, batch_tokens=self.batch_tokens)
-        check_values(Positive, flops=self.flops, bits_per_parameter=self.bits_per_parameter)
-        check_values(
-            Count, nodes=self.nodes, replicas=self.replicas, local_steps=self.local_steps, fragments=self.fragments
-        )
         _check_replicas(self.replicas, self.nodes)
 
     @property
@@ -148,7 +147,6 @@ def _check_method(method: str, run: MultiSiteRun) -> None:
     ensure(f"fragments of {method}", run.fragments, whole, "1; only streaming sends the model in parts")
     longest = run.local_steps // run.fragments if streams else 0
     allowed = f"from 0 to {longest}; only streaming hides transfers, and each must end before the next one begins"
-    check_values(NotNegative, overlap_steps=tau)
     ensure(f"overlap_steps of {method}", tau, tau <= longest, allowed)
 
 
@@ -266,45 +264,38 @@ class WallClockTable(NamedTuple):
     """Assumptions, a sentence each, printed with the numbers."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings("")
 class WallClockOptions:
     """The run that `wall_clock_table` compares the methods on.
 
     Raises: ConfigError for an unknown network or a number out of bounds.
     """
 
-    parameters: float = 1e9
-    replicas: int = 4
-    local_steps: int = 30
-    network: str = "low"
-    """One of `LINKS`, between the sites."""
-    tokens: float | None = None
+    parameters: Positive = 1e9
+    replicas: Count = 4
+    local_steps: Count = 30
+    network: Annotated[str, OneOf(LINKS)] = "low"
+    """Between the sites."""
+    tokens: Positive | None = None
     """Of the whole run; 20 per parameter if None."""
-    batch_tokens: float | None = None
+    batch_tokens: Positive | None = None
     """Of one step; those of `batch_tokens_fit` if None."""
-    nodes: int | None = None
+    nodes: Count | None = None
     """Over all replicas; if None, as many as give each about `node_tokens` of the batch, the same number in each replica."""
-    node_tokens: float = 2.0**14
-    fragments: int = 3
+    node_tokens: Positive = 2.0**14
+    fragments: Count = 3
     """Of streaming."""
-    overlap_steps: float = 1
+    overlap_steps: NotNegative = 1
     """Of streaming."""
-    bits_per_parameter: float = 16.0
-    flops: float = SUSTAINED_FLOPS
+    bits_per_parameter: Positive = 16.0
+    flops: Positive = SUSTAINED_FLOPS
     """FLOP/s of one node."""
-
-    def __post_init__(self) -> None:
-        if self.network not in LINKS:
-            raise ConfigError(choose("network", self.network, LINKS))
-        check_values(Positive, parameters=self.parameters, node_tokens=self.node_tokens)
-        check_values(Count, replicas=self.replicas, fragments=self.fragments)
 
     def run(self) -> MultiSiteRun:
         """The run of DiLoCo in all replicas. Raises ConfigError for a number out of bounds."""
         batch_tokens, nodes = self.batch_tokens, self.nodes
         if batch_tokens is None:
             batch_tokens = batch_tokens_fit(self.parameters, self.replicas)
-        check_values(Positive, batch_tokens=batch_tokens)
         if nodes is None:
             nodes = max(1, round(batch_tokens / self.node_tokens / self.replicas)) * self.replicas
         return MultiSiteRun(

@@ -5,7 +5,8 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypedDict
+from types import UnionType
+from typing import Any, TypedDict, get_args, get_origin
 
 import torch
 from torch import Tensor, nn
@@ -49,13 +50,13 @@ class Keywords(TypedDict, total=False):
     """`validation(k)` returns the k-th validation batch; by default the batches that would follow the last inner step."""
     method: str
     """A recipe by name; the other keywords override its settings."""
-    rule: Rule | ServerRule | PairRule | str
+    rule: str | Rule | ServerRule | PairRule
     topology: Topology | str | Any
     """A topology, its name, a networkx graph, or a list of edges `(i, j)`; by default the one that fits the rule."""
-    codec: Codec | str
+    codec: str | Codec
     schedule: Schedule
     workers: int
-    local_steps: int | list[int] | Mapping[int, int | list[int]]
+    local_steps: int | list[int] | tuple[int, ...] | Mapping[int, int | list[int]]
     """Inner steps of a round (H), one number for all workers or one for each; or a table of these by inner step."""
     rounds: int
     seed: int
@@ -66,18 +67,6 @@ class Keywords(TypedDict, total=False):
 
 
 _FUNCTIONS = ("model", "data", "loss", "optimizer", "validation")
-_TYPES: Mapping[str, tuple[type, ...]] = {
-    "rule": (str, Rule, ServerRule, PairRule),
-    "codec": (str, Codec),
-    "schedule": (Schedule,),
-    "method": (str,),
-    "workers": (int,),
-    "local_steps": (int, list, tuple, Mapping),
-    "rounds": (int,),
-    "seed": (int,),
-    "settings": (Mapping,),
-    "network": (Network, str, Path, Mapping),
-}
 _ROUNDS = 20
 _LENGTHS = {"steps", "tokens", "tokens_per_parameter"}
 Run = str | Path | Mapping[str, Any] | RunConfig | None
@@ -204,12 +193,20 @@ def _check(given: Keywords) -> None:
                 choose("keyword", name, Keywords.__annotations__)
                 + "; put other keys of a run file into settings={'inner.lr': 1e-3}"
             )
-        kinds = _TYPES.get(name, (object,))
+        kinds = _kinds(name)
         if not isinstance(value, kinds) or isinstance(value, bool):
             called = getattr(value, "__name__", None)
             shown = f"'{called}', which was not called" if callable(value) and called else f"a {type(value).__name__}"
             words = " or ".join("text" if kind is str else kind.__name__ for kind in kinds)
             raise ConfigError(f"{name} is {shown}; give {words}")
+
+
+def _kinds(name: str) -> tuple[type, ...]:
+    """The types that a keyword takes; a function or a topology is looked at where it is used."""
+    if name in (*_FUNCTIONS, "topology"):
+        return (object,)
+    hint = Keywords.__annotations__[name]
+    return tuple(get_origin(one) or one for one in (get_args(hint) if isinstance(hint, UnionType) else [hint]))
 
 
 def _document(run: Run) -> dict[str, Any]:

@@ -6,15 +6,10 @@ are checked: a draw changes the generators' state, as they are not seeded or res
 """
 
 import logging
-import pickle
-import random
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
-
-import numpy as np
-import torch
 
 from gossamer import rng
 
@@ -72,9 +67,9 @@ class Turns:
                 with self._change:
                     self._change.wait_for(lambda: self._running == 0)
                 with alone():
-                    before = _generators()
+                    before = rng.generators_state()
                     result = act()
-                    self._has_drawn = self._has_drawn or before != _generators()
+                    self._has_drawn = self._has_drawn or before != rng.generators_state()
                 return result
 
     def learn(self, recomputes: bool) -> None:
@@ -94,14 +89,14 @@ class Turns:
             if not self._at_once:
                 return False
             if self._running == 0:
-                self._state = _generators()
+                self._state = rng.generators_state()
             self._running += 1
             return True
 
     def _end(self) -> bool:
         """Whether the call that ends may have drawn: it or a concurrent one has, and the generators cannot show which."""
         with self._change:
-            if self._at_once and _generators() != self._state:
+            if self._at_once and rng.generators_state() != self._state:
                 self._at_once = False
                 log.warning(
                     "a forward pass drew random numbers, which the first one did not: forward passes of your model and loss take "
@@ -111,12 +106,3 @@ class Turns:
             self._running -= 1
             self._change.notify_all()
             return not self._at_once
-
-
-def _generators() -> tuple[Any, ...]:
-    """The state of the generators of this process that functions draw from: torch's, numpy's and Python's. Some 20 µs."""
-    return (
-        torch.get_rng_state().numpy().tobytes(),
-        pickle.dumps(np.random.get_state(legacy=False)),
-        random.getstate(),
-    )
