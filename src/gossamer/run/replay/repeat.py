@@ -186,7 +186,7 @@ class Repeat:
     def _replace(self, slot: int) -> None:
         """Replaces the worker of a slot."""
         process = self._processes[slot] = _Process(slot, self.script, self._processes[slot].number)
-        process.inner = self._network.transport(slot)
+        process.over(self._network.transport(slot))
         replica = Replica(slot, self.stretch.run.unpaced(), self._task, self._like.device)
         self.workers[slot] = Worker(replica, self._method, process, membership=process.membership())
 
@@ -198,7 +198,7 @@ class Repeat:
             worker.replica.steps_taken = begun.steps
         else:
             self._take_threads(slot, begun.round)
-            worker.take_over(self._taken(slot, begun, begun.round))
+            worker.take_over(self._taken(slot, begun))
             if not self._adds_means(begun):
                 self._keep(worker, begun.after)
         if self._adds_means(begun):
@@ -217,7 +217,7 @@ class Repeat:
         self._network = MemoryNetwork(run.workers)
         plain = [self._network.transport(slot) for slot in self._slots]
         for process, inner in zip(self._processes, plain, strict=True):
-            process.inner = inner
+            process.over(inner)
         transports: Sequence[Transport] = self._processes if self._logged else plain
         membership = [one.membership() if self._logged else EVERYONE for one in self._processes]
         self.workers = make_workers(
@@ -229,7 +229,7 @@ class Repeat:
             membership=membership.__getitem__,
         )
 
-    def _taken(self, slot: int, begun: Begun, round: int) -> dict[str, Any]:
+    def _taken(self, slot: int, begun: Begun) -> dict[str, Any]:
         """The state taken over by a process on this begin event."""
         (raw, *_), named = self.candidates(begun)
         closes, streams = self._method.rule.needs == "everyone", "streams" in self._task.data.state()
@@ -238,7 +238,7 @@ class Repeat:
                 "worker %d began at round %d with a state of worker %d that hashes to %s, and here it is another: this is not "
                 "what was computed then to the last bit; use the same processor and version of torch",
                 slot,
-                round,
+                begun.round,
                 begun.donor,
                 begun.sha256[:12],
             )
@@ -267,17 +267,18 @@ class _BeginActor(Actor[Begun]):
         repeat = self._repeat
         if event.round > repeat.trained.next:
             return Missing("the rounds before have not been trained", repeat.trained.key)
-        for one in () if repeat.script.is_first(self._slot, event) else (event,):
-            states, named = repeat.candidates(one)
-            # The donor may have taken over a state after the same round: then it has two, and the later one is meant.
-            donor = next((other for other in repeat.begins if other.key == one.donor and other is not self), None)
-            comes = donor is not None and bool(donor.left) and donor.left[0].round == event.round
-            if not states or (comes and not named):
-                return Missing(
-                    f"it begins with the state of worker {one.donor} after {one.after} rounds, which that one never had",
-                    one.donor if comes else None,
-                )
-        return None
+        if repeat.script.is_first(self._slot, event):
+            return None
+        states, named = repeat.candidates(event)
+        # The donor may have taken over a state after the same round: then it has two, and the later one is meant.
+        donor = next((other for other in repeat.begins if other.key == event.donor and other is not self), None)
+        comes = donor is not None and bool(donor.left) and donor.left[0].round == event.round
+        if states and (named or not comes):
+            return None
+        return Missing(
+            f"it begins with the state of worker {event.donor} after {event.after} rounds, which that one never had",
+            event.donor if comes else None,
+        )
 
     def take(self, event: Begun) -> None:
         """See `Actor`."""
@@ -320,11 +321,15 @@ class _Process:
     """
 
     keeps_frames = True
-    inner: MemoryTransport
 
     def __init__(self, slot: int, script: Script, number: int = 0) -> None:
         self.worker, self._script, self.number = slot, script, number
         """The worker, the script, and the index of the process's life in its slot."""
+
+    def over(self, inner: MemoryTransport) -> None:
+        """Sends and receives by mailboxes of a simulation from now on."""
+        self._inner = inner
+        self.ready, self.wait, self.collect, self.close = inner.ready, inner.wait, inner.collect, inner.close
 
     @property
     def begun(self) -> Begun | None:
@@ -344,28 +349,12 @@ class _Process:
     def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor], sound: Sound | None = None) -> None:
         """See `gossamer.transport.contract.Transport`."""
         if (Message(ticket.round, ticket.fragment, self.worker, peer), self.number) in self._script.received:
-            self.inner.expect(ticket, peer, like)
+            self._inner.expect(ticket, peer, like)
 
     def post(self, ticket: Ticket, peer: int, frames: Sequence[Tensor]) -> None:
         """See `gossamer.transport.contract.Transport`."""
         if (Message(ticket.round, ticket.fragment, peer, self.worker), self.number) in self._script.sent:
-            self.inner.post(ticket, peer, frames)
-
-    def ready(self, ticket: Ticket) -> bool:
-        """See `gossamer.transport.contract.Transport`."""
-        return self.inner.ready(ticket)
-
-    def wait(self, ticket: Ticket) -> None:
-        """See `gossamer.transport.contract.Transport`."""
-        self.inner.wait(ticket)
-
-    def collect(self, ticket: Ticket) -> dict[int, list[Tensor]]:
-        """See `gossamer.transport.contract.Transport`."""
-        return self.inner.collect(ticket)
-
-    def close(self) -> None:
-        """See `gossamer.transport.contract.Transport`."""
-        self.inner.close()
+            self._inner.post(ticket, peer, frames)
 
 
 def _packed(state: Mapping[str, Any]) -> bytes:
