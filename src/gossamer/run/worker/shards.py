@@ -129,25 +129,11 @@ class Shards:
         shapes = {id(shard): tuple(p.shape) for shard, p in zip(self._own.parameters(), self._parameters, strict=True)}
         # The state numbers its tensors in this order.
         full = [shapes[id(p)] for group in self.optimizer().param_groups for p in group["params"]]
-        inner = state["inner"]
-        return {
-            **state,
-            "x": vector(state["x"], None),
-            "outer": [vector(value, p) for p, value in self._whole.each(state["outer"])],
-            "under_way": [
-                {**one, "sent": [vector(value, one["fragment"]) for value in one["sent"]]} for one in state["under_way"]
-            ],
-            "inner": {
-                **inner,
-                "state": {
-                    k: {
-                        name: rows(value, full[k]) if isinstance(value, Tensor) else value
-                        for name, value in one.items()
-                    }
-                    for k, one in inner["state"].items()
-                },
-            },
+        moments = {
+            k: {name: rows(value, full[k]) if isinstance(value, Tensor) else value for name, value in one.items()}
+            for k, one in state["inner"]["state"].items()
         }
+        return {**self._whole.mapped(state, vector), "inner": {**state["inner"], "state": moments}}
 
     def _rows(self, count: int, part: int) -> slice:
         """The rows of a tensor of `count` rows that FSDP2 assigns to a part."""

@@ -8,7 +8,7 @@ before which a boundary lies.
 
 import contextlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -245,6 +245,17 @@ class Arranged(NamedTuple):
         listed = [*values]
         return [(k * len(self.spans) // len(listed), value) for k, value in enumerate(listed)]
 
+    def mapped(self, state: Mapping[str, Any], vector: Callable[[Tensor, int | None], Tensor]) -> dict[str, Any]:
+        """The state of a worker with others in place of its vectors: `vector(value, p)` for one of fragment p, or of all."""
+        return {
+            **state,
+            "x": vector(state["x"], None),
+            "outer": [vector(value, p) for p, value in self.each(state["outer"])],
+            "under_way": [
+                {**one, "sent": [vector(value, one["fragment"]) for value in one["sent"]]} for one in state["under_way"]
+            ],
+        }
+
 
 def joined_state(
     run: RunSettings, model: Llama, source: Partition, states: Sequence[Mapping[str, Any]]
@@ -300,22 +311,11 @@ def state_of_part(
     own, names = target.parts(model)[part], {p: name for name, p in model.named_parameters()}
     layout, places = Arranged.of(run, model, [own])
 
-    def cut(value: Tensor, fragment: int | None = None) -> Tensor:
+    def cut(value: Tensor, fragment: int | None) -> Tensor:
         return _part_of(value, places.fragment(fragment), layout.fragment(fragment))
 
-    return {
-        **whole,
-        "x": cut(whole["x"]),
-        "outer": [cut(value, p) for p, value in layout.each(whole["outer"])],
-        "under_way": [
-            {**one, "sent": [cut(value, one["fragment"]) for value in one["sent"]]} for one in whole["under_way"]
-        ],
-        "inner": for_optimizer(
-            build_optimizer(run.inner, own),
-            named_state(build_optimizer(run.inner, model), whole["inner"], names),
-            names,
-        ),
-    }
+    inner = named_state(build_optimizer(run.inner, model), whole["inner"], names)
+    return {**layout.mapped(whole, cut), "inner": for_optimizer(build_optimizer(run.inner, own), inner, names)}
 
 
 def _whole_of(vectors: Sequence[Tensor], parts: Sequence[Layout], layout: Layout) -> Tensor:
