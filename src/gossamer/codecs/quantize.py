@@ -220,37 +220,39 @@ def _block_codec(
     pass_name = f"{name}_drawn" if draws else name
     scale_dtype = scale(torch.zeros(1, 1, dtype=torch.float32)).dtype
 
+    def part(payload: Quantized, start: int, stop: int) -> Quantized:
+        """The codes and scales of some elements, from the start of a block on."""
+        codes, scales = payload
+        return Quantized(
+            codes[start * bits // 8 : num_bytes(stop, bits)], scales[start // block : num_blocks(stop, block)]
+        )
+
     def encode(x: Tensor, key: int) -> Quantized:
         codes = empty(num_bytes(x.numel(), bits), torch.uint8, x.device)
-        scales = torch.empty(num_blocks(x.numel(), block), dtype=scale_dtype, device=x.device)
+        made = Quantized(codes, torch.empty(num_blocks(x.numel(), block), dtype=scale_dtype, device=x.device))
         if (passes := passes_for(x)) is not None:
             # Torch has the order of the sums of magnitudes: piece by piece, so that their second reader finds them in the cache.
             for start, stop in spans(x, block, 4 * SLAB) if bits == 1 else ((0, x.numel()),):
-                block_scales = scales[start // block : num_blocks(stop, block)]
-                here = codes[start * bits // 8 : num_bytes(stop, bits)]
+                codes, scales = part(made, start, stop)
                 if bits == 1:
-                    block_scales[:] = scale(x[start:stop].view(block_scales.numel(), -1))
-                passes(pass_name, x[start:stop], stop - start, block, here, block_scales, key)
-            return Quantized(codes, scales)
+                    scales.copy_(scale(x[start:stop].view(scales.numel(), -1)))
+                passes(pass_name, x[start:stop], stop - start, block, codes, scales, key)
+            return made
         generator = torch.Generator(x.device).manual_seed(key) if draws and not x.is_meta else None
         for start, stop in spans(x, block):
+            codes, scales = part(made, start, stop)
             blocks = as_blocks(x[start:stop], block)
             # The last block is a separate slab: its padding does not count.
-            block_scales = scale(blocks[:, : stop - start])
-            scales[start // block : num_blocks(stop, block)] = block_scales
-            ratio = blocks / block_scales.float().masked_fill_(block_scales == 0, 1.0)[:, None]
-            packed = pack_codes(code(ratio, generator).view(-1), bits)
-            here = codes[start * bits // 8 : num_bytes(stop, bits)]
-            here.copy_(packed[: here.numel()])
-        return Quantized(codes, scales)
+            scales.copy_(scale(blocks[:, : stop - start]))
+            ratio = blocks / scales.float().masked_fill_(scales == 0, 1.0)[:, None]
+            codes.copy_(pack_codes(code(ratio, generator).view(-1), bits)[: codes.numel()])
+        return made
 
     def decode(payload: Quantized, like: Tensor) -> Tensor:
-        x = empty(like.numel(), like.dtype, like.device)
-        fits = payload.codes.numel() == num_bytes(x.numel(), bits) and payload.scales.numel() == num_blocks(
-            x.numel(), block
-        )
+        x, (codes, scales) = empty(like.numel(), like.dtype, like.device), payload
+        fits = codes.numel() == num_bytes(x.numel(), bits) and scales.numel() == num_blocks(x.numel(), block)
         if fits and (passes := passes_for(x)) is not None:
-            given = payload.codes.contiguous(), payload.scales.contiguous()
+            given = codes.contiguous(), scales.contiguous()
             if levels:
                 table = torch.tensor(levels, dtype=torch.float32)  # its address is read as that of fp32
                 passes("decode_levels", x, x.numel(), block, *given, table, bits)
@@ -258,10 +260,9 @@ def _block_codec(
                 passes("decode_int8", x, x.numel(), block, *given)
             return x
         for start, stop in spans(x, block):
-            packed = payload.codes[start * bits // 8 : num_bytes(stop, bits)]
-            units = lookup(packed, bits, levels) if levels else packed.view(torch.int8).float() / 127
-            block_scales = payload.scales[start // block : num_blocks(stop, block)].float()
-            x[start:stop] = (units[: stop - start].view(block_scales.numel(), -1) * block_scales[:, None]).view(-1)
+            codes, scales = part(payload, start, stop)
+            units = lookup(codes, bits, levels) if levels else codes.view(torch.int8).float() / 127
+            x[start:stop] = (units[: stop - start].view(scales.numel(), -1) * scales.float()[:, None]).view(-1)
         return x
 
     def payload_bytes(numel: int) -> int:
