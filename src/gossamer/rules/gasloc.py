@@ -1,8 +1,7 @@
 """GASLoC: gossip on the parameters after the local phase, with outer momentum that accelerates the gossip too."""
 
 import math
-from collections.abc import Callable
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -13,14 +12,8 @@ from gossamer.settings.options import Decay, OverTime, Positive, factory
 from gossamer.topologies.mixing import Consensus, MomentumSite, pull
 from gossamer.tree import Tree
 
-_SITES: dict[str, MomentumSite] = {"post": "post", "published": "pre", "drift": "drift"}
-_MOMENTUM: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
-    "post": lambda theta, y, z: z,
-    "published": lambda theta, y, z: y,
-    "heavy_ball": lambda theta, y, z: theta,
-    "drift": lambda theta, y, z: (),
-}
-"""The point p of a round whose displacement since the previous round is the momentum: θ' = z + γ (p - p_prev)."""
+_SITES: dict[str, MomentumSite] = {"post": "post", "drift": "drift"}
+"""Where momentum acts; all others before the mixing."""
 
 
 class _State(NamedTuple):
@@ -75,29 +68,31 @@ def gasloc(
     """
     eta, a = lr, math.nan if alpha == "auto" else alpha
     gamma = 0.0 if optimizer == "sgd" else momentum
-    nesterov = optimizer == "nesterov"
-    on_drift = nesterov and form == "drift"
-    refers_to = _MOMENTUM[form if nesterov else "heavy_ball"]
-    keeps_anchor = eta != 1.0 or optimizer == "heavy_ball" or on_drift
+    kind = form if optimizer == "nesterov" else optimizer
+    keeps_anchor = eta != 1.0 or kind in ("heavy_ball", "drift")
+    looks_ahead = gamma > 0.0 and kind != "heavy_ball"
 
     def init(x: Tensor, ctx: Context) -> _State:
-        prev = torch.zeros_like(x) if on_drift else x.clone()
-        return _State(x.clone() if keeps_anchor else (), () if optimizer == "sgd" else prev)
+        prev = () if kind == "sgd" else torch.zeros_like(x) if kind == "drift" else x.clone()
+        return _State(x.clone() if keeps_anchor else (), prev)
+
+    def momentum_of_drift(x: Tensor, s: _State) -> Tensor:
+        return gamma * s.prev + (x - s.anchor)
 
     def send(x: Tensor, s: _State, ctx: Context) -> Tree:
-        if on_drift:
-            return s.anchor + eta * ((x - s.anchor) + gamma * _remembered(gamma, x, s))
+        if kind == "drift":
+            return s.anchor + eta * ((x - s.anchor) + gamma * momentum_of_drift(x, s))
         return x if eta == 1.0 else s.anchor + eta * (x - s.anchor)
 
     def recv(x: Tensor, s: _State, own_decoded: Tree, combined: Tree, ctx: Context) -> tuple[Tensor, _State]:
         y = send(x, s, ctx)
-        z = y + a * combined
-        if on_drift:
-            theta, p = z, _remembered(gamma, x, s)
-        elif optimizer == "sgd":
-            theta, p = z, ()
+        theta = z = y + a * combined
+        if kind == "sgd":
+            p = ()
+        elif kind == "drift":
+            p = momentum_of_drift(x, s)
         else:
-            p = refers_to(s.anchor, y, z)
+            p = {"post": z, "published": y, "heavy_ball": s.anchor}[kind]
             theta = z + gamma * (p - s.prev)
         return theta, _State(theta if keeps_anchor else (), p)
 
@@ -107,15 +102,10 @@ def gasloc(
         pull,
         recv,
         needs="connected",
-        single_worker_limit="inner" if eta == 1.0 and gamma == 0.0 else OuterSGD(lr, gamma, gamma > 0.0 and nesterov),
+        single_worker_limit="inner" if eta == 1.0 and gamma == 0.0 else OuterSGD(lr, gamma, looks_ahead),
         mean_preserving=True,
-        consensus=Consensus(a, gamma, _SITES[form] if nesterov else "pre"),
-        state_copies=keeps_anchor + (optimizer != "sgd"),
-        reset=None if optimizer == "sgd" else lambda x, s: s._replace(prev=torch.zeros_like(x) if on_drift else x),
+        consensus=Consensus(a, gamma, _SITES.get(kind, "pre")),
+        state_copies=keeps_anchor + (kind != "sgd"),
+        reset=None if kind == "sgd" else lambda x, s: s._replace(prev=torch.zeros_like(x) if kind == "drift" else x),
         start=(lambda s: s.anchor) if keeps_anchor else None,
     )
-
-
-def _remembered(gamma: float, x: Tensor, s: _State) -> Tensor:
-    """The momentum of the drift, including this round's."""
-    return gamma * s.prev + (x - s.anchor)
