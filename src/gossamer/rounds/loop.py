@@ -128,22 +128,10 @@ class OuterLoop:
         self.fragments: list[Setup] = []
         for p, (x, layout) in enumerate(parts):
             part = Part(x, (), layout, p)
+            own = (rule, fitted(m.codec, layout)) if p < m.parts else (averaging, exact())
+            setup = Setup(*own, transport, part, draws, m.kernel, reduce, together)
             if p < m.parts:
-                codec = fitted(m.codec, layout)
-                setup = Setup(
-                    rule,
-                    codec,
-                    transport,
-                    part,
-                    draws,
-                    m.kernel,
-                    reduce,
-                    together,
-                    merge=m.schedule.merge,
-                    merge_strength=m.schedule.merge_strength,
-                )
-            else:
-                setup = Setup(averaging, exact(), transport, part, draws, m.kernel, reduce, together)
+                setup = setup._replace(merge=m.schedule.merge, merge_strength=m.schedule.merge_strength)
             mixing = m.topology.mixing(0, m.holders[p] if m.holders else None)
             s = initial_state(setup.rule, mixing, x, self._context(0, part, mixing))
             setup = setup._replace(part=part._replace(s=s), declined=self._count_declined)
