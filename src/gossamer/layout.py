@@ -1,8 +1,9 @@
 """One flat buffer per worker: the model's parameters become views of it, in one canonical order."""
 
+import math
 import weakref
-from collections.abc import Callable, Container, Sequence
-from itertools import groupby, pairwise
+from collections.abc import Callable, Container, Iterable, Sequence
+from itertools import accumulate, groupby, pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -30,6 +31,14 @@ class Layout(NamedTuple):
     leaves: tuple[Leaf, ...]
     numel: int
 
+    @staticmethod
+    def of(shapes: Iterable[tuple[str, Sequence[int]]]) -> "Layout":
+        """The layout of tensors with these names and shapes, one after the other."""
+        named = list(shapes)
+        ends = [0, *accumulate(math.prod(shape) for _, shape in named)]
+        leaves = (Leaf(name, tuple(shape), a, b) for (name, shape), (a, b) in zip(named, pairwise(ends), strict=True))
+        return Layout(tuple(leaves), ends[-1])
+
     def slice(self, start: int, stop: int) -> "Layout":
         """The layout of `x[start:stop]`; both ends must lie between tensors. An empty tensor there is of what follows."""
         end = stop if stop < self.numel else stop + 1
@@ -54,11 +63,7 @@ def layout_of(model: nn.Module) -> Layout:
             f"the trainable parameters of {type(model).__name__} have {len(kinds)} kinds of dtype and device ({kinds}); "
             "one flat buffer needs one: convert the model with model.to(...) first"
         )
-    leaves, start = [], 0
-    for name, p in named:
-        leaves.append(Leaf(name, tuple(p.shape), start, start + p.numel()))
-        start += p.numel()
-    return Layout(tuple(leaves), start)
+    return Layout.of((name, p.shape) for name, p in named)
 
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -127,14 +132,9 @@ def subset(
 
 
 def _one_after_the_other(groups: Sequence[Sequence[Leaf]]) -> tuple[Layout, tuple[tuple[int, int], ...]]:
-    leaves: list[Leaf] = []
-    ends = [0]
-    for group in groups:
-        for leaf in group:
-            start = leaves[-1].stop if leaves else 0
-            leaves.append(leaf._replace(start=start, stop=start + leaf.stop - leaf.start))
-        ends.append(leaves[-1].stop if leaves else 0)
-    return Layout(tuple(leaves), ends[-1]), tuple(pairwise(ends))
+    layout = Layout.of((leaf.name, leaf.shape) for group in groups for leaf in group)
+    ends = [0, *(leaf.stop for leaf in layout.leaves)]
+    return layout, tuple((ends[a], ends[b]) for a, b in pairwise(accumulate(map(len, groups), initial=0)))
 
 
 def _by_layers(layout: Layout, fragments: int, pattern: Pattern) -> list[list[Leaf]]:

@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -175,31 +175,17 @@ class _Copies:
         self._parameters = {bare_name(name): p for name, p in model.named_parameters() if p.requires_grad}
         if not self._parameters:
             layout_of(model)  # which raises the error
-        shapes = list[Leaf]()
-        for name, p in self._parameters.items():
-            start = shapes[-1].stop if shapes else 0
-            shapes.append(Leaf(name, tuple(p.shape), start, start + p.numel()))
         # Fragments are of whole tensors, so all processes of a worker assign the parts of a tensor to the same one.
-        whole, spans = arrange(Layout(tuple(shapes), shapes[-1].stop), schedule.fragments, schedule.pattern)
+        given = Layout.of((name, p.shape) for name, p in self._parameters.items())
+        whole, spans = arrange(given, schedule.fragments, schedule.pattern)
         self._names = [leaf.name for leaf in whole.leaves]
         parts = [self._own_part(name) for name in self._names]
-        ends = [0, *accumulate(part.numel() for part in parts)]
-        leaves = [
-            Leaf(name, tuple(part.shape), a, b)
-            for name, part, (a, b) in zip(self._names, parts, pairwise(ends), strict=True)
-        ]
-        self.layout = Layout(tuple(leaves), ends[-1])
+        self.layout = Layout.of((name, part.shape) for name, part in zip(self._names, parts, strict=True))
+        ends = [0, *(leaf.stop for leaf in self.layout.leaves)]
         last = [max((k + 1 for k, leaf in enumerate(whole.leaves) if leaf.stop <= b), default=0) for _, b in spans]
         self.spans = tuple((ends[a], ends[b]) for a, b in pairwise([0, *last]))
-        devices, dtypes = {p.device for p in self._parameters.values()}, {p.dtype for p in self._parameters.values()}
-        if len(devices) > 1:
-            raise ConfigError(
-                f"the trainable parameters of {type(model).__name__} are on {len(devices)} devices ({devices}) in this process; "
-                "one flat buffer needs one: move the model to one, or shard it over processes of one device each"
-            )
-        wide = torch.float64 if torch.float64 in dtypes else torch.float32
-        dtype = dtypes.pop() if len(dtypes) == 1 else wide
-        self.x = torch.empty(ends[-1], dtype=dtype, device=devices.pop())
+        device, dtype = self._device_and_dtype()
+        self.x = torch.empty(self.layout.numel, dtype=dtype, device=device)
         self._views = self._cut(self.x)
         self._rounded = [k for k, name in enumerate(self._names) if self._parameters[name].dtype != dtype]
         self.kept = [torch.empty_like(self._views[k]) for k in self._rounded]
@@ -208,6 +194,17 @@ class _Copies:
             self._copy(self._views, parts)
             self._keep()
         self.words = self._in_words(mesh)
+
+    def _device_and_dtype(self) -> tuple[torch.device, torch.dtype]:
+        """Those of the vector. Raises: ConfigError for parameters on several devices."""
+        devices, dtypes = {p.device for p in self._parameters.values()}, {p.dtype for p in self._parameters.values()}
+        if len(devices) > 1:
+            raise ConfigError(
+                f"the trainable parameters of {type(self._model).__name__} are on {len(devices)} devices ({devices}) in this "
+                "process; one flat buffer needs one: move the model to one, or shard it over processes of one device each"
+            )
+        wide = torch.float64 if torch.float64 in dtypes else torch.float32
+        return devices.pop(), dtypes.pop() if len(dtypes) == 1 else wide
 
     @property
     def without_dtensor(self) -> list[str]:

@@ -6,7 +6,7 @@ import hashlib
 import os
 import secrets
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -98,6 +98,13 @@ def lane_in(ranks: Sequence[int], mesh: "DeviceMesh | None", timeout_s: float) -
     member = Member.at(*place, torch.device("cpu"), outer_store(ranks), secret=environment_secret())
     here = [worker_processes, mesh and [*mesh.shape], secrets.token_hex(8)]
     statements = agree(member, "gossamer.Outer, places", here, timeout_s=timeout_s)
+    workers, shard = _workers_of(statements, ranks), worker_processes.index(rank)
+    across = tuple(processes[shard] for processes in workers)
+    return Lane(across, tuple(worker_processes), workers.index(worker_processes), shard, statements[0][2])
+
+
+def _workers_of(statements: Sequence[Any], ranks: Sequence[int]) -> list[list[int]]:
+    """The processes of each worker, from what each process says of its own. Raises: PeerError unless they are equal parts."""
     workers = list[list[int]]()
     for one in statements:
         match one:
@@ -119,15 +126,7 @@ def lane_in(ranks: Sequence[int], mesh: "DeviceMesh | None", timeout_s: float) -
             f"the processes {[*ranks]} are not parts of as many whole workers: these have {workers}; shard each model over the "
             "processes of its own worker, or give Outer(mesh=...)"
         )
-    workers.sort(key=min)
-    shard = worker_processes.index(rank)
-    return Lane(
-        tuple(processes[shard] for processes in workers),
-        tuple(worker_processes),
-        workers.index(worker_processes),
-        shard,
-        statements[0][2],
-    )
+    return sorted(workers, key=min)
 
 
 def lane_of_launcher(timeout_s: float) -> Lane:

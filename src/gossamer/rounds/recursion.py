@@ -53,10 +53,10 @@ def rule_recursion(rule: "Rule", merge: float) -> Recursion:
     """
     import torch
 
-    from gossamer.layout import Layout, Leaf
+    from gossamer.layout import Layout
     from gossamer.rules import Context
 
-    ctx = Context(0, 2, 0, 1, 0.5, Layout((Leaf("w", (1,), 0, 1),), 1), 1, peers=(1,))
+    ctx = Context(0, 2, 0, 1, 0.5, Layout.of([("w", (1,))]), 1, peers=(1,))
     zero = torch.zeros(1, dtype=torch.float64)
     form = map_leaves(torch.zeros_like, (zero, rule.init(zero, ctx)))
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import ConfigError
-from gossamer.layout import Layout, Leaf
+from gossamer.layout import Layout
 from gossamer.settings.options import in_short
 from gossamer.topologies.mixing import Combine, Consensus, mean
 from gossamer.tree import Tree, leaves
@@ -239,5 +239,5 @@ def sends_parameters(rule: Rule) -> bool:
     if rule.site != "parameters":
         return False
     x = torch.arange(1.0, 9.0)
-    ctx = Context(0, 1, 0, 1, 1.0, Layout((Leaf("w", (8,), 0, 8),), 8), 1)
+    ctx = Context(0, 1, 0, 1, 1.0, Layout.of([("w", (8,))]), 1)
     return any(bool(leaf.any()) for leaf in leaves(rule.send(x, rule.init(x, ctx), ctx)))

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.layout import Layout, Leaf
+from gossamer.layout import Layout
 from gossamer.rounds.compatibility.combine import Method
 from gossamer.rounds.exchange import finish_all
 from gossamer.rounds.loop import OuterLoop
@@ -21,7 +21,7 @@ Drift = Callable[[int, int, Tensor], Tensor]
 
 def flat_layout(numel: int) -> Layout:
     """A layout of one tensor."""
-    return Layout((Leaf("w", (numel,), 0, numel),), numel)
+    return Layout.of([("w", (numel,))])
 
 
 def random_vectors(n: int, numel: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor]:

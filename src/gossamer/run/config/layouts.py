@@ -1,13 +1,12 @@
 """The order in which the workers of a run hold their parameters: whole, in fragments, or only some experts of a mixture."""
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gossamer.layout import Layout, Leaf, arrange, in_parts
+from gossamer.layout import Layout, arrange, in_parts
 from gossamer.models.holders import Holders, holders_of
 from gossamer.models.sizes import ModelConfig, parameter_shapes
 from gossamer.rounds.mean_model import mean_of
@@ -97,8 +96,4 @@ def arranged(layout: Layout, run: RunSettings) -> tuple[Layout, Spans]:
 
 def layout_for(model: ModelConfig, vocab_size: int) -> Layout:
     """The layout of the built-in model with this vocabulary, which is not built."""
-    leaves, start = [], 0
-    for name, shape in parameter_shapes(model, vocab_size):
-        leaves.append(Leaf(name, shape, start, start + math.prod(shape)))
-        start = leaves[-1].stop
-    return Layout(tuple(leaves), start)
+    return Layout.of(parameter_shapes(model, vocab_size))
