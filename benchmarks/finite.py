@@ -18,7 +18,7 @@ from contextlib import contextmanager
 import torch
 
 from gossamer import finite
-from gossamer.rounds.exchange import finish_all
+from gossamer.rounds.loop import finish_together
 from gossamer.run.config.resolve import resolve, settings_of
 from gossamer.run.config.run_file import RunConfig, parse
 from gossamer.run.worker.replica import Replica
@@ -68,8 +68,8 @@ def round_s(workers: list[Worker], number: int) -> float:
             worker.train(segment)
         for worker, segment in turns:
             worker.send(segment)
-        for due in zip(*(worker.loop.pop_due(number, segment.stop) for worker, segment in turns), strict=True):
-            finish_all(due, lambda call, items: [call(item) for item in items])
+        due = workers[0].loop.due(number, segments[0].stop)
+        finish_together([worker.loop for worker in workers], due, lambda call, items: [call(item) for item in items])
     return time.process_time() - began
 
 

@@ -38,9 +38,8 @@ from gossamer.optimizers.inner import build_optimizer
 from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.combine import FITTING, Method
 from gossamer.rounds.compatibility.incompatibilities import combination_faults
-from gossamer.rounds.exchange import finish_all
 from gossamer.rounds.kernel import PLAIN
-from gossamer.rounds.loop import OuterLoop
+from gossamer.rounds.loop import OuterLoop, finish_together
 from gossamer.rounds.mean_model import mean_of, mean_over_workers
 from gossamer.rules import RULES, make_rule
 from gossamer.run.config.recipes import missing, recipes
@@ -1132,8 +1131,7 @@ def test_messages_of_every_rule_are_compared_and_no_bit_changes(rule, topology, 
                     loop.announce(round, stop)
                     xs[i] += 0.0 if place else 0.1 * i
                     meters[i].count(loop.post(round, stop))
-                for due in zip(*(loop.pop_due(round, stop) for loop in loops), strict=True):
-                    finish_all(due, serially)
+                finish_together(loops, loops[0].due(round, stop), serially)
         ends.append(torch.stack(xs))
         read = [meter.read() for meter in meters]
         assert all(one.bytes_sent > 0 and (one.disagreement is not None) == asks for one in read)

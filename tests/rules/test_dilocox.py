@@ -10,9 +10,8 @@ from gossamer.layout import Layout, Leaf
 from gossamer.record.folder import read_metrics
 from gossamer.record.logs.trace import read_trace
 from gossamer.rounds.compatibility.combine import Method
-from gossamer.rounds.exchange import finish_all
 from gossamer.rounds.kernel import PLAIN
-from gossamer.rounds.loop import OuterLoop
+from gossamer.rounds.loop import OuterLoop, finish_together
 from gossamer.rounds.schedule import Schedule
 from gossamer.rules import Context, diloco, dilocox, eager
 from gossamer.run.simulated.simulate import simulate
@@ -180,10 +179,9 @@ def adaptive_rounds(drifts, *, n=1, rank=3, every=1):
         for x, drift in zip(xs, some, strict=True):
             x.sub_(drift)
         sent = [loop.post(t, stop) for loop in loops]
-        for due in zip(*(loop.pop_due(t, stop) for loop in loops), strict=True):
-            finish_all(due, serially)
+        finish_together(loops, loops[0].due(t, stop), serially)
         for loop in loops:
-            loop.update_from_zeros(t, stop)
+            loop.receive(t, stop)
         (rank_now,) = ranks  # all workers alike
         found.append((rank_now, loops[0].adapted(12), sum(size for _, size in sent[0][0].sends)))
     return found

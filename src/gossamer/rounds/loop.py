@@ -6,7 +6,7 @@ fragments and receives others; between two stops it trains, and may call `advanc
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypedDict
 
@@ -21,8 +21,10 @@ from gossamer.record.logs.trace import Operation
 from gossamer.rounds.choosing import FragmentChoice
 from gossamer.rounds.compatibility.combine import Method
 from gossamer.rounds.exchange import (
+    Each,
     Exchange,
     begin,
+    finish_all,
     initial_state,
     is_sound,
     mean_form,
@@ -316,12 +318,12 @@ class OuterLoop:
         """Waits for the exchanges due at this stop, and makes their outer updates."""
         for exchange in self.pop_due(round, stop):
             exchange.finish()
-        self.update_from_zeros(round, stop)
+        self._update_from_zeros(round, stop)
         if self.sharing is not None and stop.sends:
             taken = stop.after(self.local_steps, self.full_steps)
             self.sharing = self.sharing.closed(self._participants(round, stop.sends[0]), taken)
 
-    def update_from_zeros(self, round: int, stop: Stop) -> None:
+    def _update_from_zeros(self, round: int, stop: Stop) -> None:
         """The updates of a rule with delayed messages in the first rounds, before any message arrives."""
         for sent_round, p in self.due(round, stop) if self._choice is None else ():  # else none is late
             setup = self._setup(p)
@@ -497,3 +499,9 @@ class OuterLoop:
             setup = setup._replace(rule=self._rule_in(round))
         under_way = self.timetable.begin(round + 1 + late) - self.timetable.begin(round + 1)
         return setup._replace(overlap_steps=under_way + self.method.schedule.overlap_steps)
+
+
+def finish_together(loops: Sequence[OuterLoop], keys: Iterable[tuple[int, int]], each: Each) -> None:
+    """Finishes the exchanges of these rounds and fragments, leg by leg, of all workers of a process that have them in flight."""
+    for key in keys:
+        finish_all([loop.in_flight.pop(key) for loop in loops if key in loop.in_flight], each)

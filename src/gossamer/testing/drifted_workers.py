@@ -8,8 +8,7 @@ from torch import Tensor
 
 from gossamer.layout import Layout
 from gossamer.rounds.compatibility.combine import Method
-from gossamer.rounds.exchange import finish_all
-from gossamer.rounds.loop import OuterLoop
+from gossamer.rounds.loop import OuterLoop, finish_together
 from gossamer.settings.over_time import timetable_of
 from gossamer.transport.contract import Transport
 from gossamer.transport.memory import MemoryNetwork
@@ -90,15 +89,13 @@ class DriftedWorkers:
                     before[k] = end
                 for loop in self.loops:
                     loop.post(t, stop)
-                for due in zip(*(loop.pop_due(t, stop) for loop in self.loops), strict=True):
-                    finish_all(due, _serially)
+                finish_together(self.loops, self.loops[0].due(t, stop), _serially)
                 for loop in self.loops:
-                    loop.update_from_zeros(t, stop)
+                    loop.receive(t, stop)
 
     def finish(self) -> None:
         """Receives what is in flight after the last round."""
-        for due in zip(*(loop.pop_rest() for loop in self.loops), strict=True):
-            finish_all(due, _serially)
+        finish_together(self.loops, self.loops[0].rest(), _serially)
 
 
 def simulated_workers(

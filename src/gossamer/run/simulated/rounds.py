@@ -28,8 +28,8 @@ from gossamer.record.logs.seconds import unmeasured
 from gossamer.record.logs.stage_seconds import STAGES_FILE, stage_lines
 from gossamer.record.logs.trace import read_trace
 from gossamer.rounds.compatibility.combine import Method
-from gossamer.rounds.exchange import Each, finish_all
-from gossamer.rounds.loop import EVERYONE, Membership
+from gossamer.rounds.exchange import Each
+from gossamer.rounds.loop import EVERYONE, Membership, finish_together
 from gossamer.rounds.together import Together
 from gossamer.run.bookkeeping.evaluate import (
     Assessment,
@@ -251,6 +251,7 @@ def train_together(workers: Sequence[Worker], round: int, each: Each, train: Tra
     reports = [RoundReport([], []) for _ in workers]
     if workers:
         recover_all(workers, round)
+    loops = [worker.loop for worker in workers]
     for segments in zip(*(worker.segments(round) for worker in workers), strict=True):
         turns = list(zip(workers, segments, strict=True))
         phases = train(turns, each)
@@ -258,22 +259,14 @@ def train_together(workers: Sequence[Worker], round: int, each: Each, train: Tra
         for report, phase, sent in zip(reports, phases, operations, strict=True):
             report.phases.append(phase)
             report.operations.append(sent)
-        for key in workers[0].loop.due(round, segments[0].stop):
-            _finish(key, workers, each)
+        finish_together(loops, loops[0].due(round, segments[0].stop), each)
         each(lambda turn: turn[0].receive(turn[1]), turns)
     if workers:
         step_on_gradients([worker.replica for worker in workers], round, each)
     if workers and round + 1 == workers[0].run.rounds:
-        for key in dict.fromkeys(key for worker in workers for key in worker.loop.rest()):
-            _finish(key, workers, each)
+        finish_together(loops, dict.fromkeys(key for loop in loops for key in loop.rest()), each)
         each(lambda worker: worker.replica.recompute(), workers)
     return reports
-
-
-def _finish(key: tuple[int, int], workers: Sequence[Worker], each: Each) -> None:
-    """Finishes the exchange of this round and fragment of all workers that have it in flight."""
-    flying = [worker.loop.in_flight for worker in workers]
-    finish_all([one.pop(key) for one in flying if key in one], each)
 
 
 def _record_seconds(record: RunFolder, steps: Mapping[str, InnerSteps], parts: int) -> dict[str, float]:
