@@ -272,20 +272,9 @@ class Outer(Generic[M]):
                 self._lane = meet(self._lane, join, timeout_s)
         with self._siblings.all_or_none("the start of Outer"):
             if meeting.elastic and join is not None:
-                rule, schedule = self.method.rule, self.method.schedule
-                self._site = elastic_site(
-                    self._lane,
-                    self._siblings,
-                    common,
-                    join,
-                    self.x,
-                    rest_of(self.model),
-                    closes=rule.needs == "everyone",
-                    compares=self.method.equal_after_rounds,
-                    closings=sum(bool(stop.sends) for stop in schedule.stops(0, self.local_steps)),
-                    exchanges=self.method.sends_per_round,
-                    timeout_s=timeout_s,
-                )
+                place, given = (self._lane, self._siblings, common, join), (self.x, rest_of(self.model), self.method)
+                closings = sum(bool(stop.sends) for stop in self.method.schedule.stops(0, self.local_steps))
+                self._site = elastic_site(*place, *given, closings=closings, timeout_s=timeout_s)
                 lane = None if self._site.is_back else self._lane
                 return Peers.of_site(self._site.transport, lane, self._site.start, timeout_s)
             if dist.is_initialized() or self._lane.joint is not None:

@@ -34,6 +34,7 @@ from gossamer.library.peers import Common, must_agree, read_losses
 from gossamer.library.siblings import Siblings
 from gossamer.record.jsonl import json_from_peer
 from gossamer.record.packed import packable_snapshot, unpacked
+from gossamer.rounds.compatibility.combine import Method
 from gossamer.rounds.loop import Membership, OuterLoop
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic.closing import LeftOutError
@@ -141,10 +142,10 @@ class ElasticSite:
     """One process of a site in an elastic run.
 
     Args:
-        closes: whether the rule takes a mean over all sites, whose rounds are committed over those that are ready.
-        compares: whether parameters and outer state of all sites are equal after a round, and so is a state that it takes.
+        method: a rule of it that takes a mean over all sites has its rounds committed over those that are ready; where parameters
+            and outer state of all sites are equal after a round, so must be a state that it takes.
         closings: commits per round.
-        numel: numbers of this shard.
+        x: the parameters of this shard.
         entry: what all sites have in common, and what of it is to be compared number by number, for those that come back.
         join: the address of the board.
     """
@@ -154,18 +155,16 @@ class ElasticSite:
         begins: _Start,
         siblings: Siblings,
         endpoint: Endpoint,
+        method: Method,
+        x: Tensor,
         *,
-        closes: bool,
-        compares: bool,
         closings: int,
-        numel: int,
-        device: torch.device,
         entry: _SiteEntry,
         join: str,
     ) -> None:
         self.lane, self.start, self._siblings, self._endpoint = begins.lane, begins.run, siblings, endpoint
-        self._closes, self._donor = closes, begins.donor
-        self._hashes = CommonHashes() if compares else None
+        self._closes, self._donor = method.rule.needs == "everyone", begins.donor
+        self._hashes = CommonHashes() if method.equal_after_rounds else None
         self.is_back = begins.donor is not None
         """Whether it has come back, and has not yet taken over another site's state."""
         self._alive: frozenset[int] = frozenset()
@@ -177,18 +176,18 @@ class ElasticSite:
         """Guards the kept state, which the main thread replaces and threads of newcomers read."""
         self._peers: Callable[[int, frozenset[int]], Sequence[int]] = lambda round, alive: ()
         # A message has at most four tensors of the size of x, in fp64 at most.
-        limit_bytes = 32 * numel + (1 << 16) if closes else None
-        self._most_bytes = most_bytes_of_state(numel, begins.lane.n)
+        limit_bytes = 32 * x.numel() + (1 << 16) if self._closes else None
+        self._most_bytes = most_bytes_of_state(x.numel(), begins.lane.n)
         self._inner = ElasticTransport(
             begins.members,
             endpoint,
             host=self._host,
-            device=device,
+            device=x.device,
             limit_bytes=limit_bytes,
             closings=closings,
             led=not siblings.first,
         )
-        self.transport = LaneTransport(self._inner, siblings, self.lane, closes=closes)
+        self.transport = LaneTransport(self._inner, siblings, self.lane, closes=self._closes)
         self._tell = f"under way/{self.lane.worker}/{self.lane.shard}", json.dumps(entry)
         self._join = join
         if self.lane.behind is not None:
@@ -562,11 +561,9 @@ def elastic_site(
     join: str,
     x: Tensor,
     others: Mapping[str, Tensor],
+    method: Method,
     *,
-    closes: bool,
-    compares: bool,
     closings: int,
-    exchanges: int,
     timeout_s: float,
 ) -> ElasticSite:
     """Joins or rejoins the other sites, and starts this process's lane.
@@ -575,30 +572,20 @@ def elastic_site(
         lane: of this process, which has reached the board.
         x: the parameters of this shard; where all start together they become those of site 0.
         others: frozen parameters and buffers, compared or taken over as `common.rest` says.
-        exchanges: number of exchanges in a round.
+        closings: commits per round.
     Raises: PeerError when sites differ or do not come, or this one's number is taken.
     """
     rest = fingerprints(others, numbers=common.rest == "compare") if common.rest != "own" else []
     listener = listen(lane.address, 0)
     try:
         entry = _SiteEntry("", shown(*listener.getsockname()[:2]), lane.shards, [*common], rest)
-        limits = Limits(lane.n, _ROUNDS, _STEPS, 2 * exchanges)
+        limits = Limits(lane.n, _ROUNDS, _STEPS, 2 * method.sends_per_round)
         meets = _Rendezvous(lane, entry, common, [*others], limits, join, timeout_s)
         donor = siblings.from_first(meets.start_or_donor, "the start of Outer")[0] - 1
         begins = meets.all_start() if donor < 0 else meets.come_back(donor)
         endpoint = Endpoint(listener, meets.run_key(begins.run), environment_secret(), timeout_s, keys=lane.keys)
-        site = ElasticSite(
-            begins,
-            siblings,
-            endpoint,
-            closes=closes,
-            compares=compares,
-            closings=closings,
-            numel=x.numel(),
-            device=x.device,
-            entry=entry._replace(run=begins.run),
-            join=join,
-        )
+        entry = entry._replace(run=begins.run)
+        site = ElasticSite(begins, siblings, endpoint, method, x, closings=closings, entry=entry, join=join)
     except BaseException:
         listener.close()
         if lane.behind is not None:
