@@ -113,14 +113,7 @@ def penalized(
         counted = s.counted.clone()
         counted[1, workers] += out.any(1).to(counted.dtype)
         shares = torch.softmax((-norms / temperature).masked_fill(out, -math.inf), 0)
-        d = torch.zeros_like(messages[0])
-        stays = torch.zeros_like(x, dtype=torch.bool)
-        for spans, own, nobody in zip(layers, shares.T.tolist(), out.all(0).tolist(), strict=True):
-            for a, b in spans:
-                if nobody:
-                    stays[a:b] = True
-                else:
-                    d[a:b] = weighted_sum([one[a:b] for one in messages], own)
+        d, stays = _mean_by_layer(messages, layers, shares, out.all(0))
         capped = _shorten(d, layers, cap, ctx)
         moved, inner = rule.recv(x, s.inner, own_decoded, d.to(x.dtype), ctx)
         if stays.any():
@@ -142,6 +135,19 @@ def penalized(
         distrusts=lambda s: s.counted,
         norms=lambda s: s.norms,
     )
+
+
+def _mean_by_layer(
+    messages: Sequence[Tensor], layers: Sequence[Spans], shares: Tensor, nobody: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The mean weighted by the shares `[workers, K]`, and which elements are in layers of nobody `[K]`, where it is zero."""
+    d, stays = torch.zeros_like(messages[0]), torch.zeros_like(messages[0], dtype=torch.bool)
+    for spans, own, none in zip(layers, shares.T.tolist(), nobody.tolist(), strict=True):
+        for a, b in spans:
+            stays[a:b] = none
+            if not none:
+                d[a:b] = weighted_sum([one[a:b] for one in messages], own)
+    return d, stays
 
 
 def _length(x: Tensor, spans: Spans, ctx: Context) -> float:
