@@ -22,7 +22,6 @@ report a loss, except a connection that a newer one of the same worker replaces;
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -65,15 +64,13 @@ ServerAction = Send | Update | CloseWindow | RegionReport
 """An action for the driver; it records an `Update`."""
 
 
-@dataclass
-class _Member:
+class _Member(NamedTuple):
     """The server's record of one worker."""
 
-    local_steps: int
-    phases: int = 0
-    joins: int = 0
-    present: bool = False
-    trains: bool = False
+    phases: int
+    joins: int
+    present: bool
+    trains: bool
 
 
 class _FragmentCopy(NamedTuple):
@@ -85,18 +82,11 @@ class _FragmentCopy(NamedTuple):
     reported: bool
 
 
-class _MemberCopy(NamedTuple):
-    phases: int
-    joins: int
-    present: bool
-    trains: bool
-
-
 class CoreState(NamedTuple):
     """The part of a checkpoint for a server over virtual time."""
 
     fragments: list[_FragmentCopy]
-    members: list[_MemberCopy]
+    members: list[_Member]
     seen: list[int]
     sent: list[tuple[int, int, int, int]]
     absorbed_steps: int
@@ -135,7 +125,8 @@ class ServerCore:
         self._fragments = [
             FragmentState(rule, x[a:b], part_layout) for (a, b), part_layout in zip(spans, self.layouts, strict=True)
         ]
-        self._members = [_Member(steps) for steps in local_steps]
+        self._local_steps = [*local_steps]
+        self._members = [_Member(0, 0, present=False, trains=False) for _ in local_steps]
         self._seen = set[int]()  # workers that joined since this core was made
         self._sent: dict[tuple[int, int], tuple[int, int]] = {}  # worker and fragment: updates and phases at that time
         self._refused = False
@@ -144,8 +135,7 @@ class ServerCore:
 
     def join(self, worker: int) -> list[ServerAction]:
         """A worker joins or returns, and needs starting points of all fragments."""
-        member = self._members[worker]
-        member.present, member.joins = True, member.joins + 1
+        self._note(worker, present=True, joins=self.joins(worker) + 1)
         self._seen.add(worker)
         return self._send(worker, range(len(self._fragments)))
 
@@ -153,20 +143,18 @@ class ServerCore:
         self, worker: int, push: Push, now_s: float, *, reply: bool = True, slack: Slack = WAITS
     ) -> list[ServerAction]:
         """A push has arrived; `reply` is False when its worker has left since."""
-        member, fragment = self._members[worker], self._fragments[push.fragment]
-        member.phases, member.trains = member.phases + 1, False
+        fragment = self._fragments[push.fragment]
+        self._note(worker, phases=self.phases(worker) + 1, trains=False)
         fragment.waiting.append(Waiting(worker, push, reply, slack, now_s))
         return self._absorb(push.fragment, now_s) if self._rule.window is None else self._plan(now_s)
 
     def leave(self, worker: int, now_s: float) -> list[ServerAction]:
         """A worker has left; its current phase is lost."""
-        member = self._members[worker]
-        member.present = False
         for fragment in self._fragments:
             fragment.waiting = [one._replace(reply=one.reply and one.worker != worker) for one in fragment.waiting]
-        if member.trains and self._budget is not None:
-            self._budget.give_back(member.local_steps)
-        member.trains = False
+        if self._members[worker].trains and self._budget is not None:
+            self._budget.give_back(self._local_steps[worker])
+        self._note(worker, present=False, trains=False)
         return self._plan(now_s)  # fewer present workers need a smaller quorum
 
     def merge(self, p: int, x: Tensor) -> None:
@@ -256,8 +244,8 @@ class ServerCore:
 
     def counted(self, worker: int, fragment: int, message: Tensor, step_tokens: int) -> Push:
         """A message as a push, with the steps its worker must have taken since the server sent it a starting point."""
-        member, (updates, phases) = self._members[worker], self._sent[worker, fragment]
-        steps = (member.phases + 1 - phases) * member.local_steps
+        updates, phases = self._sent[worker, fragment]
+        steps = (self.phases(worker) + 1 - phases) * self._local_steps[worker]
         return Push(fragment, message, updates, steps * step_tokens, steps)
 
     def model(self) -> Tensor:
@@ -286,8 +274,8 @@ class ServerCore:
             supply = iter(state["outer"])
             for fragment, updates in zip(self._fragments, state["updates"], strict=True):
                 fragment.state, fragment.updates = refill(fragment.state, supply), int(updates)
-            for member, phases, joins in zip(self._members, state["phases"], state["joins"], strict=True):
-                member.phases, member.joins = int(phases), int(joins)
+            for worker, phases, joins in zip(range(len(self._members)), state["phases"], state["joins"], strict=True):
+                self._note(worker, phases=int(phases), joins=int(joins))
             self.absorbed_steps = int(state["steps"])
             if self.absorbed_steps < 0 or float(state["time_s"]) < 0:
                 raise ValueError(f"steps = {self.absorbed_steps}, time_s = {state['time_s']}")
@@ -304,10 +292,10 @@ class ServerCore:
             _FragmentCopy(leaves(f.state), f.updates, f.waiting, f.closes_s, f.merged_updates, f.reported)
             for f in self._fragments
         ]
-        members = [_MemberCopy(m.phases, m.joins, m.present, m.trains) for m in self._members]
         sent = [(*whom, *when) for whom, when in self._sent.items()]
         begun = 0 if self._budget is None else self._budget.begun
-        return CoreState(fragments, members, sorted(self._seen), sent, self.absorbed_steps, self._refused, begun)
+        seen, members = sorted(self._seen), [*self._members]
+        return CoreState(fragments, members, seen, sent, self.absorbed_steps, self._refused, begun)
 
     def restore_whole(self, state: CoreState) -> None:
         """Continues from a complete state. Raises ValueError when it does not fit."""
@@ -317,8 +305,9 @@ class ServerCore:
                 must_fit([one.push.message], [fragment.start().x])
             fragment.state = refill(fragment.state, saved.outer)
             _, fragment.updates, fragment.waiting, fragment.closes_s, fragment.merged_updates, fragment.reported = saved
-        for member, saved in zip(self._members, state.members, strict=True):
-            member.phases, member.joins, member.present, member.trains = saved
+        if len(state.members) != len(self._members):
+            raise ValueError(f"{len(state.members)} workers, of {len(self._members)}")
+        self._members = [*state.members]
         self._seen, self.absorbed_steps, self._refused = set(state.seen), state.absorbed_steps, state.refused
         self._sent = {(worker, p): (updates, phases) for worker, p, updates, phases in state.sent}
         if self._budget is not None:
@@ -351,15 +340,18 @@ class ServerCore:
     def _absorb(self, p: int, now_s: float) -> list[ServerAction]:
         fragment, regions = self._fragments[p], self._rule.regions
         absorbed, ages = fragment.absorb()
-        self.absorbed_steps += sum(self._members[one.worker].local_steps for one in absorbed)
+        self.absorbed_steps += sum(self._local_steps[one.worker] for one in absorbed)
         update = Update(now_s, p, tuple(one.worker for one in absorbed), ages)
         replies = [action for one in absorbed if one.reply for action in self._send(one.worker, range(p, p + 1))]
         return [update, *replies, *([] if regions is None else fragment.report(p, regions.every))]
 
     def _send(self, worker: int, parts: range) -> list[ServerAction]:
-        member = self._members[worker]
-        starts = {p: self._fragments[p].start() for p in parts}
-        self._sent.update({(worker, p): (start.updates, member.phases) for p, start in starts.items()})
-        member.trains = self._budget is None or self._budget.claim(member.local_steps)
-        self._refused |= not member.trains
-        return [Send(worker, starts, member.trains, member.phases, self.absorbed_steps)]
+        starts, phases = {p: self._fragments[p].start() for p in parts}, self.phases(worker)
+        self._sent.update({(worker, p): (start.updates, phases) for p, start in starts.items()})
+        trains = self._budget is None or self._budget.claim(self._local_steps[worker])
+        self._note(worker, trains=trains)
+        self._refused |= not trains
+        return [Send(worker, starts, trains, phases, self.absorbed_steps)]
+
+    def _note(self, worker: int, **changes: Any) -> None:
+        self._members[worker] = self._members[worker]._replace(**changes)

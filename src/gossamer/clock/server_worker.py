@@ -12,9 +12,9 @@ class _Contribution(NamedTuple):
     """A worker's state of one fragment: its starting point, and the work since."""
 
     start: StartingPoint
-    tokens: int = 0
-    steps: int = 0
-    unanswered: bool = False  # pushed, and the reply has not arrived
+    tokens: int
+    steps: int
+    unanswered: bool  # pushed, and the reply has not arrived
 
 
 class ServerWorkerState(NamedTuple):
@@ -101,7 +101,7 @@ class ServerWorker:
         a, b = self.spans[p]
         start = self._here(start)
         self.learner.x[a:b].copy_(start.x)
-        return _Contribution(start)
+        return _Contribution(start, 0, 0, unanswered=False)
 
     def _here(self, start: StartingPoint) -> StartingPoint:
         """A starting point moved to the learner's device; messages and checkpoints are on the host."""
