@@ -4,13 +4,14 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import SkipValidation
 
 from gossamer.errors import ConfigError, choose
 from gossamer.network.estimates.goodput import ensure
 from gossamer.network.estimates.utilisation import step_seconds
+from gossamer.settings.fields import OneOf
 from gossamer.settings.options import Count, NotNegative, Positive, check_values
 from gossamer.settings.schema import settings
 
@@ -273,8 +274,8 @@ class WallClockOptions:
     parameters: Positive = 1e9
     replicas: Count = 4
     local_steps: Count = 30
-    network: str = "low"
-    """One of `LINKS`, between the sites."""
+    network: Annotated[str, OneOf(LINKS)] = "low"
+    """Between the sites."""
     tokens: Positive | None = None
     """Of the whole run; 20 per parameter if None."""
     batch_tokens: Positive | None = None
@@ -289,10 +290,6 @@ class WallClockOptions:
     bits_per_parameter: Positive = 16.0
     flops: Positive = SUSTAINED_FLOPS
     """FLOP/s of one node."""
-
-    def __post_init__(self) -> None:
-        if self.network not in LINKS:
-            raise ConfigError(choose("network", self.network, LINKS))
 
     def run(self) -> MultiSiteRun:
         """The run of DiLoCo in all replicas. Raises ConfigError for a number out of bounds."""
