@@ -104,7 +104,7 @@ def lane_in(ranks: Sequence[int], mesh: "DeviceMesh | None", timeout_s: float) -
 
 
 def _workers_of(statements: Sequence[Any], ranks: Sequence[int]) -> list[list[int]]:
-    """The processes of each worker, from what each process says of its own. Raises: PeerError unless they are equal parts."""
+    """The processes of each worker, by what each process says of its worker. Raises: PeerError unless they are equal parts."""
     workers = list[list[int]]()
     for one in statements:
         match one:
