@@ -24,7 +24,8 @@ import gossamer
 from commands import Command, free_port, run
 from gossamer.errors import ConfigError, GossamerError, PeerError
 from gossamer.integrations.begin import begin_outer
-from gossamer.library.in_store import STATE_EVERY, _state_bytes, _tensors_of
+from gossamer.library.in_store import STATE_EVERY, _state_bytes
+from gossamer.library.sites import tensors_of
 from gossamer.record.packed import packed
 from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.combine import FITTING
@@ -391,7 +392,7 @@ class _NoData(TorchDispatchMode):
 def test_a_state_is_weighed_without_a_second_outer_state(rule: Any, tmp_path: Path) -> None:
     outer = loop_in(tmp_path, rule=rule, workers=1)
     assert outer._store is not None
-    there = _tensors_of(outer._store._state())
+    there = tensors_of(outer._store._state())
     with _NoData():
         weighed = _state_bytes(outer.method, outer._flat, {}, 1, outer._timetable)
     assert weighed == nbytes((*there,))

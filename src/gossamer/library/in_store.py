@@ -20,7 +20,7 @@ from gossamer.errors import CheckpointError, ConfigError, PeerError
 from gossamer.library.flat import Flat
 from gossamer.library.guard import fingerprints
 from gossamer.library.peers import Common
-from gossamer.library.sites import REJOIN_ROUNDS
+from gossamer.library.sites import REJOIN_ROUNDS, tensors_of
 from gossamer.record.fault import FaultKind
 from gossamer.record.logs.trace import Operation
 from gossamer.record.packed import packable_snapshot, packed, unpacked
@@ -188,7 +188,7 @@ class LoopInStore(RoundsInStore):
     def _load(self, raw: bytes) -> str:
         state, tensors = unpacked(raw), self._tensors()
         try:
-            must_fit(saved := _tensors_of(state), tensors)
+            must_fit(saved := tensors_of(state), tensors)
         except (LookupError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"a state in the store does not fit this model and rule ({error!r:.200}); start all with the same ones, or give "
@@ -234,7 +234,7 @@ class LoopInStore(RoundsInStore):
         return _state_of(self.loop, self._flat, self._rest())
 
     def _tensors(self) -> Sequence[Tensor]:
-        return _tensors_of(self._state())
+        return tensors_of(self._state())
 
 
 def _loop_of(
@@ -266,15 +266,11 @@ def _state_bytes(method: Method, flat: Flat, rest: Mapping[str, Tensor], workers
     method = method._replace(rule=method.rule._replace(distrusts=None))  # without data there are no counts to read
     alone = MemoryNetwork(workers).transport(0)
     loop = _loop_of(method, flat, timetable, 0, alone, x=flat.x.to("meta"))
-    return nbytes((*_tensors_of(_state_of(loop, flat, rest)),))
+    return nbytes((*tensors_of(_state_of(loop, flat, rest)),))
 
 
 def _state_of(loop: OuterLoop, flat: Flat, rest: Mapping[str, Tensor]) -> dict[str, Any]:
     return {"x": flat.x, "outer": [*leaves(loop.state), *flat.kept], "rest": [*rest.values()]}
-
-
-def _tensors_of(state: Mapping[str, Any]) -> list[Tensor]:
-    return [state["x"], *state["outer"], *state["rest"]]
 
 
 def join_store(

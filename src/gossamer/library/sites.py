@@ -392,7 +392,7 @@ class ElasticSite:
             newest = self._siblings.from_first(lambda: [self._inner.first_round(self._endpoint.timeout_s)], what)[0]
         donor, after, state = self._state_of_all_lanes(source, tensors)
         with self._siblings.all_or_none(what, after):
-            load(_tensors_of(state))
+            load(tensors_of(state))
         round = after
         if self._siblings.first and self._closes:
             self._inner.continue_from(after, state["line"])
@@ -467,7 +467,7 @@ class ElasticSite:
             history_hash = state["line"]
             if type(history_hash) is not int or not 0 <= history_hash < 1 << 64:
                 raise ValueError(f"the hash of its closed rounds is {history_hash!r:.40}")
-            received = _tensors_of(state)
+            received = tensors_of(state)
             must_fit(received, tensors)
             if not all_finite(tuple(received)):
                 raise ValueError("it has numbers that are not finite")
@@ -735,8 +735,8 @@ class _Rendezvous:
         )
 
 
-def _tensors_of(state: Mapping[str, Any]) -> list[Any]:
-    """The tensors that a site hands over, in the order in which another takes them."""
+def tensors_of(state: Mapping[str, Any]) -> list[Any]:
+    """The tensors of a state that is handed over, in the order in which another worker takes them."""
     return [state["x"], *state["outer"], *state["rest"]]
 
 
