@@ -66,7 +66,7 @@ def test_every_candidate_gets_the_rounds_that_its_price_fits_into_the_time_of_th
     for run, one in zip(points(text, seeds=[3]), course.entrants, strict=True):
         assert run.config.length.rounds == one.rounds and run.config.inner.schedule == "cosine"
         assert sum(resolve(run.config).worker_tokens) == course.tokens_of(one)
-        assert run.config.inner.warmup_steps == max(1, round(one.steps / 5)) and run.label == f"{one.label} seed=3"
+        assert run.config.inner.warmup_steps == max(1, round(0.4 * one.steps)) and run.label == f"{one.label} seed=3"
         assert [run.config.length.local_steps_of(i) for i in range(run.config.workers)] == [*one.candidate.local_steps]
 
 

@@ -245,7 +245,7 @@ def test_a_plan_of_a_large_model_says_what_a_replica_takes_and_what_cuts_it(
 def test_streaming_diloco_among_many_says_in_one_sentence_why_it_has_no_price() -> None:
     among = Network(uplink_bps=1e9, downlink_bps=1e9, step_s=0.5)
     found = plan(among, ModelConfig(size="0.2m"), PlanSettings(workers=64, local_steps=(30,)))
-    why = "a round of so many workers and messages takes too long to price"
+    why = "with 64 workers, a round of so many workers and messages takes too long to price"
     assert price_recipes(found, "streaming_diloco").unpriced == {"streaming_diloco": why}
 
 
@@ -554,8 +554,8 @@ def test_a_planned_run_has_the_outer_settings_of_the_nearest_measured_local_step
         (["--anchor", "3.2@1e9"], "a loss on your text is known only from what was measured there"),
         (["--loss", "3.0", "--anchor", "3.2"], "must be LOSS@TOKENS"),
         (["--loss", "0.1", "--anchor", "3.2@1e9"], "too far from --anchor"),
-        (["--tokens", "0"], "tokens is 0"),
-        (["--hours", "-1"], "hours is -1"),
+        (["--tokens", "0"], "--tokens got 0"),
+        (["--hours", "-1"], "--hours got -1"),
     ],
 )
 def test_a_goal_that_cannot_be_is_refused_in_one_sentence(

@@ -113,6 +113,8 @@ def test_where_the_machines_of_a_site_hold_a_replica_together_the_workers_are_si
         assert '"shards": {' not in capsys.readouterr().out, f"{more} leaves stages"
     assert main([*words, "--method", "streaming_diloco"]) == 2
     assert "not priced between sites" in capsys.readouterr().err
+    assert main([*words, "--method", "gasloc"]) == 0
+    assert capsys.readouterr().out.startswith("asked for: GASLoC 1-Peer")
 
 
 def test_shards_need_sites_of_one_size_that_hold_the_replica_which_a_machine_does_not() -> None:

@@ -147,7 +147,7 @@ def _check_method(method: str, run: MultiSiteRun) -> None:
     ensure(f"fragments of {method}", run.fragments, whole, "1; only streaming sends the model in parts")
     longest = run.local_steps // run.fragments if streams else 0
     allowed = f"from 0 to {longest}; only streaming hides transfers, and each must end before the next one begins"
-    ensure(f"overlap_steps of {method}", tau, tau <= longest, allowed)
+    ensure(f"overlap_steps of {method}", int(tau) if float(tau).is_integer() else tau, tau <= longest, allowed)
 
 
 def balanced_local_steps(

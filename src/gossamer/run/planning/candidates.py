@@ -82,9 +82,8 @@ def price_recipes(made: RunPlan, only: str | None = None, *, thorough: bool = Fa
     if only is not None:
         recipe(only)  # raises
     if made.options.sharded:
-        return Priced(
-            (), {} if only is None else {only: "it is not priced between sites whose machines hold a shard each"}
-        )
+        why = "it is not priced between sites whose machines hold a shard each"
+        return Priced((), {} if only is None or only in PLANNED else {only: why})
     candidates: list[Candidate] = []
     unpriced: dict[str, str] = {}
     layout, teams = layout_for(made.model, made.options.vocab_size), _teams(made)
@@ -263,7 +262,8 @@ def _candidate(
     sent_bytes, _, _, draws, _ = counted(run, layout, ROUNDS)  # in fewer, too little of what workers wait would be seen
     priced = draws[0]
     if priced.round_s is None or priced.utilisation is None or priced.between_stages is None:
-        raise ConfigError(priced.note.removeprefix("unknown: "))
+        staying = made.workers - len(left_out)
+        raise ConfigError(f"with {staying} worker{'s' * (staying > 1)}, {priced.note.removeprefix('unknown: ')}")
     round_s = [one.round_s for one in draws if one.round_s is not None]
     spread_s = _T_OF_THREE * stdev(round_s) / math.sqrt(len(round_s)) if len(round_s) > 1 else 0.0
     shorter = priced.round_s / fmean(round_s)
