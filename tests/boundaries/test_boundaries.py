@@ -203,6 +203,9 @@ def test_a_boundary_end_continues_from_its_checkpoint_and_refuses_another():
     assert torch.equal(one.cross(hidden(1), [2, 1, 0]), other.cross(hidden(1), [2, 1, 0]))
     with pytest.raises(CheckpointError, match=r"does not hold messages of shape \[4, 64\]"):
         BoundaryEnd(aqsgd(), (3, 4, 64)).restore(one.state())
+    halves = {**one.state(), "messages": [message.half() for message in one.state()["messages"]]}
+    with pytest.raises(CheckpointError, match="in fp32"):
+        other.restore(halves)
 
 
 def test_the_gradient_of_what_arrived_is_that_of_what_was_sent_through_a_codec_of_its_own():

@@ -105,10 +105,11 @@ class BoundaryEnd:
             or len(samples) != len(messages)
             or not all(isinstance(one, int) for one in samples)
             or not all(isinstance(one, Tensor) and one.shape == self.shape[1:] for one in messages)
+            or any(one.dtype != torch.float32 for one in messages)
         ):
             raise CheckpointError(
                 f"the checkpoint of a boundary with codec '{self.codec.name}' does not hold messages of shape "
-                f"{list(self.shape[1:])}; use the run file that wrote it, or remove the checkpoint"
+                f"{list(self.shape[1:])} in fp32; use the run file that wrote it, or remove the checkpoint"
             )
         self.memory = dict(zip(samples, messages, strict=True))
 
