@@ -42,7 +42,8 @@ def test_a_page_of_calculators_answers_as_plan_and_utilisation_do() -> None:
         assert found["summaries"][place].startswith(f"{made.choice.tokens:.4g} tokens")
         for one in made.candidates:
             if not one.left_out:
-                assert found["curves"][one.name][place] == pytest.approx(one.utilisation, rel=1e-4)
+                most = max(other.utilisation for other in made.candidates if other.name == one.name)
+                assert found["curves"][one.name][place] == pytest.approx(most, rel=1e-4)
     assert any(row[0] == "DiLoCo less 3" for row in found["rows"][0]) and len(found["curves"]) == 5
     published = json.loads(calculator.answers["published.json"]({"published": "10b", "steps": "100"}))
     needed = [

@@ -242,6 +242,15 @@ def test_a_plan_of_a_large_model_says_what_a_replica_takes_and_what_cuts_it(
         assert ("GB for weights, gradients and AdamW" in capsys.readouterr().out) is large
 
 
+def test_data_parallelism_casts_its_gradients_where_others_may_compress() -> None:
+    network = Network(uplink_bps=1e8, downlink_bps=1e8, step_s=0.5)
+    for codecs, there in (({"exact": 32.0}, {"exact"}), ({"exact": 32.0, "fp4": 4.06}, {"exact", "bf16"})):
+        settings = PlanSettings(workers=4, local_steps=(30,), codecs=codecs)
+        found = plan(network, ModelConfig(size="0.2m"), settings)
+        assert {one.codec for one in found.candidates if one.method == "data parallel"} == there
+        assert {one.codec for one in found.candidates if one.method == "DiLoCo"} == {*codecs}
+
+
 def test_streaming_diloco_among_many_says_in_one_sentence_why_it_has_no_price() -> None:
     among = Network(uplink_bps=1e9, downlink_bps=1e9, step_s=0.5)
     found = plan(among, ModelConfig(size="0.2m"), PlanSettings(workers=64, local_steps=(30,)))

@@ -170,9 +170,12 @@ class Calculator:
 
 
 def _of_method(made: RunPlan, name: str) -> Candidate:
-    """The candidate of this name; where no worker is slow enough for fewer local steps, the one in which all take the same."""
+    """The candidate of this name, of several the one that computes most; where no worker is slow enough for fewer local steps,
+    the one in which all take the same.
+    """
     named = [one for one in made.candidates if one.name == name]
-    return (named or [one for one in made.candidates if one.method == name.removesuffix(" uneven")])[0]
+    alike = named or [one for one in made.candidates if one.method == name.removesuffix(" uneven")]
+    return max(alike, key=lambda one: one.utilisation)
 
 
 def _description(made: RunPlan) -> str:

@@ -121,7 +121,8 @@ class PlanSettings:
     local_steps: Sequence[int] = (5, 15, 30, 60, 120, 240, 480)
     """Local steps to try."""
     codecs: Mapping[str, float] = field(default_factory=lambda: EXACT)
-    """Bits per parameter by name, for DiLoCo and GASLoC; of these data parallelism is tried with exact ones."""
+    """Bits per parameter by name, for DiLoCo and GASLoC. Data parallelism is tried with the exact ones, and with bf16 where one
+    is lossy."""
     keep_all: bool = False
     """Whether candidates without the workers that hold all others up are left out."""
     step_s: float | None = None
@@ -414,6 +415,10 @@ def _sketches(n: int, options: PlanSettings) -> Iterator[_Sketch]:
     for method, (rule, peers) in _METHODS.items():
         alone = rule == "data_parallel"  # one local step, and gradients as they are or cast
         exact = {name: bits for name, bits in options.codecs.items() if name in EXACT_CODECS} or EXACT
+        if any(
+            name not in EXACT_CODECS for name in options.codecs
+        ):  # so that what compresses is not compared with fp32 alone
+            exact = {**exact, "bf16": 16.0}
         if n > 1 and (peers is None or peers < n):
             for steps in (1,) if alone else sorted(set(options.local_steps)):
                 for codec, bits in (exact if alone else options.codecs).items():
