@@ -185,14 +185,12 @@ def _planned(
     # Not before: a wrong name is reported before torch is imported.
     from gossamer.run.planning.candidates import USUAL, choose_among, price_recipes
     from gossamer.run.planning.plan import plan
-    from gossamer.run.planning.planned_stages import plan_in_shards, plan_in_stages
+    from gossamer.run.planning.planned_stages import plan_in_parts
 
     settings = _settings(options, step, parameter_count(model, step["vocab_size"]))
     boundaries, parts = _boundaries(options), None
     if options.memory_bytes is not None:
-        if not options.boundary:  # which asks for stages
-            parts = plan_in_shards(links, model, settings, options.memory_bytes)
-        parts = parts or plan_in_stages(links, model, settings, options.memory_bytes, boundaries)
+        parts = plan_in_parts(links, model, settings, options.memory_bytes, boundaries)
     made = plan(links, model, settings) if parts is None else parts.made
     everything = options.all or (json and options.method is None)
     with working("pricing every method" if everything else "pricing"):
@@ -224,8 +222,9 @@ def _doubts(links: "Network", choice: "Pick", passes: float | None) -> list[str]
         sentences.append(
             f"that takes {choice.hours / _YEAR_H:.3g} years; plan for fewer --tokens, for --hours, or for a smaller --model"
         )
-    remedy = "give more of it by --data, or plan for fewer --tokens or --hours"
-    return [*sentences, *filter(None, [passes_warning(passes, remedy)])]
+    if repeats := passes_warning(passes, "give more of it by --data, or plan for fewer --tokens or --hours"):
+        sentences.append(repeats)
+    return sentences
 
 
 def _write(out: Path | None, text: str) -> None:
@@ -390,13 +389,13 @@ def _facts(
         "outside": choice.scale.outside,
         "unpriced": priced.unpriced,
         "run_file": options.out,
-        "stages": _keys(parts, "replica_bytes chosen tried refused") if isinstance(parts, StagePlan) else None,
-        "shards": _keys(parts, "replica_bytes shards") if isinstance(parts, ShardPlan) else None,
+        "stages": _division(parts) if isinstance(parts, StagePlan) else None,
+        "shards": _division(parts) if isinstance(parts, ShardPlan) else None,
     }
 
 
-def _keys(parts: "StagePlan | ShardPlan", names: str) -> dict[str, Any]:
-    return {name: getattr(parts, name) for name in names.split()}
+def _division(parts: "StagePlan | ShardPlan") -> dict[str, Any]:
+    return {name: value for name, value in parts._asdict().items() if name != "made"}
 
 
 def _timed_model(network: "Network", options: PlanOptions, file: Path) -> "tuple[Network, ModelConfig, dict[str, int]]":
@@ -550,19 +549,10 @@ def _print_cut(cut: "StagePlan") -> None:
     echo()
 
 
-def _print(
-    made: "RunPlan", parts: "StagePlan | ShardPlan | None", priced: "Priced", choice: "Pick", options: PlanOptions
-) -> None:
-    """Prints how a replica is divided, the candidates, and which is taken."""
-    from gossamer.report.table import digits_text
-    from gossamer.run.planning.candidates import USUAL, chosen_from
-    from gossamer.run.planning.choice import PLAN_HEADINGS, leading, notes_on, plan_rows
-    from gossamer.run.planning.plan import choosable
+def _print_memory(made: "RunPlan", parts: "StagePlan | ShardPlan | None", choice: "Pick", options: PlanOptions) -> None:
+    """Prints what a replica takes, as far as it is known, and how it is divided."""
     from gossamer.run.planning.planned_stages import ShardPlan, StagePlan
 
-    shown = [*made.candidates, *priced.candidates]
-    stages = parts.chosen.stages if isinstance(parts, StagePlan) else 1
-    print_sentence(_recommendation(choice, shown, asked=options.method is not None, stages=stages))
     if isinstance(parts, StagePlan):
         _print_cut(parts)
     elif isinstance(parts, ShardPlan):
@@ -579,6 +569,22 @@ def _print(
             f"a replica takes about {held / 1e9:.4g} GB{site} for weights, gradients and AdamW, and more for outer state and "
             "activations; --memory-bytes cuts one that does not fit"
         )
+
+
+def _print(
+    made: "RunPlan", parts: "StagePlan | ShardPlan | None", priced: "Priced", choice: "Pick", options: PlanOptions
+) -> None:
+    """Prints how a replica is divided, the candidates, and which is taken."""
+    from gossamer.report.table import digits_text
+    from gossamer.run.planning.candidates import USUAL, chosen_from
+    from gossamer.run.planning.choice import PLAN_HEADINGS, leading, notes_on, plan_rows
+    from gossamer.run.planning.plan import choosable
+    from gossamer.run.planning.planned_stages import StagePlan
+
+    shown = [*made.candidates, *priced.candidates]
+    stages = parts.chosen.stages if isinstance(parts, StagePlan) else 1
+    print_sentence(_recommendation(choice, shown, asked=options.method is not None, stages=stages))
+    _print_memory(made, parts, choice, options)
     print_sentence(_what_is_trained(made, choice, options))
     if made.network.step_of is None and options.step_s is None and options.peak_flops is None:
         print_sentence(
@@ -771,7 +777,7 @@ def _print_choice(
             f"{best.fewer} of {best.full_steps:,} local steps, so that nobody waits; what fewer steps learn counts less"
         )
     if best.site > 1:
-        print_sentence(f"in a site, {best.site} workers train as one, {in_a_site(best, sharded=made.options.sharded)}")
+        print_sentence(f"in a site, {best.site} workers train as one, {in_a_site(best, made.options)}")
     if best.left_out:
         gone = best.dropped if len(best.left_out) <= 8 else "the workers left out"
         print_sentence(

@@ -206,7 +206,7 @@ class Rule(NamedTuple):
 
 
 def around(rule: Rule, **own: Any) -> Rule:
-    """The rule with fields of a wrapper that keeps the rule's state as the `inner` of its own state.
+    """The rule with the fields of a wrapper, whose state has that of the rule as `inner`.
 
     What the wrapper does not give is the rule's; what sends, reads or resets the state reaches it through `inner`.
     """

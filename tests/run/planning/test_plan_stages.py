@@ -17,7 +17,7 @@ from gossamer.run.config.run_file import parse
 from gossamer.run.planning.check import examine_run
 from gossamer.run.planning.choice import SITE_ALONE
 from gossamer.run.planning.plan import PlanSettings, plan
-from gossamer.run.planning.planned_stages import BOUNDARY_PAIRS, SPEED_LEFT, StagePlan, plan_in_shards, plan_in_stages
+from gossamer.run.planning.planned_stages import BOUNDARY_PAIRS, SPEED_LEFT, ShardPlan, StagePlan, plan_in_parts
 
 MODEL = ModelConfig(size="1m")
 FAST = Network(uplink_bps=1e9, downlink_bps=1e9, step_s=0.4, stages=StageLinks(bandwidth_bps=1e9))
@@ -27,16 +27,16 @@ WHOLE = 20e6
 
 
 def cut(memory_bytes: float, network: Network = FAST) -> StagePlan:
-    made = plan_in_stages(network, MODEL, SETTINGS, memory_bytes)
-    assert made is not None
+    made = plan_in_parts(network, MODEL, SETTINGS, memory_bytes)
+    assert isinstance(made, StagePlan)
     return made
 
 
 def test_a_replica_that_fits_stays_whole_and_others_are_cut_into_the_fewest_stages_that_fit() -> None:
     needed = cut(WHOLE).replica_bytes
-    assert plan_in_stages(FAST, MODEL, SETTINGS, needed) is None
-    just = plan_in_stages(FAST, MODEL, SETTINGS, needed - 1)
-    assert just is not None and just.chosen.stages == 2
+    assert plan_in_parts(FAST, MODEL, SETTINGS, needed) is None
+    just = plan_in_parts(FAST, MODEL, SETTINGS, needed - 1)
+    assert isinstance(just, StagePlan) and just.chosen.stages == 2
     for memory in (0.6 * needed, 0.4 * needed, 0.3 * needed):
         chosen = cut(memory).chosen
         assert chosen.stage_bytes <= memory and len(chosen.cuts) == chosen.stages - 1
@@ -68,8 +68,8 @@ def test_faster_stages_have_more_layers_and_the_number_of_speeds_is_that_of_stag
 
 
 def test_stages_have_as_much_work_as_memory_allows_with_the_output_head() -> None:
-    made = plan_in_stages(FAST, ModelConfig(size="134m"), PlanSettings(workers=4, vocab_size=32_000), 2.2e9)
-    assert made is not None and made.chosen.cuts == (5, 10) and made.chosen.stage_bytes <= 2.2e9
+    made = plan_in_parts(FAST, ModelConfig(size="134m"), PlanSettings(workers=4, vocab_size=32_000), 2.2e9)
+    assert isinstance(made, StagePlan) and made.chosen.cuts == (5, 10) and made.chosen.stage_bytes <= 2.2e9
 
 
 def test_waits_between_stages_take_the_same_share_of_every_candidate_and_are_printed(
@@ -120,16 +120,22 @@ def test_where_the_machines_of_a_site_hold_a_replica_together_the_workers_are_si
 def test_shards_need_sites_of_one_size_that_hold_the_replica_which_a_machine_does_not() -> None:
     network = read_network(Path(__file__).parents[3] / "configs" / "networks" / "two_sites.toml")
     settings = replace(SETTINGS, workers=None)
-    made = plan_in_shards(network, MODEL, settings, 25e6)
-    assert made is not None and made.shards == 4
-    assert plan_in_shards(network, MODEL, settings, made.replica_bytes) is None, "it fits a machine"
-    assert plan_in_shards(network, MODEL, settings, made.replica_bytes / 4 - 1) is None, "it fits no site"
+    made = plan_in_parts(network, MODEL, settings, 25e6)
+    assert isinstance(made, ShardPlan) and made.shards == 4
+    flat = plan_in_parts(FAST, MODEL, replace(SETTINGS, workers=8), WHOLE)
+    assert isinstance(flat, StagePlan) and made.replica_bytes < flat.replica_bytes, "methods of eight workers keep more"
+    assert plan_in_parts(network, MODEL, settings, flat.replica_bytes) is None, "it fits a machine"
+    assert isinstance(plan_in_parts(network, MODEL, settings, flat.replica_bytes - 1), ShardPlan), (
+        "and no stages are needed"
+    )
+    with pytest.raises(ConfigError, match="does not fit"):  # neither a site nor stages
+        plan_in_parts(network, MODEL, settings, made.replica_bytes / 4 - 1)
     uneven = {"a": Site(workers=(0, 1, 2)), "b": Site(workers=(3, 4, 5, 6, 7))}
     for other in (replace(network, sites=uneven, routes=()), replace(network, sites={}, routes=()), FAST):
-        assert plan_in_shards(other, MODEL, replace(SETTINGS, workers=8), 25e6) is None
+        assert isinstance(plan_in_parts(other, MODEL, replace(SETTINGS, workers=8), 25e6), StagePlan)
     thin = replace(network, uplink_bps=1e7, downlink_bps=1e7)
-    parts = plan_in_shards(thin, MODEL, settings, 25e6)
-    assert parts is not None
+    parts = plan_in_parts(thin, MODEL, settings, 25e6)
+    assert isinstance(parts, ShardPlan)
     shards, whole = (
         min(one.round_s for one in found.candidates if one.method == SITE_ALONE)
         for found in (parts.made, plan(thin, MODEL, settings))
@@ -227,7 +233,7 @@ def test_what_cannot_be_cut_is_refused_in_one_sentence(
 
 def test_a_boundary_codec_that_does_not_fit_the_model_is_named_and_at_least_one_must_fit() -> None:
     odd = ModelConfig(size="1m", hidden_size=120, heads=4)
-    made = plan_in_stages(FAST, odd, SETTINGS, 25e6)
-    assert made is not None and made.refused.keys() <= {"intk", "tahquant"} and made.refused
+    made = plan_in_parts(FAST, odd, SETTINGS, 25e6)
+    assert isinstance(made, StagePlan) and made.refused.keys() <= {"intk", "tahquant"} and made.refused
     with pytest.raises(ConfigError, match="no boundary codec fits"):
-        plan_in_stages(FAST, odd, SETTINGS, 25e6, boundaries=["tahquant"])
+        plan_in_parts(FAST, odd, SETTINGS, 25e6, boundaries=["tahquant"])

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gossamer.data.corpus import Batches, text_fingerprint
-from gossamer.data.settings import MANY_PASSES, passes_over, passes_warning
+from gossamer.data.settings import passes_over, passes_warning
 from gossamer.errors import ConfigError
 from gossamer.record.checkpoint import saved_text
 from gossamer.record.inputs import (
@@ -94,8 +94,8 @@ def _tell_text(run: RunSettings, data: Batches, folder: Path) -> None:
     for one in data.read:
         say(one.in_words())
     passes = passes_over(run.data.shards, [one.train_tokens for one in data.read], run.worker_tokens)
-    if passes is not None and passes > MANY_PASSES:
-        log.warning("%s", passes_warning(passes))
+    if repeats := passes_warning(passes):
+        log.warning("%s", repeats)
     atomic_write(path, text.encode())
 
 

@@ -81,7 +81,7 @@ def price_recipes(made: RunPlan, only: str | None = None, *, thorough: bool = Fa
     """
     if only is not None:
         recipe(only)  # raises
-    if made.options.sharded:
+    if made.options.sites == "only":
         why = "it is not priced between sites whose machines hold a shard each"
         return Priced((), {} if only is None or only in PLANNED else {only: why})
     candidates: list[Candidate] = []

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import tomli_w
@@ -62,8 +62,8 @@ BACKWARD = 2 / 3
 forward."""
 COLLECTIVES: tuple[MeanKind, ...] = ("owners", "ring", "tree")
 """Ways to carry an all-reduce, of which data parallelism takes the quickest."""
-_BACK_BITS = 16.0
-"""Bits for each parameter of the sum of a lossy mean, in bf16."""
+_BF16_BITS = 16.0
+"""Bits of a number in bf16, in which the sum of a lossy mean comes back."""
 _FSDP = 1.5
 """The bytes that FSDP2 sends in a step, relative to an all-reduce: weights are gathered for forward and backward, gradients
 scattered."""
@@ -133,8 +133,9 @@ class PlanSettings:
     """Share of the peak that is in use."""
     rounds: int = 64
     """Rounds to price, fewer where all are alike; as many for each stretch between two changes of the network."""
-    sharded: bool = False
-    """Whether no machine holds a replica and those of a site do together, in shards under FSDP2: sites alone take part then."""
+    sites: Literal["too", "only", "never"] = "too"
+    """Whether sites take part as one worker each: too, beside single machines; only they, in shards under FSDP2, as no machine
+    holds a replica; or never, as a replica is in stages."""
     seed: int = 0
     source: str = "stdlib"
     """The text of the run file, as in data.source."""
@@ -269,7 +270,7 @@ class _PricedFor(NamedTuple):
 def _candidates(whole: _PricedFor, n: int) -> list[Candidate]:
     """The priced candidates: of all workers, without slow ones, of one machine alone, and of sites."""
     network, options = whole.network, whole.options
-    if options.sharded:
+    if options.sites == "only":
         alone = [*_sites_alone(whole, n)]
         return [*alone, *_site_candidates(whole, alone)]
     teams: list[tuple[tuple[int, ...], PerWorker]] = [((), whole.computing)]
@@ -332,7 +333,7 @@ def _sites_alone(whole: _PricedFor, n: int) -> Iterator[Candidate]:
     for left_out in site_teams(network, n):
         team, part = network_without(network, n, left_out), tuple(np.delete(share, left_out))
         sketches = [one for one in _sketches(n - len(left_out), options) if one.method == "data parallel"]
-        if options.sharded:
+        if options.sites == "only":
             sketches = [one._replace(bits=_FSDP * one.bits) for one in sketches]
         for one in _all_priced(sketches, whole._replace(network=team, computing=part)):
             yield one._replace(method=SITE_ALONE, left_out=left_out)
@@ -352,7 +353,7 @@ def workers_of(network: Network, options: PlanSettings) -> int:
 def _site_candidates(whole: _PricedFor, candidates: Sequence[Candidate]) -> Iterator[Candidate]:
     """Methods between sites, each of which is one worker with the batches of all its workers."""
     coarse = _with_sites_as_workers(whole.network, candidates)
-    if coarse is None or whole.network.stages:
+    if coarse is None or whole.network.stages or whole.options.sites == "never":
         return
     site = len(next(iter(places_of(whole.network).values())))
     options = replace(whole.options, batch_size=site * whole.options.batch_size, workers=None)
@@ -412,13 +413,11 @@ class _Sketch(NamedTuple):
 
 
 def _sketches(n: int, options: PlanSettings) -> Iterator[_Sketch]:
+    exact = {name: bits for name, bits in options.codecs.items() if name in EXACT_CODECS} or EXACT
+    if options.codecs.keys() - {*EXACT_CODECS}:  # so that what compresses is not compared with fp32 alone
+        exact = {**exact, "bf16": _BF16_BITS}
     for method, (rule, peers) in _METHODS.items():
         alone = rule == "data_parallel"  # one local step, and gradients as they are or cast
-        exact = {name: bits for name, bits in options.codecs.items() if name in EXACT_CODECS} or EXACT
-        if any(
-            name not in EXACT_CODECS for name in options.codecs
-        ):  # so that what compresses is not compared with fp32 alone
-            exact = {**exact, "bf16": 16.0}
         if n > 1 and (peers is None or peers < n):
             for steps in (1,) if alone else sorted(set(options.local_steps)):
                 for codec, bits in (exact if alone else options.codecs).items():
@@ -525,7 +524,7 @@ def _priced_mean(sketch: _Sketch, local_steps: tuple[int, ...], payload_bytes: i
     back = back_of(bits, codec, n)
     kind, message_bytes = "exchange", payload_bytes
     if back or codec in EXACT:
-        mean_bytes = math.ceil(there.parameters * (bits + _BACK_BITS) / 8) if back else 2 * payload_bytes
+        mean_bytes = math.ceil(there.parameters * (bits + _BF16_BITS) / 8) if back else 2 * payload_bytes
         kind, message_bytes = "mean", round(mean_bytes / n)
     rounds = _rounds_of_means(network, n, options.rounds)
     sent_bytes = float((n - 1) * message_bytes)
@@ -551,7 +550,7 @@ def _priced_mean(sketch: _Sketch, local_steps: tuple[int, ...], payload_bytes: i
 
 def back_of(bits: float, codec: str, n: int) -> str | None:
     """The codec in which the sums of a lossy mean come back, where that is less to send than whole payloads to everyone."""
-    return "bf16" if codec not in EXACT and (bits + _BACK_BITS) / n < bits else None
+    return "bf16" if codec not in EXACT and (bits + _BF16_BITS) / n < bits else None
 
 
 def _behind_backward(candidate: Candidate, timeline: Timeline, collective: MeanKind) -> Candidate:
@@ -686,7 +685,7 @@ def run_toml(
     document = with_tables(document, plan.replica)
     head = (
         f"{headline(plan, chosen)}{_sending_comment(chosen)}"
-        f"{without_text(chosen)}{_uneven_steps_comment(chosen)}{_sites_comment(chosen, sharded=plan.options.sharded)}"
+        f"{without_text(chosen)}{_uneven_steps_comment(chosen)}{_sites_comment(chosen, plan.options)}"
         f"{best.source}"
         f"{plan.length_of(chosen, rounds)}"
     )
@@ -751,7 +750,7 @@ def _uneven_steps_comment(chosen: Candidate) -> str:
     return f"# {chosen.fewer[0].upper()}{chosen.fewer[1:]} of {chosen.full_steps:,} local steps, which count less.\n"
 
 
-def in_a_site(chosen: Candidate, *, sharded: bool) -> str:
+def in_a_site(chosen: Candidate, options: PlanSettings) -> str:
     """How the processes of a site train as one worker, where each worker is a site; else empty.
 
     Codecs with blocks or draws, and sums that come back in a codec, would cut each shard otherwise than a whole worker.
@@ -759,7 +758,8 @@ def in_a_site(chosen: Candidate, *, sharded: bool) -> str:
     if chosen.site == 1:
         return ""
     if chosen.codec in EXACT_CODECS and chosen.back is None:
-        return f"{'' if sharded else 'in data parallelism or '}under FSDP2: gossamer train --shards {chosen.site}"
+        ways = "under FSDP2" if options.sites == "only" else "in data parallelism or under FSDP2"
+        return f"{ways}: gossamer train --shards {chosen.site}"
     casts = "exact" if len(chosen.local_steps) > 2 else "bf16"
     return (
         f"in a loop of your own with gossamer.Outer(site=...), whose shards take any codec; gossamer train --shards "
@@ -767,11 +767,11 @@ def in_a_site(chosen: Candidate, *, sharded: bool) -> str:
     )
 
 
-def _sites_comment(chosen: Candidate, *, sharded: bool) -> str:
+def _sites_comment(chosen: Candidate, options: PlanSettings) -> str:
     """A comment of the run file where each of its workers is a site; else empty."""
     if chosen.site == 1:
         return ""
-    how = in_a_site(chosen, sharded=sharded).replace("; ", ";\n# ")
+    how = in_a_site(chosen, options).replace("; ", ";\n# ")
     return f"# Each worker is a site of {chosen.site} processes, which take a micro-batch each,\n# {how}.\n"
 
 

@@ -97,50 +97,52 @@ class ShardPlan(NamedTuple):
     """The machines of a site."""
 
 
-def plan_in_shards(
-    network: Network, model: ModelConfig, options: PlanSettings, memory_bytes: float
-) -> ShardPlan | None:
-    """Plans for sites as workers; None where a replica fits a machine, or no site, or sites are none or of unlike size.
-
-    As in `plan_in_stages`, the memory counted is that of the planned method which keeps most, and each machine has an equal
-    share of it; what FSDP2 gathers of a layer at a time comes on top, as activations do.
-    """
-    n, places = workers_of(network, options), places_of(network)
-    sizes = {len(workers) for workers in places.values()}
-    check_values(Positive, memory_bytes=memory_bytes)
-    if network.stages or len(sizes) != 1 or not 1 < min(sizes) < n:
-        return None
-    layout, (shards,) = layout_for(model, options.vocab_size), sizes
-    network = stepped(network, layout.numel, options)
-    replica_bytes = round(_Sketch(network, model, options, len(places), layout).bytes_per_number() * layout.numel)
-    if not memory_bytes < replica_bytes <= shards * memory_bytes:
-        return None
-    return ShardPlan(plan(network, model, replace(options, sharded=True)), replica_bytes, shards)
-
-
-def plan_in_stages(
+def plan_in_parts(
     network: Network, model: ModelConfig, options: PlanSettings, memory_bytes: float, boundaries: Sequence[str] = ()
-) -> StagePlan | None:
-    """Cuts a replica into the fewest stages that fit, chooses what crosses them, and plans the methods; None if it fits whole.
+) -> ShardPlan | StagePlan | None:
+    """Divides a replica that no machine holds, and plans the methods; None if it fits whole.
 
-    Of the boundary codecs, the mildest is taken that leaves nine tenths of the speed, else the fastest.
-    The memory counted is that of the planned method which keeps most. Where the network gives the speeds of stages, there are
-    as many, and faster ones have more layers.
+    Where the machines of a site hold it together, and all sites are of one size, sites are the workers, each with a replica in
+    shards; not where the network has links of stages, or boundary codecs are asked for. Else it is cut into the fewest stages
+    that fit. Of the boundary codecs, the mildest is taken that leaves nine tenths of the speed, else the fastest. Where the
+    network gives the speeds of stages, there are as many, and faster ones have more layers.
+
+    The memory counted is that of the planned method which keeps most, and each shard has an equal share of it; what FSDP2
+    gathers of a layer at a time comes on top, as activations do.
 
     Args:
-        memory_bytes: of a process, without activations.
+        memory_bytes: of a machine, without activations.
         boundaries: of `BOUNDARY_PAIRS`, those to try; all unless given.
     Raises: ConfigError where no number of stages fits, a batch cannot be split among them, or no boundary codec fits; as `plan`.
     """
-    n = workers_of(network, options)
+    n, layout = workers_of(network, options), layout_for(model, options.vocab_size)
     check_values(Positive, memory_bytes=memory_bytes)
-    layout = layout_for(model, options.vocab_size)
-    network = stepped(network, layout.numel, options)
-    sketch = _Sketch(network, model, options, n, layout)
-    per_number = sketch.bytes_per_number()
+    whole = _Sketch(stepped(network, layout.numel, options), model, options, n, layout)
+    per_number = whole.bytes_per_number()
     if round(per_number * layout.numel) <= memory_bytes:
         return None
-    cuts, stage_bytes = _fewest(sketch, per_number, memory_bytes)
+    shards = None if boundaries or network.stages else _in_shards(whole, memory_bytes)
+    return _in_stages(whole, per_number, memory_bytes, boundaries) if shards is None else shards
+
+
+def _in_shards(whole: "_Sketch", memory_bytes: float) -> ShardPlan | None:
+    """The plan of sites as workers; None where a site does not hold a replica, or sites are none or of unlike size."""
+    places = places_of(whole.network)
+    sizes = {len(workers) for workers in places.values()}
+    if len(sizes) != 1 or not 1 < min(sizes) < whole.workers:
+        return None
+    (shards,) = sizes
+    replica_bytes = round(whole._replace(workers=len(places)).bytes_per_number() * whole.layout.numel)
+    if replica_bytes > shards * memory_bytes:
+        return None
+    made = plan(whole.network, whole.model, replace(whole.options, sites="only"))
+    return ShardPlan(made, replica_bytes, shards)
+
+
+def _in_stages(whole: "_Sketch", per_number: float, memory_bytes: float, boundaries: Sequence[str]) -> StagePlan:
+    """The plan of workers in stages, by the memory of each parameter."""
+    network, options, layout = whole.network, whole.options, whole.layout
+    cuts, stage_bytes = _fewest(whole, per_number, memory_bytes)
     counts = [m for m in range(len(cuts) + 1, options.batch_size + 1) if options.batch_size % m == 0]
     if not counts:
         raise ConfigError(
@@ -151,7 +153,7 @@ def plan_in_stages(
     refused: dict[str, str] = {}
     for name in boundaries or BOUNDARY_PAIRS:
         try:
-            timed = [sketch.cut(cuts, name, m, stage_bytes) for m in counts]
+            timed = [whole.cut(cuts, name, m, stage_bytes) for m in counts]
         except ConfigError as error:
             refused[name] = str(error)
             continue
@@ -161,12 +163,8 @@ def plan_in_stages(
         raise ConfigError(f"no boundary codec fits: {'; '.join(refused.values())}")
     chosen = next((cut for cut in tried if cut.unhindered >= SPEED_LEFT), min(tried, key=lambda cut: cut.step_s))
     tables = chosen.tables(options.batch_size)
-    run = settings_of(parse(sketch.document("diloco", tables)))
-    steps = in_stages(network, run, layout)
-    staged = replace(
-        steps.network, stages=network.stages or StageLinks()
-    )  # so that no site is one worker in shards too
-    made = plan(staged, model, replace(options, keep_all=True), steps.computing)
+    steps = in_stages(network, settings_of(parse(whole.document("diloco", tables))), layout)
+    made = plan(steps.network, whole.model, replace(options, keep_all=True, sites="never"), steps.computing)
     made = made._replace(network=network, replica=tables)
     return StagePlan(made, round(per_number * layout.numel), chosen, tuple(tried), refused)
 

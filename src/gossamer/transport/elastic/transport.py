@@ -514,9 +514,8 @@ class ElasticTransport(Times):
     def _send(self, link: PeerConnection, letter: Letter) -> None:
         """Queues a letter; a large one so that it may still be replaced."""
         kind = letter.kind
-        if (
-            kind != LetterKind.MEMBERSHIP
-        ):  # a newer view overtakes no other letter: a goodbye would end what precedes it
+        if kind != LetterKind.MEMBERSHIP:
+            # A newer view overtakes no other letter: a goodbye would end what precedes it.
             self._newest.pop((link, LetterKind.MEMBERSHIP), None)
         if kind in (LetterKind.MEMBERSHIP, LetterKind.MESSAGE):
             # A newer view, or answer to a repeated request, replaces an unsent one.
