@@ -11,7 +11,7 @@ import statistics
 from pathlib import Path
 
 from gossamer.report.results import read_results
-from gossamer.report.table import markdown_lines
+from gossamer.report.table import markdown_numbers
 from gossamer.run.bookkeeping.evaluate import evaluate
 from gossamer.run.config.document import load_run
 from gossamer.run.config.experiment_file import folder_name
@@ -39,7 +39,7 @@ def by_text(folder: Path) -> str:
         return f"{statistics.fmean(evaluate(run, source=source).result.loss for run in runs[method]):.4f}"
 
     rows = [[method, *(loss(method, source) for source in sources)] for method in runs]
-    return markdown_lines([["method", *sources], ["---", *["---:"] * len(sources)], *rows])
+    return markdown_numbers(["method", *sources], rows)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from gossamer.report.figures import chart_style, line_styles, plain_axes, svg
 from gossamer.report.results import PointResult
-from gossamer.report.table import DASH, markdown_lines
+from gossamer.report.table import DASH, markdown_lines, markdown_numbers
 from gossamer.run.config.experiment_file import Point, place_in_experiment
 
 
@@ -96,7 +96,7 @@ def annealed_page(found: Sequence[Branch], target: str) -> str:
             above = [one.above for one in here if one.network == networks[0]]
             each, mean = ", ".join(f"{one:+.4f}" for one in above), statistics.fmean(above)
             rows.append([method, str(rounds), *(f"{share:.3f}" for share in shares), each, f"{mean:+.4f}"])
-    parts.append(markdown_lines([heads, ["---", *["---:"] * (len(heads) - 1)], *rows]))
+    parts.append(markdown_numbers(heads, rows))
     return "\n".join(parts)
 
 

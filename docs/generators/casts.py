@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from generators.sources import ROOT
-from gossamer.report.table import markdown_lines
+from gossamer.report.table import markdown_numbers
 from gossamer.run.config.experiment_file import open_experiment, points
 from gossamer.run.planning.check import examine_run
 
@@ -55,7 +55,7 @@ def casts_page() -> str:
         for (method, name), each in prices.items()
     ]
     heads = ["method, messages", "s a round, a tenth", "share, a tenth", "s a round, a fifth", "share, a fifth"]
-    return _HEAD + markdown_lines([heads, ["---", *["---:"] * 4], *rows])
+    return _HEAD + markdown_numbers(heads, rows)
 
 
 def _round_s(method: str, codec: Mapping[str, Any], scale: str) -> float:

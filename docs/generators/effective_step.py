@@ -8,7 +8,7 @@ from generators.gains import MARGIN
 from generators.sources import RESULTS
 from gossamer.report.paired import effect_cells, effect_heads
 from gossamer.report.results import PointResult, read_results
-from gossamer.report.table import DASH, markdown_lines
+from gossamer.report.table import DASH, markdown_lines, markdown_numbers
 
 EFFECTIVE_STEP = "effective_step"
 """The stem of the file."""
@@ -60,7 +60,7 @@ def losses_table(arms: Arms) -> str:
         for graph in GRAPHS
         for step in _STEPS
     ]
-    return markdown_lines([heads, ["---", *["---:"] * (len(heads) - 1)], *rows])
+    return markdown_numbers(heads, rows)
 
 
 def compared(arms: Arms, graph: str) -> str:

@@ -8,7 +8,7 @@ from generators.annealed import Branch, branches, shares_between
 from generators.claims import committed
 from gossamer.report.figures import chart_style, line_style, plain_axes, svg
 from gossamer.report.paired import effect, holm
-from gossamer.report.table import DASH, markdown_lines
+from gossamer.report.table import DASH, markdown_numbers
 
 STRAGGLER_CODECS = "straggler_codecs"
 """The stem of the file."""
@@ -183,4 +183,4 @@ def _interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return markdown_lines([[*heads], ["---", *["---:"] * (len(heads) - 1)], *([*row] for row in rows)])
+    return markdown_numbers(heads, rows)

@@ -10,7 +10,7 @@ from generators.claims import NOT_RUN
 from generators.sources import RESULTS, ROOT
 from gossamer.report.figures import chart_style, mean_and_deviation, plain_axes, svg
 from gossamer.report.results import PointResult, read_results
-from gossamer.report.table import DASH, markdown_lines
+from gossamer.report.table import DASH, markdown_numbers
 from gossamer.run.config.document import load_document
 
 LEADERBOARD = "leaderboard_tuned"
@@ -69,7 +69,7 @@ def leaderboard_table(found: Sequence[Standing], asked: Sequence[str] = ()) -> s
     ]
     missing = [name for name in asked if name not in {one.method for one in found}]
     rows += [[name, NOT_RUN, *[DASH] * (len(heads) - 2)] for name in missing]
-    return markdown_lines([heads, ["---", *["---:"] * (len(heads) - 1)], *rows])
+    return markdown_numbers(heads, rows)
 
 
 def committed_standings(stem: str) -> list[Standing]:

@@ -9,7 +9,7 @@ from generators.sources import RESULTS
 from gossamer.report.figures import mean_and_deviation
 from gossamer.report.paired import effect_cells, effect_heads
 from gossamer.report.results import PointResult, read_results
-from gossamer.report.table import DASH, markdown_lines
+from gossamer.report.table import DASH, markdown_lines, markdown_numbers
 
 LENGTHS = (1, 5, 10, 30, 60, 120)
 """Local steps that have a search and a comparison of their own (`experiments/evidence/local_steps.toml`)."""
@@ -56,7 +56,7 @@ def local_steps_table(found: Mapping[str, Mapping[int, Length]]) -> str:
         rows.append([method, *(DASH if one is None else mean_and_deviation([*one.losses.values()]) for one in cells)])
         rows.append(["MB sent", *(DASH if one is None else f"{one.sent_bytes / _MEGA:.1f}" for one in cells)])
     heads = ["loss after equal tokens", *(f"H = {steps}" for steps in LENGTHS)]
-    return markdown_lines([heads, ["---", *["---:"] * len(LENGTHS)], *rows])
+    return markdown_numbers(heads, rows)
 
 
 def equal_bytes_table(found: Mapping[str, Mapping[int, Length]]) -> str:

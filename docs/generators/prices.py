@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from generators.sources import ROOT
 from gossamer.models.sizes import parameter_count
-from gossamer.report.table import DASH, markdown_lines
+from gossamer.report.table import DASH, markdown_numbers
 from gossamer.run.config.document import load_document, with_settings
 from gossamer.run.config.recipes import recipes
 from gossamer.run.config.run_file import RunConfig, parse
@@ -84,7 +84,7 @@ def prices_page() -> str:
         ]
         for one in found
     ]
-    return _head(document, found) + markdown_lines([heads, ["---", *["---:"] * (len(heads) - 1)], *rows])
+    return _head(document, found) + markdown_numbers(heads, rows)
 
 
 def _head(document: Mapping[str, Any], found: Sequence[_Priced]) -> str:

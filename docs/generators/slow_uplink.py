@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from generators.sources import RESULTS, ROOT, losses_by_seed
 from generators.surface import LEAST, PENALTY, Surface, committed_surface, surface_of, surface_page
 from gossamer.report.figures import INK, chart_style, dashed_styles, on_any_ground, plain_axes, svg
-from gossamer.report.paired import effect, holm
+from gossamer.report.paired import Effect, effect, holm
 from gossamer.report.results import PointResult, read_results
 from gossamer.report.table import markdown_lines
 from gossamer.run.config.document import load_document
@@ -47,6 +47,11 @@ class _Arm(NamedTuple):
     @property
     def mean(self) -> float:
         return statistics.fmean(self.losses.values())
+
+
+def _above(one: _Arm, other: _Arm) -> Effect:
+    """Nats of an arm above another, seed by seed."""
+    return effect([(loss - other.losses[seed], 1.0) for seed, loss in sorted(one.losses.items())])
 
 
 def penalty_page(ended: Iterable[PointResult]) -> str:
@@ -119,7 +124,7 @@ def _front_table(surface: Surface) -> list[str]:
         with_muon = [one for one in arms if one.method == _MUON]
         ahead = _front([one for one in arms if one.method != _MUON])
         for arm, leads in [*zip(ahead, _leading(ahead, arms), strict=True), *((one, False) for one in with_muon)]:
-            above = effect([(arm.losses[seed] - target.losses[seed], 1.0) for seed in sorted(seeds)])
+            above = _above(arm, target)
             half = "" if above.half is None else f"{above.half:.4f}"
             share = f"{arm.time_s / target.time_s:.2f}"
             rows.append([network, arm.label, share, f"{above.mean:+.4f}", half, "leads" if leads else ""])
@@ -135,12 +140,12 @@ def _without_and_with(seven: Mapping[str, Sequence[_Arm]], eight: Mapping[str, S
     """The table, with what ends surely lower than eight in at most as much time, by Holm's correction over all such arms."""
     kept = {name: {one.label: one for one in arms} for name, arms in eight.items()}
     tested = [
-        (name, one, effect([(one.losses[seed] - kept[name][_EIGHT].losses[seed], 1.0) for seed in one.losses]))
+        (name, one, _above(one, kept[name][_EIGHT]))
         for name, arms in seven.items()
         for one in arms
+        if one.time_s <= kept[name][_EIGHT].time_s
     ]
-    in_time = [(name, one, found) for name, one, found in tested if one.time_s <= kept[name][_EIGHT].time_s]
-    corrected = zip(in_time, holm([found.apart for _, _, found in in_time]), strict=True)
+    corrected = zip(tested, holm([found.apart for _, _, found in tested]), strict=True)
     sure = {(name, one.label) for (name, one, found), p in corrected if found.mean < 0 and p is not None and p < 0.05}
     rows: list[list[str]] = []
     for name, arms in kept.items():
@@ -148,7 +153,7 @@ def _without_and_with(seven: Mapping[str, Sequence[_Arm]], eight: Mapping[str, S
         for one in (arms["DiLoCo, int4, H = 30"], other, *seven[name]):
             cells = [name, one.label, f"{one.time_s / target.time_s:.2f}"]
             for rival in (target, other):
-                found = effect([(one.losses[seed] - rival.losses[seed], 1.0) for seed in sorted(one.losses)])
+                found = _above(one, rival)
                 cells += [f"{found.mean:+.4f}", "" if found.half is None else f"{found.half:.4f}"]
             rows.append([*cells, "surely lower in less time" if (name, one.label) in sure else ""])
     heads = ["slow uplink", "arm", "share of the time", "nats above it", "±", f"above {_EIGHT}", "± (2)", ""]
@@ -196,11 +201,7 @@ def _leading(front: Sequence[_Arm], arms: Sequence[_Arm]) -> list[bool]:
         [other for other in arms if other.time_s <= one.time_s and other.method not in (one.method, _MUON)]
         for one in front
     ]
-    tests = [
-        effect([(one.losses[seed] - other.losses[seed], 1.0) for seed in one.losses])
-        for one, others in zip(front, rivals, strict=True)
-        for other in others
-    ]
+    tests = [_above(one, other) for one, others in zip(front, rivals, strict=True) for other in others]
     sure = iter(
         found.mean < 0 and p is not None and p < 0.05
         for found, p in zip(tests, holm([found.apart for found in tests]), strict=True)

@@ -8,7 +8,7 @@ from generators.verdicts import rises
 from gossamer.report.figures import mean_and_deviation
 from gossamer.report.paired import effect
 from gossamer.report.results import PointResult, read_results
-from gossamer.report.table import DASH, markdown_lines
+from gossamer.report.table import DASH, markdown_numbers
 
 PENALTY = "penalty"
 """The stem of the file."""
@@ -59,7 +59,7 @@ def penalties_table(surface: Surface) -> str:
         [name, *(mean_and_deviation([*own[h].values()]) if h in own else DASH for h in _SPENT)]
         for name, own in surface.items()
     ]
-    return markdown_lines([["nats above data parallelism", *_HEADS], ["---", *["---:"] * len(_SPENT)], *rows])
+    return markdown_numbers(["nats above data parallelism", *_HEADS], rows)
 
 
 def codec_costs(surface: Surface) -> Surface:
@@ -85,7 +85,7 @@ def codecs_table(surface: Surface) -> str:
         for name, own in codec_costs(surface).items()
     ]
     heads = ["nats above exact messages", *_HEADS, "mean of all"]
-    return markdown_lines([heads, ["---", *["---:"] * (len(heads) - 1)], *rows])
+    return markdown_numbers(heads, rows)
 
 
 def by_seed(own: Mapping[int, Mapping[int, float]]) -> list[tuple[float, ...]]:
