@@ -212,7 +212,7 @@ def test_no_link_is_followed_out_of_the_folder(tmp_path: Path) -> None:
     assert "very secret" not in str(view(live))
 
 
-def test_a_round_is_found_in_the_files_whatever_came_before_it(tmp_path: Path) -> None:
+def test_a_round_is_read_from_the_files_whatever_came_before_it(tmp_path: Path) -> None:
     with RunFolder(
         tmp_path / "a", RUN_TOML.replace("steps = 36", "steps = 900").replace("workers = 2", "workers = 3")
     ) as run:

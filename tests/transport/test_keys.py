@@ -855,7 +855,7 @@ def test_a_worker_checks_itself_whether_another_one_is_gone(keys: list[Keys]) ->
         until(lambda: all(one.members.entries[1].status == MemberStatus.SUSPECT for one in (workers[0], workers[2])))
 
 
-def test_a_process_gives_way_to_another_one_of_its_own_key_and_to_no_other(keys: list[Keys]) -> None:
+def test_a_process_gives_way_to_another_one_of_the_same_key_and_to_no_other(keys: list[Keys]) -> None:
     with crew(keys[:2], absent=1) as workers, socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         own = workers[0].members.own
