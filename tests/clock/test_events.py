@@ -197,8 +197,10 @@ def test_a_run_that_is_saved_after_any_event_and_loaded_equals_the_uninterrupted
 
 SPOILT = {
     "another time": lambda state: state["agenda"].update(time_s=math.nan),
+    "a time before the run": lambda state: state["agenda"].update(time_s=-1.0),
     "another event": lambda state: state["agenda"]["planned"][0].update(name="Popen"),
     "an event of the past": lambda state: state["agenda"]["planned"][0].update(time_s=0.0),
+    "an event of later numbers": lambda state: state["agenda"]["planned"][0].update(serial=state["agenda"]["serial"]),
     "another worker": lambda state: state["agenda"]["planned"][0]["event"].update(worker=4),
     "two of one number": lambda state: state["agenda"]["planned"].append(state["agenda"]["planned"][0]),
     "fewer workers": lambda state: state["phases"]["present"].pop(),
