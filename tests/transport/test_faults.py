@@ -151,6 +151,21 @@ def test_views_are_equal_whatever_the_order_of_the_news(letters_of: list[SlotEnt
     assert read_membership_update(membership_update(a.entries), limits(10)) == in_order
 
 
+@pytest.mark.parametrize("keyed", [False, True])
+@pytest.mark.parametrize(("mine", "theirs"), [(3, 3), (3, 7), (7, 3)])
+def test_a_worker_that_is_suspected_answers_with_the_first_round_that_it_has_not_missed(
+    mine: int, theirs: int, keyed: bool
+) -> None:
+    """With keys it keeps its own first round unless others are ahead, so that repeated suspicions keep it out of none."""
+    both = [SlotEntry(i, 0, 5 + i, MemberStatus.ALIVE, 2, round=round) for i, round in enumerate((mine, theirs))]
+    members = Members(limits(2), 0, both)
+    if keyed:
+        members.restrict_trust(lambda worker, slot: worker == slot)
+    members.merge([both[0]._replace(status=MemberStatus.SUSPECT)], 1)
+    first = 2 if keyed and mine >= theirs else max(mine, theirs) + 1
+    assert members.own == both[0]._replace(incarnation=1, since=first)
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     st.sampled_from(["ring", "complete", "random"]),
