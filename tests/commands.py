@@ -58,6 +58,13 @@ def run(*words: object) -> tuple[int, str]:
     return code, output.getvalue()
 
 
+def done(*words: object) -> str:
+    """The output of `gossamer WORDS`, which ends well."""
+    code, output = run(*words)
+    assert code == 0, output
+    return output
+
+
 def _enter(work: Work | None, words: list[str], folder: str, environment: dict[str, str], out: Connection) -> None:
     gc.freeze()
     os.environ.clear()  # that of the fork server, which had what the first test that needed one had set
@@ -223,3 +230,11 @@ class Command:
                 return found
             time.sleep(0.05)
         raise AssertionError(f"they did not come up: {self.finish(0)}")
+
+
+def until(holds: Callable[[], bool], *commands: Command) -> None:
+    """Waits, for many seconds if need be; shows what commands have printed where it never comes to hold."""
+    deadline = time.monotonic() + 150
+    while not holds():
+        assert time.monotonic() < deadline, [command.finish(0) for command in commands]
+        time.sleep(0.02)

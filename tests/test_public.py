@@ -52,7 +52,7 @@ def test_the_names_at_the_top_are_few():
     assert len(gossamer.__all__) <= 25, "a new method belongs into its table, which is public already"
 
 
-def test_names_are_found_by_editors_and_by_programs_alike():
+def test_editors_and_programs_see_the_same_names():
     assert dir(gossamer) == sorted(gossamer.__all__)
     (typed,) = [node for node in ast.parse(Path(gossamer.__file__).read_text()).body[:7] if isinstance(node, ast.If)]
     imports = {alias.asname: node.module for node in typed.body for alias in node.names}  # type: ignore[attr-defined]

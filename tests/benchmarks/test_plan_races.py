@@ -22,7 +22,7 @@ def test_the_cells_are_those_that_were_registered() -> None:
     assert all((plan_races.HELD_OUT_NETWORKS / f"{cell.network}.toml").is_file() for cell in plan_races.HELD_OUT_CELLS)
 
 
-def test_the_registered_pick_gives_the_time_and_alone_runs_and_a_stopped_race_goes_on(
+def test_the_registered_pick_gives_the_time_and_alone_runs_and_a_stopped_race_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "two.toml").write_text(

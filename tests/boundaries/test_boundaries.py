@@ -208,7 +208,7 @@ def test_a_boundary_end_continues_from_its_checkpoint_and_refuses_another():
         other.restore(halves)
 
 
-def test_the_gradient_of_what_arrived_is_that_of_what_was_sent_through_a_codec_of_its_own():
+def test_the_gradient_of_what_arrived_is_that_of_what_was_sent_through_a_separate_codec():
     h = hidden().requires_grad_()
     there, back = BoundaryEnd(tahquant(), SHAPE), BoundaryEnd(intk(), SHAPE)
     arrived = through(h * 2, there, back, [0, 1, 2])

@@ -229,7 +229,7 @@ def test_a_file_that_is_cut_while_a_run_reads_it_is_named(cached: bool, tmp_path
         corpus.batch(0, 2)
 
 
-def test_a_file_that_lies_beyond_its_samples_is_found_when_it_is_drawn(tmp_path: Path):
+def test_a_file_that_lies_beyond_its_samples_is_noticed_when_it_is_drawn(tmp_path: Path):
     ids = tokens(200_000)
     ids[60_000:65_000] = 9_999
     plain(tmp_path / "train.bin", ids)

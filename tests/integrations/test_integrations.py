@@ -672,7 +672,7 @@ def test_the_log_of_a_framework_has_the_rounds(found):
     assert found[0]["lightning"]["rounds"] == [4.0, 5.0]  # a second `fit` continues
 
 
-def test_workers_that_resume_from_different_steps_are_told_so(found):
+def test_workers_that_resume_from_different_steps_are_refused_with_their_steps(found):
     assert {each["steps"] for each in found} == {
         "workers resume from different steps: worker 0 from step 0, worker 1 from step 4; name a checkpoint that all of them "
         "have, or start all of them from the beginning"

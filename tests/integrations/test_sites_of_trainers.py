@@ -217,7 +217,7 @@ def test_a_worker_of_two_processes_trains_and_resumes_within_a_round_to_the_same
     assert "outer/rounds" in output
 
 
-def test_who_asked_for_fsdp_on_a_cpu_is_told_that_accelerate_made_copies(told, looked_at):
+def test_where_accelerate_made_copies_in_place_of_fsdp_on_a_cpu_a_sentence_says_so(told, looked_at):
     warned = [
         line for line in told[1].splitlines() if "warned: Accelerate holds the whole model in each of the 2" in line
     ]
@@ -226,5 +226,5 @@ def test_who_asked_for_fsdp_on_a_cpu_is_told_that_accelerate_made_copies(told, l
     )
 
 
-def test_several_processes_without_a_site_are_told_of_both_ways(told):
+def test_several_processes_without_a_site_are_refused_with_both_ways(told):
     assert "the Trainer counts 2 processes" in told[1] and "give site=(0, 2)" in told[1]

@@ -17,12 +17,13 @@ from typing import Any
 
 import pytest
 import torch
+from test_sites import refusal
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gossamer
 from commands import Command, free_port, run
-from gossamer.errors import ConfigError, GossamerError, PeerError
+from gossamer.errors import ConfigError, PeerError
 from gossamer.integrations.begin import begin_outer
 from gossamer.library.in_store import STATE_EVERY, _state_bytes
 from gossamer.library.sites import tensors_of
@@ -72,12 +73,6 @@ def train(outer: Loop, rounds: int) -> Iterator[int]:
 def in_threads(*acts: Callable[[], Any]) -> list[Any]:
     with ThreadPoolExecutor(len(acts)) as pool:
         return [future.result(100) for future in [pool.submit(act) for act in acts]]
-
-
-def refusal(act: Callable[[], Any]) -> str:
-    with pytest.raises(GossamerError) as error:
-        act()
-    return str(error.value)
 
 
 def hash_of(outer: Loop) -> str:

@@ -267,7 +267,7 @@ def test_the_death_of_a_shard_or_of_the_first_site_is_survived_and_all_shards_of
 
 
 @pytest.mark.full
-def test_a_site_that_gossips_goes_on_alone_and_takes_the_first_site_in_again(sites_of: Callable[..., Sites]) -> None:
+def test_a_site_that_gossips_continues_alone_and_takes_the_first_site_in_again(sites_of: Callable[..., Sites]) -> None:
     run = sites_of(2, "gasloc, sgd")
     run.start(0, 1)
     run.until_round(0, 2)
@@ -360,7 +360,9 @@ def test_a_mean_over_half_of_the_sites_waits_for_the_other_half_to_come_back(sit
     assert all(torch.equal(one, run.weights(1)[name]) for name, one in run.weights(0).items())
 
 
-def test_losses_of_the_sites_that_are_alive_are_heard_without_waiting_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_of_the_sites_that_are_alive_are_received_without_waiting_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sites, "_LOOK_S", 0.05)
     for elastic in (False, True):
         _, outers = begun(2, rule="gossip", elastic=elastic)

@@ -133,7 +133,7 @@ def test_some_learner_trains_unless_all_stand_still(share: float, learners: int)
     assert uptime(share, learners) == pytest.approx(1 - (1 - share) ** learners, abs=1e-12)
 
 
-def test_the_published_uptime_of_all_from_four_learners_on_is_found() -> None:
+def test_the_published_uptime_from_four_learners_on_is_that_of_estimate_and_simulation() -> None:
     for learners, least in ((4, 0.99), (8, 0.99999), (16, 1 - 1e-9)):
         row = rows(GoodputOptions(chips=2_400_000, learners=learners))["decoupled"]
         assert row.uptime > least

@@ -726,7 +726,7 @@ def test_fragments_under_way_together_share_the_link() -> None:
 
 
 @pytest.mark.usefixtures("replayed_or_by_rounds")
-def test_a_worker_without_steps_of_its_own_in_a_part_waits_before_its_next_one() -> None:
+def test_a_worker_without_steps_in_a_part_waits_before_its_next_one() -> None:
     # the straggler takes its only step in the last part; the others' fragments are under way for 2 s
     network = Network(uplink_bps=math.inf, downlink_bps=math.inf, latency_s=2.0, step_s=(1.0, 10.0))
     timeline = price(fragments([[5, 0], [5, 0], [5, 1]], 3), network)

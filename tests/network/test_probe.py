@@ -100,7 +100,7 @@ def test_latencies_that_differ_become_routes_between_sites_of_one_worker() -> No
     assert network.routes[1] == Route(between=("worker-0", "worker-2"), latency_s=0.1)
 
 
-def test_a_pair_that_is_slow_both_ways_has_a_bottleneck_of_its_own() -> None:
+def test_a_pair_that_is_slow_both_ways_has_a_separate_bottleneck() -> None:
     network = network_of(
         [{j: Measured(0.01, 2e6 if {i, j} == {0, 1} else 1e8) for j in range(4) if j != i} for i in range(4)]
     )

@@ -405,7 +405,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Service:
     return made
 
 
-def test_a_copy_of_a_run_folder_is_a_run_of_its_own_on_weights_and_biases(tmp_path: Path, service: Service) -> None:
+def test_a_copy_of_a_run_folder_is_a_separate_run_on_weights_and_biases(tmp_path: Path, service: Service) -> None:
     config = RecordConfig(tensorboard=False, wandb_project="p")
     with RunFolder(tmp_path / "trunk", "", config) as run:
         run.log("eval", round=0, step=15, loss=2.5)

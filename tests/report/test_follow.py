@@ -212,7 +212,7 @@ def test_no_link_is_followed_out_of_the_folder(tmp_path: Path) -> None:
     assert "very secret" not in str(view(live))
 
 
-def test_a_round_is_found_in_the_files_whatever_came_before_it(tmp_path: Path) -> None:
+def test_a_round_is_read_from_the_files_whatever_came_before_it(tmp_path: Path) -> None:
     with RunFolder(
         tmp_path / "a", RUN_TOML.replace("steps = 36", "steps = 900").replace("workers = 2", "workers = 3")
     ) as run:
@@ -297,7 +297,13 @@ def test_a_thinned_curve_keeps_its_ends_and_its_peaks(values: list[float], most:
     if known:
         shown = [values[k] for k in kept if values[k] == values[k]]
         assert min(shown) == min(known) and max(shown) == max(known)
-    assert spread_out(len(values), most)[:1] == ([0] if values else [])
+
+
+@pytest.mark.parametrize("most", [4, 5, 50, 999, 1000])
+def test_of_a_long_curve_as_many_values_are_kept_as_may_be_with_both_ends(most: int) -> None:
+    values = np.random.default_rng(0).normal(size=1000).tolist()
+    for kept in (thinned(values, most), spread_out(1000, most)):
+        assert most - 2 < len(kept) <= most and kept == sorted({*kept}) and (kept[0], kept[-1]) == (0, 999)
 
 
 @given(st.lists(st.text(alphabet="ab\n", max_size=6), max_size=12))

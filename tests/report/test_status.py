@@ -1,5 +1,6 @@
 """The status of a run: its workers and their progress, from its files and from its workers; and how it ended."""
 
+import contextlib
 import json
 import socket
 import sys
@@ -69,14 +70,12 @@ def nobody():
         return f"127.0.0.1:{taken.getsockname()[1]}"
 
 
-def view_of(answer, size=None, check=None):
+VIEW = b'{"worker": 0, "entries": "[]", "silent_s": {}, "refused": {}}'
+
+
+def view_of(answer, check=None):
     """An answer to who looks at a run."""
-    head = LetterHead(
-        LetterKind.VIEW,
-        0,
-        size=len(answer) if size is None else size,
-        check=zlib.crc32(answer) if check is None else check,
-    )
+    head = LetterHead(LetterKind.VIEW, 0, size=len(answer), check=zlib.crc32(answer) if check is None else check)
     return encode(head, RUN) + answer
 
 
@@ -221,16 +220,31 @@ def test_a_worker_shows_its_view_only_to_a_process_with_the_secret_of_its_run():
 
 @pytest.mark.parametrize(
     "answer",
-    [b"\xff" * 80, view_of(b"[1]"), view_of(b"{"), view_of(b"{}", check=1), view_of(b"", size=1 << 40), b""],
-    ids=["no letter", "another value", "no JSON", "another checksum", "too long", "nothing"],
+    [
+        b"\xff" * 80,
+        view_of(b"[1]"),
+        view_of(b"{"),
+        view_of(VIEW, check=1),
+        view_of(VIEW.replace(b"0", b"1")),
+        view_of(VIEW + b" " * (1 << 23)),
+        b"",
+    ],
+    ids=["no letter", "another value", "no JSON", "another checksum", "another worker", "too long", "nothing"],
 )
 def test_an_answer_that_is_no_view_is_refused(answer, monkeypatch):
-    ours, theirs = socket.socketpair()
-    monkeypatch.setattr("gossamer.transport.elastic.ask.dial", lambda *_, **__: Channel(ours, 5))
-    theirs.sendall(answer)
-    theirs.close()
+    def answered(raw):
+        ours, theirs = socket.socketpair()
+        monkeypatch.setattr("gossamer.transport.elastic.ask.dial", lambda *_, **__: Channel(ours, 5))
+        threading.Thread(target=sent, args=(theirs, raw), daemon=True).start()
+        return look("127.0.0.1:1", SECRET, run=RUN, limits=limits(2), timeout_s=5)
+
+    def sent(theirs, raw):
+        with theirs, contextlib.suppress(OSError):  # where what is too long is not read
+            theirs.sendall(raw)
+
+    assert answered(view_of(VIEW)).worker == 0
     with pytest.raises((TransportError, ConnectionError)):
-        look("127.0.0.1:1", SECRET, run=RUN, limits=limits(2), timeout_s=5)
+        answered(answer)
 
 
 def test_status_of_runs_that_are_not_elastic_comes_from_their_files(tmp_path, capsys):

@@ -112,7 +112,7 @@ def test_workers_that_keep_all_of_their_own_are_independent_while_the_anchor_mov
     assert all(torch.equal(anchors[0], anchor) for anchor in anchors) and not torch.equal(anchors[0], start[0])
 
 
-def test_alone_and_without_overlap_each_fragment_has_an_outer_nesterov_of_its_own():
+def test_alone_and_without_overlap_each_fragment_has_a_separate_outer_nesterov():
     start, drift = random_vectors(1, P), random_drift(P)
     xs, _ = play(diloco(0.4, 0.9), complete(1), start, 5, drift, steps=3, schedule=Schedule(fragments=3), spans=THIRDS)
     for p, (a, b) in enumerate(THIRDS):

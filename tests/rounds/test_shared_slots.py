@@ -93,7 +93,9 @@ def test_workers_that_forget_the_participants_are_detected(monkeypatch: pytest.M
         [check_faults(seed=seed) for seed in range(3, 80, 8)]
 
 
-def test_workers_that_count_the_slots_of_one_that_died_in_the_round_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_count_the_slots_of_one_that_died_in_the_round_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     honest = Sharing.closed
     monkeypatch.setattr(
         Sharing, "closed", lambda self, workers, taken: honest(self, None, taken)._replace(last=workers)

@@ -1,5 +1,9 @@
 """Clipping: nothing happens to messages that are as far away as usual, and little by those that are not."""
 
+import math
+import statistics
+from collections import Counter
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,6 +19,7 @@ from gossamer.topologies import make_topology
 from gossamer.topologies.mixing import Row
 
 P, N = 7, 4
+close = torch.testing.assert_close
 PEERS: Row = tuple((j, 0.25) for j in range(N))
 
 
@@ -47,7 +52,7 @@ def test_workers_whose_messages_are_all_short_enough_have_the_bits_of_the_rule_w
     plain, _ = play(rule, make_topology(topology, n, seed=1), start, 8, drift)
     wrapped, states = play(clipped(rule, at=1e9, decline=1e9), make_topology(topology, n, seed=1), start, 8, drift)
     if rule.averages:  # a mean through chunk owners has another order of sums
-        torch.testing.assert_close(plain, wrapped)
+        close(plain, wrapped)
     else:
         assert all(torch.equal(a, b) for a, b in zip(plain, wrapped, strict=True))
     assert all(not s.counted.any() for s in states)
@@ -98,8 +103,48 @@ def test_a_message_that_is_somewhat_far_is_shortened_to_what_is_allowed():
     far = own + 20 * unit * usual * direction
     moved, after = step(rule, own, s, own, [own, own, far], 8)
     allowed = 1.5 * float(torch.tensor(sorted(s.ratios[s.ratios > 0].tolist())).double().quantile(0.5)) * unit
-    torch.testing.assert_close(moved - own, 0.25 * allowed * direction, rtol=0.05, atol=0)
+    close(moved - own, 0.25 * allowed * direction, rtol=0.05, atol=0)
     assert after.counted[0, 3] == 1 and after.counted[1, 3] == 0
+
+
+def test_what_counts_of_gossip_and_what_is_remembered_follow_the_equations():
+    c, d, most, window, numel = 1.1, 1.8, 2, 5, 2
+    rule = clipped(gossip(), at=c, decline=d, strikes=most, window=window)
+    x = start = p = torch.zeros(numel, dtype=torch.float64)
+    s, drift, ratios, strikes = rule.init(x, Context(0, N, 0, 1, 0.25, layout(numel), 1)), 0.0, [], [0] * N
+    draws, seen = iter(random_vectors(4 * 80, numel)), Counter()
+    for t in range(80):
+        own = x + next(draws)
+        others = [own + 2.0 * next(draws) for _ in range(3)]
+        x, s = step(rule, own, s, own, others, t)
+        v, drift = own - p, 0.9 * drift + float((own - start).square().sum())
+        usual, start = statistics.median(ratios) if len(ratios) >= 3 else math.inf, own.clone()
+        for j, a in enumerate((one - own for one in others), 1):
+            q, back = float(a.norm()) / drift**0.5, -float(a @ v / (v @ v))
+            far, old = q > d * usual, q > c * usual and back > 0.5
+            strikes[j] = min(strikes[j] + 1, 2 * most) if far or old else max(strikes[j] - 1, 0)
+            declined = far or old or strikes[j] >= most
+            start = start + (0.0 if declined else 0.25 * min(1.0, c * usual / q)) * a
+            ratios.append(min(q, c * usual))
+            seen.update(far=far, old=old and not far, quarantined=declined and not far and not old, short=q > c * usual)
+        p, ratios = p + 0.1 * v, ratios[-window:]
+        close((x, s.drift.item(), s.past), (start, drift, p))
+        assert s.ratios.tolist()[-len(ratios) :] == pytest.approx(ratios) and s.strikes.tolist() == strikes
+    assert min(seen.values()) > 3, seen
+
+
+def test_where_no_message_of_a_mean_would_count_all_count_with_the_length_that_is_allowed():
+    rule = clipped(diloco(1.0, optimizer="sgd"), at=1.0, decline=1.0)
+    x, (way, _) = torch.zeros(P, dtype=torch.float64), (one / one.norm() for one in random_vectors(2, P))
+    ctx = Context(0, 2, 0, 1, 0.5, layout(P), 1, True, (1,))
+    s = rule.init(x, ctx)
+    for t, lengths in enumerate([(0.1, 1.9)] * 4 + [(3.0, 3.0)]):  # both longer than usual, in units of their median
+        usual, sent = s.ratios[s.ratios > 0].tolist(), [length * way for length in lengths]
+        combined = rule.combine(sent[0], {1: sent[1]}, 0, ((0, 0.5), (1, 0.5)))
+        y, s = rule.recv(x, s, sent[0], combined, ctx._replace(round=t))
+        s = s._replace(inner=s.inner._replace(anchor=x))
+    assert 0.0 < statistics.median(usual) < 1.0 and s.strikes.tolist() == [1, 3]
+    close(y, -3.0 * statistics.median(usual) * way)
 
 
 def test_a_quarantined_peer_counts_again_after_it_has_sent_what_is_usual_for_a_while():
@@ -134,7 +179,7 @@ def test_one_longer_message_of_a_mean_counts_no_more_than_another_on_every_worke
         found.append(y)
     assert all(torch.equal(found[0], one) for one in found)
     if factor > 0:
-        torch.testing.assert_close(-found[0], sum(messages[:-1]) / 4)
+        close(-found[0], sum(messages[:-1]) / 4)
 
 
 def test_clipping_is_for_gossip_of_parameters_and_for_means_of_a_round():

@@ -1,5 +1,7 @@
 """DiLoCoX: without compression and delay it is DiLoCo, its factors have the rank asked for, and no error is lost."""
 
+import math
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from gossamer.rounds.kernel import PLAIN
 from gossamer.rounds.loop import OuterLoop, finish_together
 from gossamer.rounds.schedule import Schedule
 from gossamer.rules import Context, diloco, dilocox, eager
+from gossamer.rules.low_rank import effective_rank
 from gossamer.run.simulated.simulate import simulate
 from gossamer.settings.over_time import timetable_of
 from gossamer.testing.drifted_workers import random_drift, random_vectors
@@ -187,10 +190,10 @@ def adaptive_rounds(drifts, *, n=1, rank=3, every=1):
     return found
 
 
-def directions(count, seed=0):
+def directions(*counts, seed=0):
     """A drift whose factored matrices have so many directions of equal length, in another basis for each seed."""
     x = torch.zeros(LAYOUT.numel, dtype=torch.float64)
-    for start, stop, rows in MATRICES:
+    for (start, stop, rows), count in zip(MATRICES, counts if len(counts) > 1 else 2 * counts, strict=True):
         columns = (stop - start) // rows
         left, right = (
             torch.linalg.qr(torch.stack(random_vectors(count, side, seed=seed + side)).T).Q for side in (rows, columns)
@@ -215,6 +218,17 @@ def test_a_smaller_rank_grows_again_where_workers_move_in_different_directions()
 def test_decisions_come_every_so_many_rounds_from_the_mean_of_the_effective_ranks():
     found = adaptive_rounds([[directions(k)] for k in (3, 1, 1, 1, 1)], rank=3, every=2)
     assert [rank for rank, *_ in found] == [3, 3, 2, 2, 1]
+    of_two = adaptive_rounds([[directions(3, 1)]] * 2, rank=3)
+    of_rounded = [adaptive_rounds([[directions(3, seed=seed)]] * 2, rank=4) for seed in range(6)]  # of 3 ± 1e-15
+    assert [[rank for rank, *_ in some] for some in (of_two, *of_rounded)] == [[3, 2]] + 6 * [[4, 3]]
+
+
+def test_the_effective_rank_is_the_exponential_of_the_entropy_of_the_shares_of_squares():
+    left, right = (torch.linalg.qr(torch.stack(random_vectors(3, size)).T).Q for size in (5, 8))
+    assert effective_rank(left @ torch.diag(torch.tensor([2.0, 1.0, 1.0]).double()) @ right.T) == pytest.approx(
+        math.exp(-(4 * math.log(4 / 6) + 2 * math.log(1 / 6)) / 6)
+    )
+    assert effective_rank(torch.zeros(5, 8)) == 0.0
 
 
 @pytest.mark.parametrize("form", ["blocking", "restart", "eager"])
@@ -227,7 +241,7 @@ def test_while_the_rank_stays_the_bits_are_those_of_the_rule_that_never_adapts(f
 
 @pytest.mark.parametrize("form", ["blocking", "restart", "eager"])
 def test_no_error_is_lost_where_the_rank_changes(form):
-    drifts = [-directions(k, seed).float() for seed, k in enumerate((1, 2, 3, 1, 1, 2, 1))]
+    drifts = [-directions(k, seed=seed).float() for seed, k in enumerate((1, 2, 3, 1, 1, 2, 1))]
     trail = rounds_of(dilocox(rank=3, form=form, adapt_every=1), drifts)
     lag = 0 if form == "blocking" else 1
     assert len({sent.left.numel() for _, _, sent, *_ in trail}) > 1

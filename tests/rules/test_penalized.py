@@ -1,6 +1,7 @@
 """The penalty on long pseudo-gradients: nothing where none is long, and no weight for what is unusual."""
 
 import itertools
+import statistics
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -101,6 +102,35 @@ def test_only_the_layer_that_is_unusual_is_left_out():
     close(step[:3], (sum(messages[4]) / 4)[:3])
     close(step[3:], (sum(m for i, m in enumerate(messages[4]) if i != 1) / 3)[3:])
     assert s.counted[1].tolist() == [0, 1, 0, 0]
+
+
+def test_what_is_left_out_and_what_is_remembered_of_norms_follow_the_equations():
+    decay, threshold, window, rounds = 0.25, 2.0, 4, 60
+    scales = torch.stack(random_vectors(rounds, N)).exp()
+    messages = [[scale * torch.ones(P, dtype=torch.float64) for scale in some] for some in scales]
+    found = [s for _, s in steps(penalized(MEAN, 1e9, 1e9, threshold, window, decay), messages)]
+    m, v = [0.0] * N, [0.0] * N
+    scores, counted = [[0.0] * window for _ in range(N)], [0] * N
+
+    def score(i, norm):
+        return (norm - m[i]) / v[i] ** 0.5 if v[i] else 0.0
+
+    for t, (some, s) in enumerate(zip(scales.tolist(), found, strict=True)):
+        norms = [2.0 * scale for scale in some]  # of the layer of four elements
+        limits = [threshold * max(1.0, statistics.stdev(scores[i])) for i in range(N)]
+        out = [t >= window and score(i, norm) > limits[i] for i, norm in enumerate(norms)]
+        for i, norm in enumerate(norms):
+            counted[i] += out[i]
+            if not out[i] or all(out):
+                delta = norm - m[i]
+                m[i] += decay * delta
+                v[i] = (1 - decay) * (v[i] + decay * delta * (norm - m[i]))
+                scores[i] = [*scores[i][1:], score(i, norm) if t + 1 >= window else 0.0]
+        kept = s.lengths
+        assert (kept.mean[:, 1].tolist(), kept.variance[:, 1].tolist()) == (pytest.approx(m), pytest.approx(v))
+        assert kept.scores[:, 1].tolist() == [pytest.approx(one) for one in scores] and kept.rounds[0] == t + 1
+        assert s.counted[1].tolist() == counted
+    assert min(counted) > 0
 
 
 def test_where_all_are_unusual_there_is_no_outer_step_and_the_momentum_stays():

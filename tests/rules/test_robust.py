@@ -77,10 +77,13 @@ def test_trimmed_and_median_are_numpys():
     close(combined(robust(MEAN, faulty=50), messages), stack.median(0).values)
 
 
-def test_krum_takes_the_message_with_the_least_distance_to_its_neighbours():
+def test_krum_takes_the_mean_of_the_messages_with_the_least_distance_to_their_neighbours():
     messages = random_vectors(7, P)
     scores = [sum(sorted(float((a - b).square().sum()) for b in messages)[1:5]) for a in messages]  # itself is at 0
-    close(combined(robust(MEAN, by="krum", faulty=1), messages), messages[scores.index(min(scores))])
+    order = sorted(range(7), key=scores.__getitem__)
+    for best in (1, 3):
+        wanted = sum(messages[i] for i in order[:best]) / best
+        close(combined(robust(MEAN, by="krum", faulty=1, best=best), messages), wanted)
 
 
 def test_the_geometric_median_is_where_the_directions_to_all_messages_cancel():
@@ -120,6 +123,24 @@ def test_trust_keeps_the_mean_norm_and_turns_from_a_liar_one_round_late():
     for received in (second, later):
         assert float(received.norm()) == pytest.approx(sum(norms) / 8)
     assert float(torch.dot(first, honest[0])) < 0 < float(torch.dot(later, honest[0]))
+
+
+def test_scores_of_trust_and_the_direction_that_they_weigh_follow_the_equations():
+    n, keep, temperature, rule = 4, 0.7, 0.3, trusted(MEAN, keep=0.7, temperature=0.3)
+    x, last, scores = torch.zeros(P, dtype=torch.float64), None, torch.zeros(n, dtype=torch.float64)
+    ctx = Context(0, n, 0, 1, 1 / n, layout(P), 1, True, (1, 2, 3))
+    s = rule.init(x, ctx)
+    for t in range(4):
+        messages = torch.stack(random_vectors(n, P, seed=t))
+        lengths = messages.norm(dim=1)
+        if last is None:
+            last = messages.mean(0)
+        else:
+            scores = keep * scores + (1 - keep) * torch.cosine_similarity(messages, last[None], dim=1)
+            u = torch.softmax(scores / temperature, 0) @ (messages / lengths[:, None])
+            last = lengths.mean() * u / u.norm()
+        _, s = rule.recv(x, s, messages[0], tuple(messages[1:]), ctx._replace(round=t))
+        close((s.scores, s.last), (scores, last))
 
 
 def test_trust_goes_to_workers_that_agree_with_earlier_results():

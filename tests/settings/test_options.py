@@ -215,5 +215,5 @@ def test_a_row_of_a_table_is_refused_for_unknown_and_missing_options(name, optio
     assert str(caught.value).startswith(sentence)
 
 
-def test_all_faults_of_a_row_are_found_at_once() -> None:
+def test_all_faults_of_a_row_are_reported_at_once() -> None:
     assert len([*row_faults("rule", table(plain, needy), "needy", ["one", "two"])]) == 3

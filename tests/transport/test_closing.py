@@ -452,7 +452,7 @@ def test_all_workers_end_with_one_history_after_any_partitions(n):
         assert len({worker.history_hash for worker in world.workers}) == 1, seed
 
 
-def test_where_one_was_not_heard_by_another_that_it_heard_all_go_on_with_one_history():
+def test_where_messages_between_two_pass_one_way_only_all_continue_with_one_history():
     for seed in range(8):
         world = World(seed, 5)
         world.faults, world.unheard = [], {(seed % 5, (seed + 1 + seed // 5) % 5)}
@@ -524,7 +524,7 @@ def closed(workers: list[Closing], taking_part: list[Closing]) -> None:
         deliver(workers)
 
 
-def test_a_newcomer_that_leads_amid_a_round_names_an_attempt_after_those_that_it_has_not_heard_of():
+def test_a_newcomer_that_leads_amid_a_round_names_an_attempt_after_those_that_it_does_not_know():
     entries = [SlotEntry(i, 0, 100 + i, MemberStatus.ALIVE if i else MemberStatus.SUSPECT, 3) for i in range(5)]
     workers = [Closing(Members(limits(5), i, entries), limit_s=3.0, beat_s=0.5) for i in range(5)]
     for worker in workers:

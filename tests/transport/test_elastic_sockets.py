@@ -303,7 +303,7 @@ def test_a_worker_accepts_connections_again_after_it_had_no_thread_left(monkeypa
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_where_a_fault_of_its_own_ends_the_thread_that_writes_a_worker_loses_the_connection_and_opens_another(
+def test_where_an_internal_fault_ends_the_thread_that_writes_a_worker_loses_the_connection_and_opens_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     failed = list[int]()

@@ -79,7 +79,7 @@ def test_a_mean_continues_without_a_worker_whose_messages_are_not_finite_whateve
     assert any("needs the message of worker" in fault for one in reports for fault in one.faults)
 
 
-def test_a_worker_that_closes_a_round_before_all_have_its_mean_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_closes_a_round_before_all_have_its_mean_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def hasty(self: Closing, attempt: int, now: float) -> None:
         honest(self, attempt, now)
         self.closed = self.proposed is not None
@@ -95,7 +95,7 @@ def test_a_worker_that_closes_a_round_before_all_have_its_mean_is_found(monkeypa
         [check_faults(seed=seed) for seed in range(3, 100, 4)]
 
 
-def test_an_end_that_counts_an_exchange_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_that_counts_an_exchange_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def hasty(self: ElasticCore, ticket: Ticket, peer: int, pact: object) -> None:
         honest(self, ticket, peer, pact)
         if pact.committed:  # type: ignore[attr-defined]
@@ -107,7 +107,7 @@ def test_an_end_that_counts_an_exchange_too_early_is_found(monkeypatch: pytest.M
         [check_faults(seed=seed) for seed in range(30)]
 
 
-def test_a_mixing_that_forgets_the_weight_of_a_lost_peer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mixing_that_forgets_the_weight_of_a_lost_peer_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     forgets = "faulty_network.gossiper.without"
     monkeypatch.setattr(forgets, lambda row, i, lost: tuple((j, w) for j, w in row if j not in lost))
     with pytest.raises(AssertionError, match="moves by other than its pulls"):
@@ -149,6 +149,21 @@ def test_views_are_equal_whatever_the_order_of_the_news(letters_of: list[SlotEnt
     assert a.entries == b.entries
     in_order = tuple(a.entries[slot] for slot in sorted(a.entries))
     assert read_membership_update(membership_update(a.entries), limits(10)) == in_order
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+@pytest.mark.parametrize(("mine", "theirs"), [(3, 3), (3, 7), (7, 3)])
+def test_a_worker_that_is_suspected_answers_with_the_first_round_that_it_has_not_missed(
+    mine: int, theirs: int, keyed: bool
+) -> None:
+    """With keys it keeps its own first round unless others are ahead, so that repeated suspicions keep it out of none."""
+    both = [SlotEntry(i, 0, 5 + i, MemberStatus.ALIVE, 2, round=round) for i, round in enumerate((mine, theirs))]
+    members = Members(limits(2), 0, both)
+    if keyed:
+        members.restrict_trust(lambda worker, slot: worker == slot)
+    members.merge([both[0]._replace(status=MemberStatus.SUSPECT)], 1)
+    first = 2 if keyed and mine >= theirs else max(mine, theirs) + 1
+    assert members.own == both[0]._replace(incarnation=1, since=first)
 
 
 @settings(max_examples=100, deadline=None)

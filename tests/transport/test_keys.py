@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, tzinfo
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -855,7 +856,7 @@ def test_a_worker_checks_itself_whether_another_one_is_gone(keys: list[Keys]) ->
         until(lambda: all(one.members.entries[1].status == MemberStatus.SUSPECT for one in (workers[0], workers[2])))
 
 
-def test_a_process_gives_way_to_another_one_of_its_own_key_and_to_no_other(keys: list[Keys]) -> None:
+def test_a_process_gives_way_to_another_one_of_the_same_key_and_to_no_other(keys: list[Keys]) -> None:
     with crew(keys[:2], absent=1) as workers, socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         own = workers[0].members.own
@@ -908,17 +909,15 @@ def test_a_newcomer_gets_a_slot_of_its_own_key_and_no_other(files: dict[str, Pat
         # A worker must be the one in its certificate, and a request for another one does not get this one's.
         with pytest.raises(PeerError, match="peer 'berlin' calls itself worker 1"):
             ask(listener.address, b"", place, run=RUN, limits=limits(3), timeout_s=TIMEOUT_S, keys=keys[2], whom=1)
-        # The state of a slot is for its own key too.
+        # The state of a slot is for its own key too, from a worker that has the number by which it calls itself.
+        members.entries[1] = members.entries[0]._replace(slot=1)
+        in_1 = partial(ask, listener.address, b"", place._replace(slot=1), run=RUN, limits=limits(3), timeout_s=2.0)
+        assert in_1(keys=keys[1]).raw == b"state"
         with pytest.raises((PeerError, OSError)):
-            ask(
-                listener.address,
-                b"",
-                place._replace(slot=1),
-                run=RUN,
-                limits=limits(3),
-                timeout_s=TIMEOUT_S,
-                keys=keys[2],
-            )
+            in_1(keys=keys[2])
+        members = Members(limits(3), 1, [*members.entries.values()])
+        with pytest.raises(RefusedError, match="peer 'berlin' calls itself worker 1, which its key may not be"):
+            in_1(keys=keys[1])
     finally:
         listener.close()
         listener.hang_up()

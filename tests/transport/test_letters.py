@@ -89,8 +89,9 @@ def test_a_letter_of_another_version_run_or_kind_is_refused_in_a_sentence() -> N
         decode(raw[:4] + struct.pack("<H", WIRE_VERSION + 1) + raw[6:], RUN, LIMITS)
     with pytest.raises(RefusedError, match="runs configuration 0000000000000006"):
         decode(encode(HEADER, 6), RUN, LIMITS)
-    with pytest.raises(RefusedError, match="a letter of kind 400"):
-        decode(encode(HEADER._replace(kind=400), RUN), RUN, LIMITS)  # type: ignore[arg-type]
+    for kind in (len(LetterKind), 400):
+        with pytest.raises(RefusedError, match=f"a letter of kind {kind}, and the last kind is {max(LetterKind)}"):
+            decode(encode(HEADER._replace(kind=kind), RUN), RUN, LIMITS)  # type: ignore[arg-type]
 
 
 def test_the_size_of_a_body_is_asked_for_before_memory_is_taken_and_its_bytes_are_under_a_checksum() -> None:

@@ -61,7 +61,7 @@ def test_a_figure_of_an_older_round_of_the_same_settings_says_of_which(tmp_path:
     assert cells[1] == f"{loss:.4f} (round 3 of 4)"
 
 
-def test_a_run_that_goes_back_drops_what_was_found_of_the_rounds_that_it_trains_again(tmp_path: Path) -> None:
+def test_a_run_that_goes_back_drops_the_figures_of_the_rounds_that_it_trains_again(tmp_path: Path) -> None:
     simulate(silent(), tmp_path, until=3)
     evaluate(tmp_path)
     evaluate(tmp_path, 2)

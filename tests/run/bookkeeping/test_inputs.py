@@ -13,7 +13,7 @@ import pytest
 from test_samples import SAMPLES
 
 import gossamer
-from commands import Command, free_port, run
+from commands import Command, done, free_port, run
 from gossamer.errors import ConfigError, DataError
 from gossamer.record.inputs import Inputs, read_inputs, state_key, write_inputs
 from gossamer.run.config.run_file import dump, parse
@@ -87,12 +87,6 @@ def files_in(folder: Path) -> dict[str, bytes]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and ".lock" not in path.name
     }
-
-
-def done(*words: object) -> str:
-    code, output = run(*words)
-    assert code == 0, output
-    return output
 
 
 def refused(*words: object) -> str:

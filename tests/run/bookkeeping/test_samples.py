@@ -27,7 +27,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_folder_of_0_1_0_is_evaluated_reported_and_gone_on_with(
+def test_a_run_folder_of_0_1_0_is_evaluated_reported_and_continued(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "k"

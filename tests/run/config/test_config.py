@@ -92,7 +92,7 @@ def test_the_network_and_the_events_count_in_the_digest_only_where_their_seconds
     assert digest(with_links(1e9, events__dylu=True, **named)) != digest(with_links(1e9, **named))
 
 
-def test_all_faults_of_a_run_file_are_found_at_once_and_parse_raises_the_first():
+def test_all_faults_of_a_run_file_are_reported_at_once_and_parse_raises_the_first():
     wrong = {
         "workers": 0,
         "rule": {"name": "gasloc", "momentun": 0.5, "alhpa": 1.0},
@@ -193,7 +193,7 @@ def test_a_name_that_leads_out_of_the_folder_of_runs_is_refused(name):
     assert folder_name(name) not in (".", "..")
 
 
-def test_a_label_longer_than_the_name_of_a_folder_may_be_is_shortened_to_a_name_of_its_own():
+def test_a_label_longer_than_the_name_of_a_folder_may_be_is_shortened_to_a_unique_name():
     alike = [folder_name(f"{'ü' * 300} {end}") for end in "ab"]
     assert len({*alike}) == 2 and all(len(name.encode()) < 220 for name in alike)
 
@@ -355,7 +355,7 @@ def test_an_experiment_is_its_variants_times_its_grid():
         points({**document(), "variant": [{"label": "a"}, {"label": "a"}]})
 
 
-def test_a_variant_may_sweep_keys_of_its_own():
+def test_a_variant_may_sweep_keys_that_others_do_not():
     experiment = {**document(), "sweep": {"inner.lr": [0.1, 0.2]}}
     experiment["variant"] = [{"label": "a"}, {"label": "b", "sweep": {"run.local_steps": [1, 3]}}]
     runs = points(experiment, seeds=[4, 5])

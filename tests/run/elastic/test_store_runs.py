@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 import torch
 from test_stored import look
 
-from commands import Command, run
+from commands import Command, run, until
 from drifted_rounds import play
 from gossamer.errors import ConfigError, DataError
 from gossamer.layout import Layout, Leaf
@@ -41,13 +40,6 @@ from s3 import S3
 from tiny import single
 
 MEANS = {"rule__name": "diloco", "topology__name": "complete", "run__elastic": True}
-
-
-def until(holds: Callable[[], bool], *commands: Command) -> None:
-    deadline = time.monotonic() + 150
-    while not holds():
-        assert time.monotonic() < deadline, [command.finish(0) for command in commands]
-        time.sleep(0.05)
 
 
 @pytest.mark.timeout(280)

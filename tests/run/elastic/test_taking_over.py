@@ -58,31 +58,42 @@ SPOILT = {
     "an inner optimizer that is no dict": lambda state: {**state, "inner": 3},
     "groups of another optimizer": lambda state: {**state, "inner": {**state["inner"], "param_groups": []}},
     "an option of another run": lambda state: with_option(state, "weight_decay", 5.0),
+    "an option below zero": lambda state: with_option(state, "lr", -1e-3),
+    "a group more": lambda state: with_inner(state, param_groups=2 * state["inner"]["param_groups"]),
     "an option that is not finite": lambda state: with_option(state, "lr", float("nan")),
     "moments of another shape": lambda state: with_moment(state, "exp_avg", torch.zeros(3)),
+    "moments of another dtype": lambda state: with_moment(state, "exp_avg", torch.zeros((), dtype=torch.float64)),
+    "moments that AdamW has not": lambda state: with_moment(state, "exp_avg_cube", torch.zeros(3)),
+    "no second moments": lambda state: with_moment(state, "exp_avg_sq", None),
     "moments that are no numbers": lambda state: with_moment(state, "exp_avg", "x"),
     "moments that are not finite": lambda state: with_moment(state, "exp_avg", torch.tensor(torch.nan)),
     "second moments below zero": lambda state: with_moment(state, "exp_avg_sq", torch.tensor(-1.0)),
     "steps below zero": lambda state: with_moment(state, "step", torch.tensor(-1.0)),
-    "moments of no parameter": lambda state: {**state, "inner": {**state["inner"], "state": {999: {}}}},
+    "moments of no parameter": lambda state: with_inner(state, state={999: {}}),
+    "moments before the first parameter": lambda state: with_inner(
+        state, state={-1: state["inner"]["state"][max(state["inner"]["state"])]}
+    ),
 }
 """What a donor may hand over in place of a state."""
 
 
+def with_inner(given, **parts):
+    return {**given, "inner": {**given["inner"], **parts}}
+
+
 def with_option(state, name, value):
-    groups = [{**group, name: value} for group in state["inner"]["param_groups"]]
-    return {**state, "inner": {**state["inner"], "param_groups": groups}}
+    return with_inner(state, param_groups=[{**group, name: value} for group in state["inner"]["param_groups"]])
 
 
 def with_moment(state, name, value):
-    """Its tensors of this name with others in their place, in their shape where that is a scalar."""
+    """Its tensors of this name with others in their place, in their shape where that is a scalar; without them for None."""
 
     def put(one):
         fits = isinstance(value, torch.Tensor) and value.ndim == 0
-        return {**one, name: torch.full_like(one[name], value.item()) if fits else value}
+        rest = {key: kept for key, kept in one.items() if key != name}
+        return rest if value is None else {**rest, name: value.expand(one[name].shape).clone() if fits else value}
 
-    moments = {k: put(one) for k, one in state["inner"]["state"].items()}
-    return {**state, "inner": {**state["inner"], "state": moments}}
+    return with_inner(state, state={k: put(one) for k, one in state["inner"]["state"].items()})
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ import json
 import logging
 import socket
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -18,11 +19,11 @@ from gossamer.run.participant.state_transfer import fetch_state
 from gossamer.transport.elastic import common
 from gossamer.transport.elastic.common import CommonHashes, common_hash, must_be_common
 from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry, membership_update
-from gossamer.transport.elastic.newcomer import Handover, Offer
+from gossamer.transport.elastic.newcomer import CHUNK_BYTES, Handover, Offer, ask_for_state
 from gossamer.transport.elastic.transport import ElasticTransport
 from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.connection import Endpoint
-from gossamer.transport.sockets.header import LetterKind
+from gossamer.transport.sockets.header import LetterHead, LetterKind, encode
 from gossamer.transport.sockets.letter import Letter, body_of, receive_letter, send_letter
 from tiny import limits
 
@@ -148,51 +149,77 @@ def test_a_worker_that_has_claimed_false_rounds_is_asked_last_and_neither_truste
 
 
 def torn(channel: Channel) -> None:
-    """Gives half of a state."""
-    offers(channel)
+    """Gives the first part of a state."""
+    gives(channel, (0, CHUNK_BYTES))
     channel.close()
 
 
 def stalls(channel: Channel) -> None:
-    """Gives half of a state, and then nothing."""
-    offers(channel)
+    """Gives the first part of a state, and then nothing."""
+    gives(channel, (0, CHUNK_BYTES))
     time.sleep(1.6)
 
 
 def drips(channel: Channel) -> None:
-    """Gives a state by the byte."""
-    offers(channel, 1)
+    """Gives the first part of a state, and then the rest by the byte."""
+    gives(channel, (0, CHUNK_BYTES))
+    head = LetterHead(LetterKind.CHUNK, 0, steps=CHUNK_BYTES, size=60, check=zlib.crc32(b"x" * 60))
     with contextlib.suppress(OSError):
-        for start in range(2, 99):
-            send_letter(channel, Letter(LetterKind.CHUNK, 0, steps=start, body=body_of(b"x")), RUN)
-            time.sleep(0.2)
+        for byte in encode(head, RUN) + b"x" * 60:
+            channel.write(bytes([byte]))
+            time.sleep(0.05)
+
+
+def repeats(channel: Channel) -> None:
+    """Gives the beginning of the first part in place of the second part."""
+    gives(channel, (0, CHUNK_BYTES), (0, 60))
 
 
 def changes(channel: Channel) -> None:
     """Gives a state with another hash than it says."""
-    offers(channel, 60)
+    gives(channel, (0, CHUNK_BYTES), (CHUNK_BYTES, 60))
 
 
-def offers(channel: Channel, of: int = 30) -> None:
+def pretends(channel: Channel) -> None:
+    """Gives a state under another number."""
+    gives(channel, (0, CHUNK_BYTES), (CHUNK_BYTES, 60), donor=1)
+
+
+def gives(channel: Channel, *parts: tuple[int, int], donor: int = 0) -> None:
+    """Offers a state of two parts, and gives these: where each begins, and its bytes."""
     receive_letter(channel, RUN, limits(3), lambda letter, size: True)
     offered = {
-        "slot": 2,
-        "donor": 0,
+        "slot": 1,
+        "donor": donor,
         "after": 7,
-        "bytes": 60,
+        "bytes": CHUNK_BYTES + 60,
         "sha256": "0" * 64,
         "entries": membership_update({}).decode(),
     }
     send_letter(channel, Letter(LetterKind.OFFER, 0, body=body_of(json.dumps(offered).encode())), RUN)
     receive_letter(channel, RUN, limits(3), lambda letter, size: True)
-    send_letter(channel, Letter(LetterKind.CHUNK, 0, body=body_of(b"x" * of)), RUN)
+    for start, size in parts:
+        send_letter(channel, Letter(LetterKind.CHUNK, 0, steps=start, body=body_of(b"x" * size)), RUN)
 
 
-@pytest.mark.parametrize("liar", [torn, stalls, drips, changes], ids=lambda one: one.__name__)
+LIARS = {
+    torn: "closed",
+    stalls: "took too long",
+    drips: "took too long",
+    repeats: "worker 0 sent a part of its state that does not follow the last one",
+    changes: "the state of worker 0 arrived with another hash than 000000000000",
+    pretends: "worker 0 at .* calls itself worker 1; ask another",
+}
+
+
+@pytest.mark.parametrize("liar", LIARS, ids=lambda one: one.__name__)
 def test_a_donor_that_gives_no_whole_state_in_time_is_left_for_the_next(liar: Callable[[Channel], None]) -> None:
     with run_of([Member(7, 1.0), Member(7, 1.0)], worker_0=liar) as (members, endpoint):
+        endpoint = endpoint._replace(timeout_s=1.0)
+        with pytest.raises((PeerError, OSError), match=LIARS[liar]):
+            ask_for_state(members.entries[0], members, endpoint, most_bytes=1 << 21)
         began_s = time.monotonic()
-        assert taken(members, endpoint._replace(timeout_s=1.0)) == (1, 1.0)
+        assert taken(members, endpoint) == (1, 1.0)
         assert time.monotonic() < began_s + 15.0
 
 

@@ -350,7 +350,7 @@ def test_a_sign_method_has_the_measured_learning_rate_when_small_and_that_of_its
         assert parse(tomllib.loads(recipe_toml(made, only, name="x", run={}))).inner.lr == rate
 
 
-def test_streaming_muon_and_sparse_messages_are_tried_with_all_local_steps_and_muon_has_seconds_of_its_own() -> None:
+def test_streaming_muon_and_sparse_messages_are_tried_with_all_local_steps_and_muon_has_separate_seconds() -> None:
     made = planned(EVEN, workers=4, local_steps=[15, 60], codecs={"bf16": 16.0, "fp4": 4.25})
     tried: dict[str, set[tuple[str, str | None, int]]] = {}
     for name in SEVERAL:

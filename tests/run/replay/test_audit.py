@@ -70,7 +70,7 @@ def _spoil(replica, at, change):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("part", range(3))  # in each of which every worker, round and place comes up
-def test_a_flipped_bit_is_found_at_its_round_and_worker_wherever_it_flips(part, tmp_path):
+def test_a_flipped_bit_is_reported_at_its_round_and_worker_wherever_it_flips(part, tmp_path):
     config, parts = small()
     cases = enumerate(itertools.product(range(3), range(3), range(4)))
     for k, (worker, round, place) in itertools.islice(cases, part, None, 3):
@@ -107,7 +107,7 @@ def test_an_honest_run_agrees_from_the_start_and_from_its_checkpoints_and_a_spoi
     assert audit(tmp_path / "spoilt", parts=parts, worker=0, rounds=(0, 1)).difference is None
 
 
-def test_what_goes_wrong_after_the_last_message_is_found_in_the_checkpoint(tmp_path):
+def test_what_goes_wrong_after_the_last_message_is_noticed_in_the_checkpoint(tmp_path):
     config, parts = small(every=1)
     recorded(tmp_path, config, parts, worker=2, round=3, change=lambda x: x.fill_(0.5), at="recompute")
     assert audit(tmp_path, parts=parts).difference == (3, 2, "its checkpoint")
@@ -152,7 +152,7 @@ def test_a_record_that_lacks_a_hash_is_no_record_that_agrees(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("part", ["x", "outer", "inner", "the shape of x", "no x"])
-def test_a_checkpoint_with_another_state_of_any_kind_is_found(part, tmp_path):
+def test_a_checkpoint_with_another_state_of_any_kind_is_noticed(part, tmp_path):
     config, parts = small(every=4, rule="diloco")
     recorded(tmp_path, config, parts, worker=0, round=3, change=lambda x: None)
     store, line = tmp_path / "checkpoints", resolve(config, parts).lineage

@@ -4,8 +4,6 @@ import base64
 import json
 import os
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ import torch
 from test_stored import look
 from test_virtual import EVEN, timed
 
-from commands import Command, run
+from commands import Command, run, until
 from gossamer.record import checkpoint
 from gossamer.record.logs.arrivals import read_arrivals
 from gossamer.report.page.live import LiveRuns
@@ -23,13 +21,6 @@ from gossamer.transport.bucket.bucket import Folder, SecretSeal
 from gossamer.transport.bucket.server_log import event_in
 from gossamer.transport.keys import certificate_of, new_key
 from s3 import S3
-
-
-def until(holds: Callable[[], bool], *commands: Command) -> None:
-    deadline = time.monotonic() + 150
-    while not holds():
-        assert time.monotonic() < deadline, [command.finish(0) for command in commands]
-        time.sleep(0.02)
 
 
 def in_store(**overrides: object) -> RunConfig:

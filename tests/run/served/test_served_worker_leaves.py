@@ -2,15 +2,13 @@
 
 import os
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from test_server_processes import events, had, model, served, start, stopped
 
-from commands import Command
+from commands import Command, until
 from gossamer.record import checkpoint
 from gossamer.record.logs.arrivals import read_arrivals
 from gossamer.record.logs.events import read_events
@@ -18,14 +16,6 @@ from gossamer.run.config.resolve import resolve
 from gossamer.run.replay.served import replay_server
 
 pytestmark = pytest.mark.usefixtures("forks")
-
-
-def until(holds: Callable[[], bool]) -> None:
-    """Waits, for many seconds if need be."""
-    deadline = time.monotonic() + 120
-    while not holds():
-        assert time.monotonic() < deadline, "it never came to hold"
-        time.sleep(0.02)
 
 
 @pytest.mark.timeout(240)

@@ -1,6 +1,7 @@
 """The simulator as a user sees it: what it leaves behind, and that stopping it anywhere costs nothing."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -381,9 +382,13 @@ def test_products_in_bf16_on_a_processor_that_is_slow_in_them_are_warned_of_once
     assert caplog.text.count("two to three times") == (key == "autocast" and computes and not fast)
 
 
-def test_momentum_beyond_the_stable_range_is_warned_of_before_training(tmp_path, caplog):
-    simulate(single(run__steps=2, workers=8, rule__momentum=0.9), tmp_path / "run")
-    assert "0.859" in caplog.text or "0.86" in caplog.text
+def test_the_momentum_that_the_readme_calls_unstable_is_warned_of_before_training_and_not_refused(tmp_path, caplog):
+    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+    (momentum,) = re.findall(
+        r"momentum is warned of before the first step\*\*: with random pairs, (\S+) diverges", readme
+    )
+    simulate(single(run__steps=2, workers=8, rule__momentum=float(momentum)), tmp_path / "run")
+    assert "predicted to lose consensus" in caplog.messages[0] and "stable momentum is 0.859" in caplog.messages[0]
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_the_last_checkpoint(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from commands import Command, free_port, run
-from gossamer.errors import ConfigError, PairingError, PeerError
+from gossamer.errors import ConfigError, PairingError, RefusedError
 from gossamer.record import checkpoint
 from gossamer.record.addresses import read_addresses
 from gossamer.run.config.resolve import resolve
@@ -104,7 +104,7 @@ def test_machines_with_keys_start_stop_and_die_together_and_resume_to_the_bits_o
     everyone = {**machines.peers, "stranger": listed(machines.keys["stranger"], 1)}
     stranger = Keys(machines.keys["stranger"], {name: Peer(**one) for name, one in everyone.items()}, N + 1)  # type: ignore[arg-type]
     for address in (f"127.0.0.1:{machines.port}", read_addresses(machines.folder(1))[0].address):
-        with pytest.raises((PeerError, OSError)):
+        with pytest.raises(RefusedError, match="refused the key of this machine"):
             dial(address, b"", run=0, me=N, timeout_s=5.0, keys=stranger).close()
     os.kill(started[2].pid, signal.SIGTERM)
     ends = [one.finish() for one in started]

@@ -41,7 +41,7 @@ NEITHER = (torch.nan, torch.inf, -torch.inf)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e5m2])
 @pytest.mark.parametrize("value", NEITHER)
-def test_one_element_that_is_not_finite_is_found_wherever_it_stands(value: float, dtype: torch.dtype) -> None:
+def test_one_element_that_is_not_finite_is_noticed_wherever_it_stands(value: float, dtype: torch.dtype) -> None:
     clean = torch.full((1000,), torch.finfo(dtype).max, dtype=torch.float64).to(dtype)
     whole = torch.arange(3)
     assert all_finite((clean, (whole, torch.empty(0)), -clean.double() if dtype.itemsize > 1 else clean))
@@ -266,7 +266,7 @@ def test_a_drift_that_is_infinite_between_two_finite_points_is_not_sent() -> Non
     assert not any(network.has(Ticket(7, 0), 1, other) for other in (0, 2))
 
 
-def test_a_codec_that_makes_an_infinity_of_finite_numbers_is_found_after_decoding() -> None:
+def test_a_codec_that_makes_an_infinity_of_finite_numbers_is_noticed_after_decoding() -> None:
     _, exchanges, _ = begun(gasloc(), fp16(), 1.0, 1e6)
     with pytest.raises(TrainingError, match=r"^the message of worker 1 in round 7 has numbers"):
         drive(exchanges, serially)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from commands import Command, free_port, must_have_stages_in_processes, run
+from commands import Command, done, free_port, must_have_stages_in_processes
 from gossamer.errors import ConfigError, DataError
 from gossamer.record import machines
 from gossamer.record.folder import read_metrics
@@ -88,12 +88,6 @@ def config_of(folder, **changes):
     """The settings of a recorded run, with changes."""
     dotted = {key.replace("__", "."): value for key, value in changes.items()}
     return settings_of(parse(with_settings(load_run(folder), dotted)))
-
-
-def done(*words):
-    code, output = run(*words)
-    assert code == 0, output
-    return output
 
 
 def losses(folder):
