@@ -118,14 +118,14 @@ class Resumption:
             self._seen.states.discard(after)  # until a listing shows it again
             self._seen.holders[donor].discard(after)
             return None
-        sha256: str | CheckpointError = yield Do(partial(loaded, self._work.load, after, writer, item.body))
-        is_read = not isinstance(sha256, CheckpointError)
-        if is_read and after and self._terms.compares_states and not self._terms.seal.trusts(writer):
-            sha256 = (yield from self._compared(after, writer)) or sha256
-        if isinstance(sha256, CheckpointError):
-            self._states.pass_over(name, sha256)
-            return None
-        return Basis(after, writer, sha256)
+        found: str | CheckpointError = yield Do(partial(loaded, self._work.load, after, writer, item.body))
+        doubts = after and self._terms.compares_states and not self._terms.seal.trusts(writer)
+        if doubts and not isinstance(found, CheckpointError):
+            found = (yield from self._compared(after, writer)) or found
+        if not isinstance(found, CheckpointError):
+            return Basis(after, writer, found)
+        self._states.pass_over(name, found)
+        return None
 
     def _writer(self, item: Item | None, donor: int) -> int | None:
         """The slot of the writer of a state, as its head says; None where that is none, another than the donor, or not proved."""
