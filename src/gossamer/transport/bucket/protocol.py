@@ -25,10 +25,11 @@ resumes from an earlier state.
 
 **The order of writes** makes each moment one at which a process may die:
 
-1. `run` before all else, so that a process of another run takes no slot;
+1. `key` and `run` before all else, so that a process of another run takes no slot;
 2. a claim before anything of that life: with keys, other names of a life count only with it;
 3. messages and the mean before the commit that names them, so that a closed round can be read;
-4. a state after its commit, by the closer, or by each worker in gossip: the next one is due later, if that process dies;
+4. the state of the start before the first message; a later one after its commit, by the closer, or by each worker in gossip: if
+   that process dies in between, the next one is due later;
 5. what is older than the last state but one is removed after that: messages and means first, older states last, as the oldest one
    marks where the next removal begins. Commits stay: they are small, record the run, and keep a slow worker from closing an old
    round once more;
