@@ -77,7 +77,7 @@ from gossamer.run.served.protocol import Terms, decode_terms
 from gossamer.run.simulated.simulate import simulate
 from gossamer.transport import wire
 from gossamer.transport.bucket.bucket import head_and_body, item_in
-from gossamer.transport.bucket.protocol import commit_in
+from gossamer.transport.bucket.objects import commit_in
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic import newcomer
 from gossamer.transport.elastic.ask import _parse_view

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import json
 import os
 import re
@@ -14,21 +15,25 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from test_flat import CASES, LOCAL_STEPS, Case, Model, made, optimizer_of, outer_of, train, whole
-from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import FileStore, HashStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import init_device_mesh
 
 import gossamer
 from commands import Command, free_port, in_forks
 from gossamer.cli import main
 from gossamer.errors import GossamerError, PeerError
+from gossamer.library import lane as lanes
+from gossamer.library import peers as connections_of
 from gossamer.library import sites
 from gossamer.library.lane import Lane
+from gossamer.library.peers import Common, Peers
 from gossamer.library.siblings import Siblings
 from gossamer.library.sites import LaneTransport
 from gossamer.rounds.compatibility.combination import Combination
@@ -821,3 +826,146 @@ def test_every_rule_runs_on_elastic_sites_or_is_refused_as_in_an_elastic_run(nam
     of_a_run = combination_faults(Combination(driver="train", rule=rule, topology=topology, elastic=True))
     said = combination_faults(Combination(driver="library", rule=rule, topology=topology, elastic=True))
     assert not [one for one in of_a_run if "run.elastic" in one] or [one for one in said if "elastic is true" in one]
+
+
+class Carrier:
+    """What carries a board, or connections, and whether it was closed."""
+
+    def __init__(self) -> None:
+        self.is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class LostBoard:
+    """A board whose process has ended."""
+
+    def set(self, name: str, text: str) -> None:
+        raise RuntimeError("the connection was reset")
+
+
+def unconnected(behind: Carrier | None = None) -> Any:
+    """A second site of two, without connections."""
+    site, transport = object.__new__(sites.ElasticSite), object.__new__(LaneTransport)
+    transport._behind, transport.closed = behind, False
+    site.lane, site.transport, site._join, site._board = Lane(worker=1, sites=2), transport, "127.0.0.1:9", None
+    site._endpoint, site._tell = SimpleNamespace(secret=b"", timeout_s=5.0), ("under way/1/0", "{}")
+    site._inner = SimpleNamespace(members=SimpleNamespace(entries={}), changed=threading.Condition())
+    return site
+
+
+def test_a_site_keeps_one_connection_with_the_board_while_the_first_site_has_yet_to_begin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reached, site = list[tuple[HashStore, Carrier]](), unconnected(before := Carrier())
+
+    def opened(*_: object) -> tuple[HashStore, Carrier]:
+        reached.append((HashStore(), Carrier()))
+        return reached[-1]
+
+    monkeypatch.setattr(sites, "opened", opened)
+    monkeypatch.setattr(sites, "_LOOK_S", 0.01)
+    looks = threading.Thread(target=site._look_for_board)
+    looks.start()
+    time.sleep(0.5)
+    assert len(reached) == 1 and before.is_closed
+    site._board.delete_key(site._tell[0])  # another process hosts the board now
+    time.sleep(0.5)
+    assert [carrier.is_closed for _, carrier in reached] == [True, False]
+    monkeypatch.setattr(sites, "board", lambda store: LostBoard())
+    site._board.delete_key(site._tell[0])
+    time.sleep(0.5)
+    site.transport.closed = True
+    looks.join()
+    assert len(reached) > 2 and [carrier.is_closed for _, carrier in reached[1:3]] == [False, True]
+
+
+def test_a_board_that_is_reached_as_a_site_ends_is_closed() -> None:
+    site = unconnected()
+    site.transport.closed = True
+    site.transport.take_board(late := Carrier())
+    assert late.is_closed
+
+
+def fails(*_: object, **__: object) -> Any:
+    raise PeerError("the others did not come")
+
+
+def test_a_site_that_the_others_do_not_join_leaves_the_board(monkeypatch: pytest.MonkeyPatch) -> None:
+    board = Carrier()
+    monkeypatch.setattr(lanes, "opened", lambda *_: (HashStore(), board))
+    monkeypatch.setattr(lanes, "claim_site", fails)
+    with pytest.raises(PeerError):
+        lanes.join_sites(Lane(worker=1, sites=2), "127.0.0.1:9", 5.0)
+    assert board.is_closed
+
+
+def test_an_elastic_site_that_gets_no_parameters_to_start_from_ends_its_connections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connections, listeners = Carrier(), list[socket.socket]()
+    begins = SimpleNamespace(run="a run")
+    monkeypatch.setattr(
+        sites,
+        "_Rendezvous",
+        lambda *_: SimpleNamespace(start_or_donor=lambda: [0], all_start=lambda: begins, run_key=lambda run: 1),
+    )
+
+    def made(begins: object, siblings: object, endpoint: Any, *_: object, **__: object) -> Any:
+        listeners.append(endpoint.listener)
+        return SimpleNamespace(transport=connections, come_to_board=lambda: None, start_from_first=fails)
+
+    monkeypatch.setattr(sites, "ElasticSite", made)
+    common = Common(*["x"] * 6, "own", "x", "x")
+    siblings: Any = SimpleNamespace(from_first=lambda choose, what: choose())
+    with pytest.raises(PeerError):
+        sites.elastic_site(
+            Lane(worker=1, sites=2, address="127.0.0.1"),
+            siblings,
+            common,
+            "127.0.0.1:9",
+            torch.zeros(2),
+            {},
+            SimpleNamespace(sends_per_round=1),  # type: ignore[arg-type]
+            closings=1,
+            timeout_s=5.0,
+        )
+    assert connections.is_closed and listeners[0].fileno() == -1
+
+
+def test_a_process_ends_its_connections_where_another_of_its_site_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others would take it for alive, and its address would stay in use for the life of the process."""
+    board, connections, meetings = Carrier(), Carrier(), itertools.count()
+
+    @contextlib.contextmanager
+    def all_or_none(operation: str) -> Iterator[None]:
+        yield
+        if next(meetings):
+            raise PeerError("the start of Outer failed in another process")
+
+    monkeypatch.setattr("gossamer.library.outer.at_board", lambda lane, *_: lane._replace(behind=board))
+    outer: Any = object.__new__(gossamer.Outer)
+    outer._lane, outer._timeout_s = Lane(worker=1, sites=2), 5.0
+    outer._siblings = SimpleNamespace(all_or_none=all_or_none)
+    outer._connected = lambda *_: connections
+    with pytest.raises(PeerError):
+        outer._meet(None, SimpleNamespace(join="127.0.0.1:9", elastic=True))
+    assert board.is_closed and connections.is_closed
+
+
+def test_fixed_sites_with_keys_that_do_not_agree_stop_listening(monkeypatch: pytest.MonkeyPatch) -> None:
+    listeners, listen = list[socket.socket](), connections_of.listen
+
+    def noted(host: str, port: int) -> socket.socket:
+        listeners.append(listen(host, port))
+        return listeners[-1]
+
+    monkeypatch.setattr("gossamer.library.peers.listen", noted)
+    monkeypatch.setattr("gossamer.library.peers.all_at", fails)
+    keys: Any = object()
+    lane = Lane(worker=1, sites=2, joint=HashStore(), address="127.0.0.1", keys=keys)
+    common = Common(*["x"] * 6, "own", "x", "x")
+    with pytest.raises(PeerError):
+        Peers.of(None, lane, common, torch.zeros(2), {}, timeout_s=5.0)
+    assert listeners[0].fileno() == -1

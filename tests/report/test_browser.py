@@ -31,7 +31,7 @@ from gossamer.run.play.actions import Action
 from gossamer.run.play.film import film_contents
 from gossamer.run.play.live import Live, filmed
 from gossamer.topologies import make_topology
-from gossamer.transport.bucket.protocol import commit_name
+from gossamer.transport.bucket.objects import commit_name
 from tiny import document
 
 CHROMIUM = shutil.which("chromium") or ""

@@ -20,7 +20,7 @@ from gossamer.report.reading import stored
 from gossamer.report.reading.status import store_status
 from gossamer.report.reading.stored import NO_LOSSES, FollowedStore
 from gossamer.transport.bucket.bucket import Folder, SecretSeal
-from gossamer.transport.bucket.protocol import commit_name, lease_name
+from gossamer.transport.bucket.objects import commit_name, lease_name
 
 SETTINGS = {"rule.name": '"diloco"', "topology.name": '"complete"'}
 START_S = 1_700_000_000.0

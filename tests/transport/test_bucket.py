@@ -119,6 +119,18 @@ def test_a_store_that_cannot_be_opened_is_refused_in_a_sentence(tmp_path: Path) 
         bucket_at("nosuch://x")
 
 
+def test_the_trial_of_a_store_leaves_nothing_there_where_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def names(folder: Folder, after: str) -> list[str]:
+        raise PermissionError("403 Forbidden")
+
+    monkeypatch.setattr(Folder, "names", names)
+    with pytest.raises(ConfigError, match=r"cannot be used .403 Forbidden"):
+        opened_bucket(str(tmp_path))
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize("url", ["s3:/bucket/run", "file:/tmp/run", "file://localhost/tmp/run", "file://run"])
 def test_an_incomplete_address_makes_no_folder_of_that_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str

@@ -23,21 +23,10 @@ from gossamer.network.pricing import price
 from gossamer.network.store_time import StoreLink
 from gossamer.record.logs.trace import from_targets
 from gossamer.transport.bucket.bucket import Folder, Seal, SecretSeal
-from gossamer.transport.bucket.protocol import (
-    Asking,
-    Attendance,
-    Basis,
-    Commit,
-    Create,
-    Do,
-    Get,
-    Names,
-    Remove,
-    Sleep,
-    Steps,
-    StoreTerms,
-    commit_in,
-)
+from gossamer.transport.bucket.objects import Basis, Commit, commit_in
+from gossamer.transport.bucket.protocol import StoreTerms
+from gossamer.transport.bucket.requests import Asking, Create, Do, Get, Names, Remove, Sleep, Steps
+from gossamer.transport.bucket.rounds import Attendance
 from gossamer.transport.bucket.signed import KeySeal, key_seal
 from gossamer.transport.keys import Keys, Peer, certificate_of, new_key
 
@@ -773,6 +762,20 @@ def test_with_keys_a_store_that_refuses_to_give_a_claim_ends_the_worker_too(seal
 
     waited_s, sentence = patience(Chain({}, 1), answer, seal=seals[0])
     assert waited_s < 1.5 * TIMEOUT_S and "to read 't00000-0000' (403)" in sentence
+
+
+@pytest.mark.parametrize("signs", [0, 2])
+def test_a_worker_that_leaves_removes_its_last_sign_of_life_if_it_has_given_one(signs: int) -> None:
+    one = Attendance(StoreTerms({}, 2, 4, TIMEOUT_S, TIMEOUT_S), Chain({}, 1), "nonce", lambda: 0.0)
+    one.slot = one.life = 0
+    beats, asked = one.beats(), list[Asking]()
+    while sum(isinstance(effect, Sleep) for effect in asked) < signs:
+        asked.append(next(beats))
+    left = {effect.name for effect in asked if isinstance(effect, Create)}
+    for effect in (*asked, *one.release()):
+        if isinstance(effect, Remove):
+            left.remove(effect.name)
+    assert not left
 
 
 def test_what_is_in_a_store_and_can_not_be_read_is_named_after_two_timeouts() -> None:

@@ -22,8 +22,9 @@ from gossamer.errors import PeerError
 from gossamer.layout import Layout, Leaf
 from gossamer.record.packed import packed, unpacked
 from gossamer.transport.bucket.bucket import SecretSeal
-from gossamer.transport.bucket.protocol import Asking, Create, Do, Get, SlotLostError, Steps
+from gossamer.transport.bucket.requests import Asking, Create, Do, Get, Steps
 from gossamer.transport.bucket.server_log import ServerAttendance, ServerEvent, event_in
+from gossamer.transport.bucket.slots import SlotLostError
 
 SCHEDULES, FULL, PARTS = (*range(19), 21), range(1_000), 4
 """In the last a worker would wait without end that takes an answer to the former process of its slot for its own."""

@@ -1,5 +1,6 @@
 """Starting runs: joining, agreeing, and many workers on one machine, with real processes."""
 
+import contextlib
 import os
 import re
 import resource
@@ -10,6 +11,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from gossamer.cli import main
 from gossamer.cli.train import import_early
 from gossamer.errors import ConfigError, PeerError, TransportError
 from gossamer.transport.contract import Ticket
+from gossamer.transport.processes import launch, local
 from gossamer.transport.processes.group import GroupTransport
 from gossamer.transport.processes.launch import agree, join, late_to_part, leave, one_device, raise_descriptor_limit
 from gossamer.transport.processes.local import run_local, run_served
@@ -39,6 +42,28 @@ def torchrun(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     return monkeypatch
+
+
+def test_a_process_that_cannot_join_leaves_a_store_that_it_has_reached_by_its_key(torchrun: pytest.MonkeyPatch) -> None:
+    closed = list[bool]()
+    behind = SimpleNamespace(close=lambda: closed.append(True))
+    keys: Any = SimpleNamespace(numbers=lambda certificate: [1], certificate=b"")
+    torchrun.setattr(launch, "_store", lambda *_: (HashStore(), behind))
+    with pytest.raises(PeerError, match="worker 0 did not come within"):
+        join(2, timeout_s=0.2, group=False, keys=keys)
+    assert closed
+
+
+def test_a_launcher_that_reports_a_failed_worker_to_other_machines_keeps_no_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, closed = HashStore(), list[bool]()
+    behind = SimpleNamespace(close=lambda: closed.append(True))
+    monkeypatch.setattr(local, "meeting_store", lambda *_, **__: (store, behind))
+    monkeypatch.setattr(local, "_children", lambda *_: contextlib.nullcontext())
+    with local._workers([], main, [], b"", local.Among(2, 4, "127.0.0.1", 9)) as (_, report):
+        report("2", 1)
+    assert closed and store.num_keys() == 1
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])

@@ -22,6 +22,7 @@ from gossamer.transport.sockets.connection import Endpoint
 from gossamer.transport.sockets.handshake import dial
 from gossamer.transport.sockets.header import LetterKind, Limits
 from gossamer.transport.sockets.letter import Letter
+from gossamer.transport.sockets.listener import Arrival, Listener, Refusals
 
 RUN, SECRET, N = 7, b"known to all workers of this run", 3
 TIMEOUT_S = 4.0
@@ -55,6 +56,34 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SocketTransport]]:
     finally:
         for one in made:
             one.close(at_once=True)
+
+
+def test_a_worker_that_connects_when_it_is_given_up_is_hung_up_on_in_the_end() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        member = Member.at(0, 2, torch.device("cpu"), HashStore(), secret=SECRET)
+        transport = SocketTransport(member, Endpoint(listener, RUN, SECRET, 0.2), [address, "127.0.0.1:9"])
+        time.sleep(0.5)
+        with dial(address, SECRET, run=RUN, me=1, timeout_s=10.0) as late:
+            transport.close()
+            with pytest.raises(ConnectionError):
+                late.read(1)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_process_that_fails_with_a_new_connection_hangs_up_on_the_other_end() -> None:
+    arrivals = list[Arrival]()
+
+    def arrived(arrival: Arrival) -> None:
+        arrivals.append(arrival)
+        raise RuntimeError("can't start new thread")
+
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        listener = Listener(sock, SECRET, RUN, arrived, Refusals())
+        with dial(listener.address, SECRET, run=RUN, me=1, timeout_s=10.0) as other, pytest.raises(ConnectionError):
+            other.read(1)
+        listener.close()
+    assert arrivals
 
 
 def exchange(workers: list[SocketTransport], ticket: Ticket) -> list[dict[int, list[torch.Tensor]]]:

@@ -30,8 +30,11 @@ from gossamer.rounds.loop import EVERYONE, Membership, OuterLoop
 from gossamer.rounds.together import Together
 from gossamer.settings.over_time import Timetable
 from gossamer.transport.bucket.bucket import Bucket, object_limit, too_large
+from gossamer.transport.bucket.objects import Basis, Commit
 from gossamer.transport.bucket.perform import free_slot, open_sealed, paced, perform, renewing
-from gossamer.transport.bucket.protocol import Attendance, Basis, Commit, Steps, StoreTerms, TrainPhase
+from gossamer.transport.bucket.protocol import StoreTerms
+from gossamer.transport.bucket.requests import Steps, TrainPhase
+from gossamer.transport.bucket.rounds import Attendance
 from gossamer.transport.contract import Transport
 from gossamer.transport.keys import Keys
 from gossamer.transport.memory import MemoryNetwork

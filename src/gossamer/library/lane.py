@@ -220,8 +220,9 @@ def at_board(lane: Lane, join: str, timeout_s: float) -> Lane:
         warn_of_plain("between sites", f"give all sites {KEYS}")
     first = lane.worker == lane.shard == 0
     try:
+        address = own_address(host)
         store, behind = opened(lane, join, timeout_s)
-        return lane._replace(joint=board(store), address=own_address(host), behind=behind)
+        return lane._replace(joint=board(store), address=address, behind=behind)
     except (OSError, RuntimeError) as error:
         if first and isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             raise PeerError(
@@ -274,10 +275,15 @@ def join_sites(lane: Lane, join: str, timeout_s: float) -> Lane:
         processes.
     """
     lane = at_board(lane, join, timeout_s)
-    if lane.shard == 0:
-        if not claim_site(lane, join, timeout_s, elastic=False):
-            raise taken(lane, join)
-        must_have_equal_shards(lane, timeout_s)
+    try:
+        if lane.shard == 0:
+            if not claim_site(lane, join, timeout_s, elastic=False):
+                raise taken(lane, join)
+            must_have_equal_shards(lane, timeout_s)
+    except BaseException:
+        if lane.behind is not None:
+            lane.behind.close()
+        raise
     return lane
 
 

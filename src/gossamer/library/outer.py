@@ -265,22 +265,32 @@ class Outer(Generic[M]):
         In two phases, after each of which the processes of this worker agree whether all have succeeded: the second waits for
         messages that a process which failed in the first would never send.
         """
+        with contextlib.ExitStack() as undo:  # also where another process of this worker has failed
+            with self._siblings.all_or_none("the start of Outer"):
+                if meeting.join is not None:
+                    meet = at_board if meeting.elastic else join_sites
+                    self._lane = meet(self._lane, meeting.join, self._timeout_s)
+                    if self._lane.behind is not None:
+                        undo.callback(self._lane.behind.close)
+            with self._siblings.all_or_none("the start of Outer"):
+                peers = self._connected(common, meeting)
+                undo.callback(peers.close)
+            undo.pop_all()
+            return peers
+
+    def _connected(self, common: Common, meeting: "_MeetingPlace") -> Peers:
+        """The connections to the other workers, once this process has reached the board of the sites, if there is one."""
         join, timeout_s = meeting.join, self._timeout_s
-        with self._siblings.all_or_none("the start of Outer"):
-            if join is not None:
-                meet = at_board if meeting.elastic else join_sites
-                self._lane = meet(self._lane, join, timeout_s)
-        with self._siblings.all_or_none("the start of Outer"):
-            if meeting.elastic and join is not None:
-                place, given = (self._lane, self._siblings, common, join), (self.x, rest_of(self.model), self.method)
-                closings = sum(bool(stop.sends) for stop in self.method.schedule.stops(0, self.local_steps))
-                self._site = elastic_site(*place, *given, closings=closings, timeout_s=timeout_s)
-                lane = None if self._site.is_back else self._lane
-                return Peers.of_site(self._site.transport, lane, self._site.start, timeout_s)
-            if dist.is_initialized() or self._lane.joint is not None:
-                group, rest = meeting.process_group, rest_of(self.model)
-                return Peers.of(group, self._lane, common, self.x, rest, timeout_s=timeout_s)
-            return Peers.none()
+        if meeting.elastic and join is not None:
+            place, given = (self._lane, self._siblings, common, join), (self.x, rest_of(self.model), self.method)
+            closings = sum(bool(stop.sends) for stop in self.method.schedule.stops(0, self.local_steps))
+            self._site = elastic_site(*place, *given, closings=closings, timeout_s=timeout_s)
+            lane = None if self._site.is_back else self._lane
+            return Peers.of_site(self._site.transport, lane, self._site.start, timeout_s)
+        if dist.is_initialized() or self._lane.joint is not None:
+            group, rest = meeting.process_group, rest_of(self.model)
+            return Peers.of(group, self._lane, common, self.x, rest, timeout_s=timeout_s)
+        return Peers.none()
 
     def _enter(self, common: Common, url: str) -> Peers:
         """Takes a slot in the store, and the state that is there."""

@@ -187,30 +187,34 @@ class Peers:
         backend, store = "gloo" if lane.joint is not None else backend_of(user_group), lane.store
         member = Member.at(lane.worker, lane.n, x.device, store, secret=environment_secret())
         rest = fingerprints(others, numbers=common.rest == "compare") if common.rest != "own" else []
-        # Listens before it publishes its address: a reader may connect at once.
-        listener = None if lane.keys is None else listen(lane.address, 0)
-        address = "" if listener is None else shown(*listener.getsockname()[:2])
-        statements = all_at("the start of Outer", member, [common, rest, secrets.token_hex(8), address], timeout_s)
-        must_agree([one[0] if isinstance(one, list) and len(one) == 4 else None for one in statements], common)
-        must_be_alike([one[1] for one in statements], list(others))
-        start = str(statements[0][2])
-        # In a part of the store for this start, without the reports of an earlier Outer of the same workers.
-        member = member._replace(store=PrefixStore(start, store), behind=lane.behind)
-        run = int(hashlib.sha256(repr((common, lane.shard, start)).encode()).hexdigest()[:16], 16)
-        group, tensors = None, (x, *(others.values() if common.rest == "broadcast" else ()))
-        if listener is not None:
-            endpoint = Endpoint(listener, run, member.secret, timeout_s, keys=lane.keys)
-            transport = SocketTransport(member, endpoint, [one[3] for one in statements])
-            carry, reduce = transport.broadcast, None
-        else:
-            group = _group_of(backend, member, lane, timeout_s)
-            transport = GroupTransport(member, run=run, timeout_s=timeout_s, group=group)
-            reduce = all_reduce(timeout_s, group) if common.reduction == "all_reduce" else None
-            carry = partial(_broadcast_in, group)
-        carrier = x.device if backend == "nccl" else torch.device("cpu")
-        for tensor in tensors:
-            broadcast(tensor, carry, carrier)
-        return cls(transport, reduce, group, member, start, timeout_s)
+        with contextlib.ExitStack() as undo:
+            # Listens before it publishes its address: a reader may connect at once.
+            listener = None if lane.keys is None else undo.enter_context(listen(lane.address, 0))
+            address = "" if listener is None else shown(*listener.getsockname()[:2])
+            statements = all_at("the start of Outer", member, [common, rest, secrets.token_hex(8), address], timeout_s)
+            must_agree([one[0] if isinstance(one, list) and len(one) == 4 else None for one in statements], common)
+            must_be_alike([one[1] for one in statements], list(others))
+            start = str(statements[0][2])
+            # In a part of the store for this start, without the reports of an earlier Outer of the same workers.
+            member = member._replace(store=PrefixStore(start, store), behind=lane.behind)
+            run = int(hashlib.sha256(repr((common, lane.shard, start)).encode()).hexdigest()[:16], 16)
+            group, reduce = None, None
+            if listener is not None:
+                endpoint = Endpoint(listener, run, member.secret, timeout_s, keys=lane.keys)
+                transport = SocketTransport(member, endpoint, [one[3] for one in statements])
+                carry = transport.broadcast
+            else:
+                group = _group_of(backend, member, lane, timeout_s)
+                transport = GroupTransport(member, run=run, timeout_s=timeout_s, group=group)
+                reduce = all_reduce(timeout_s, group) if common.reduction == "all_reduce" else None
+                carry = partial(_broadcast_in, group)
+            peers = cls(transport, reduce, group, member, start, timeout_s)
+            undo.callback(peers.close)
+            carrier = x.device if backend == "nccl" else torch.device("cpu")
+            for tensor in (x, *(others.values() if common.rest == "broadcast" else ())):
+                broadcast(tensor, carry, carrier)
+            undo.pop_all()
+            return peers
 
     def agree(self, call: str, facts: object) -> list[Any]:
         """The facts of each worker in a call of `Outer`, in worker order. Raises PeerError naming those that time out."""

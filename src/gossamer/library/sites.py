@@ -96,8 +96,7 @@ class LaneTransport:
         self.worker, self._inner, self._siblings = lane.worker, inner, siblings
         # Means have a separate commit, over all sites (`ElasticSite.committed`).
         self._parts, self._n, self._closes = lane.shards > 1 and not closes, lane.n, closes
-        self.behind = list[KeyedStore]()
-        """Carries the boards of the sites, where they have keys."""
+        self._behind = lane.behind
         self.closed = False
         self.expect, self.post, self.wait = inner.expect, inner.post, inner.wait
         self.waits, self.deliveries = inner.waits, inner.deliveries
@@ -134,8 +133,16 @@ class LaneTransport:
         if not self.closed:
             self.closed = True
             self._inner.close()
-            for store in self.behind:
-                store.close()
+            if self._behind is not None:
+                self._behind.close()
+
+    def take_board(self, behind: KeyedStore | None) -> None:
+        """Takes over what carries a board, where the sites have keys, in place of what has carried the one before."""
+        before, self._behind = self._behind, behind
+        if before is not None:
+            before.close()
+        if behind is not None and self.closed:
+            behind.close()
 
 
 class ElasticSite:
@@ -190,18 +197,11 @@ class ElasticSite:
         self.transport = LaneTransport(self._inner, siblings, self.lane, closes=self._closes)
         self._tell = f"under way/{self.lane.worker}/{self.lane.shard}", json.dumps(entry)
         self._join = join
-        if self.lane.behind is not None:
-            self.transport.behind.append(self.lane.behind)
         self._board, self._told_at = self.lane.joint, None
         """The newest board that was reached, and the one on which losses are published."""
         self._loss, self._losses = 0.0, dict[int, float]()
         self._unheard_s = dict[int, float]()
         """For each site from which some lane receives nothing: since when means with it fail."""
-        if self.lane.joint is not None:
-            with store_answers():
-                Entries(self.lane.joint, endpoint.secret, endpoint.timeout_s).set(*self._tell)
-        # In a separate thread, as a connection to an address that does not answer takes seconds.
-        threading.Thread(target=self._look_for_board, daemon=True, name="gossamer board").start()
 
     # --- the outer loop asks ------------------------------------------------------------------------------------------
 
@@ -509,6 +509,14 @@ class ElasticSite:
 
     # --- its place at the board ---------------------------------------------------------------------------------------
 
+    def come_to_board(self) -> None:
+        """Announces at the board that this site trains, also to a site 0 that comes back. Raises: TransportError."""
+        if self.lane.joint is not None:
+            with store_answers():
+                Entries(self.lane.joint, self._endpoint.secret, self._endpoint.timeout_s).set(*self._tell)
+        # In a separate thread, as a connection to an address that does not answer takes seconds.
+        threading.Thread(target=self._look_for_board, daemon=True, name="gossamer board").start()
+
     def losses(self, loss_here: float) -> dict[int, float]:
         """The latest losses of the live sites, and this one's; a thread publishes and reads them."""
         self._loss, store = loss_here, self._board
@@ -542,16 +550,28 @@ class ElasticSite:
             if self.transport.closed or (is_there and first is not None and first.nonce == informed):
                 continue
             try:
-                reached, behind = opened(self.lane, self._join, 1.0)
-                store = board(reached)
-                Entries(store, self._endpoint.secret, self._endpoint.timeout_s).set(*self._tell)
+                self._announce()
             except (OSError, RuntimeError, PeerError):
                 continue
-            self._board = store
-            if behind is not None:
-                self.transport.behind.append(behind)
             if is_there and first is not None:
                 informed = first.nonce
+
+    def _announce(self) -> None:
+        """Announces the running run, over another connection only where the last one does not lead to its announcement."""
+        (name, text), secret, timeout_s = self._tell, self._endpoint.secret, self._endpoint.timeout_s
+        with contextlib.suppress(RuntimeError):  # the process that hosted it has ended
+            if self._board is not None and Entries(self._board, secret, 1.0).get(name) == text.encode():
+                return
+        reached, behind = opened(self.lane, self._join, 1.0)
+        store = board(reached)
+        try:
+            Entries(store, secret, timeout_s).set(name, text)
+        except BaseException:
+            if behind is not None:
+                behind.close()
+            raise
+        self._board = store
+        self.transport.take_board(behind)
 
 
 def elastic_site(
@@ -573,10 +593,10 @@ def elastic_site(
         x: the parameters of this shard; where all start together they become those of site 0.
         others: frozen parameters and buffers, compared or taken over as `common.rest` says.
         closings: commits per round.
-    Raises: PeerError when sites differ or do not come, or this one's number is taken.
+    Raises: PeerError when sites differ or do not come, or this one's number is taken; the board stays open then.
     """
     rest = fingerprints(others, numbers=common.rest == "compare") if common.rest != "own" else []
-    listener = listen(lane.address, 0)
+    listener, site = listen(lane.address, 0), None
     try:
         entry = _SiteEntry("", shown(*listener.getsockname()[:2]), lane.shards, [*common], rest)
         limits = Limits(lane.n, _ROUNDS, _STEPS, 2 * method.sends_per_round)
@@ -586,16 +606,17 @@ def elastic_site(
         endpoint = Endpoint(listener, meets.run_key(begins.run), environment_secret(), timeout_s, keys=lane.keys)
         entry = entry._replace(run=begins.run)
         site = ElasticSite(begins, siblings, endpoint, method, x, closings=closings, entry=entry, join=join)
+        site.come_to_board()
+        broadcasts = {**(others if common.rest == "broadcast" else {}), "": x}
+        if donor < 0 == lane.worker:
+            site.keep(0, {"start": [*broadcasts.values()]})
+        elif donor < 0:
+            site.start_from_first([*broadcasts.values()])
     except BaseException:
         listener.close()
-        if lane.behind is not None:
-            lane.behind.close()
+        if site is not None:
+            site.transport.close()
         raise
-    broadcasts = {**(others if common.rest == "broadcast" else {}), "": x}
-    if donor < 0 == lane.worker:
-        site.keep(0, {"start": [*broadcasts.values()]})
-    elif donor < 0:
-        site.start_from_first([*broadcasts.values()])
     return site
 
 

@@ -24,7 +24,8 @@ from gossamer.errors import ConfigError
 from gossamer.record.logs.trace import KINDS, Integers, Trace
 from gossamer.settings.quantities import SECONDS
 from gossamer.settings.schema import settings
-from gossamer.transport.bucket.protocol import LOOK_SHARE, StoreTerms
+from gossamer.transport.bucket.protocol import StoreTerms
+from gossamer.transport.bucket.requests import LOOK_SHARE
 
 Floats = NDArray[np.float64]
 _LOOK_S, _REST_S = (StoreTerms._field_defaults[name] for name in ("look_s", "rest_s"))

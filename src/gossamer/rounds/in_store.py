@@ -16,7 +16,7 @@ from gossamer.record.packed import packed, unpacked
 from gossamer.rounds.loop import Membership, OuterLoop
 from gossamer.rounds.schedule import Stop
 from gossamer.rounds.together import GivenMeans
-from gossamer.transport.bucket.protocol import Commit
+from gossamer.transport.bucket.objects import Commit
 from gossamer.transport.contract import Ticket, Transport
 from gossamer.transport.elastic.common import common_hash
 from gossamer.transport.memory import MemoryNetwork, Parcel

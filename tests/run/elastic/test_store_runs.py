@@ -33,7 +33,7 @@ from gossamer.run.worker.task import task_of
 from gossamer.stop_signals import Asked
 from gossamer.topologies import complete
 from gossamer.transport.bucket.bucket import SecretSeal
-from gossamer.transport.bucket.protocol import Basis
+from gossamer.transport.bucket.objects import Basis
 from gossamer.transport.keys import certificate_of, new_key
 from gossamer.tree import leaves
 from s3 import S3

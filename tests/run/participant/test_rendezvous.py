@@ -5,6 +5,7 @@ import signal
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from gossamer.run.asynchronous import train_asynchronous
 from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import dump
 from gossamer.run.elastic import train_elastic
+from gossamer.run.participant import rendezvous
 from gossamer.run.participant.rendezvous import join_run
 from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry
 from gossamer.transport.elastic.transport import ElasticTransport
@@ -115,6 +117,25 @@ def test_a_newcomer_waits_for_the_first_machine_which_is_announced_at_an_address
     announced = (tmp_path / "first" / "address-000.json").read_text()
     assert "0.0.0.0" not in announced + ends[1][1].replace("0.0.0.0 means", ""), ends
     assert [output.count("not encrypted") for _, output in ends] == [0, 1], "once, by whom others reach"
+
+
+def test_a_worker_that_cannot_start_stops_listening_and_leaves_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, closed = resolve(tiny(run__elastic=True), real=True), list[bool]()
+    listener = socket.create_server(("127.0.0.1", 0))
+    member = SimpleNamespace(worker=0, behind=SimpleNamespace(close=lambda: closed.append(True)))
+
+    def disagree(*_: object, **__: object) -> list[object]:
+        raise PeerError("worker 1 runs another configuration")
+
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setattr(rendezvous, "join", lambda *_, **__: member)
+    monkeypatch.setattr(rendezvous, "listening_towards", lambda towards: (listener, "127.0.0.1:9"))
+    monkeypatch.setattr(rendezvous, "agree", disagree)
+    with pytest.raises(PeerError):
+        train_elastic.train_elastic(run, tmp_path)
+    assert closed and listener.fileno() == -1
 
 
 def test_a_newcomer_is_refused_at_once_where_waiting_would_not_help(tmp_path: Path) -> None:

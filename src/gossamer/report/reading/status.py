@@ -24,8 +24,9 @@ from gossamer.report.reading.lines import RunFile, run_file_of
 from gossamer.report.reading.paces import Paces, is_silent
 from gossamer.report.reading.stored import reading, stored_run
 from gossamer.transport.bucket.bucket import MOST_HEAD_BYTES
-from gossamer.transport.bucket.protocol import Sightings, commit_in, commit_name
+from gossamer.transport.bucket.objects import commit_in, commit_name
 from gossamer.transport.bucket.server_log import event_in
+from gossamer.transport.bucket.sightings import Sightings
 from gossamer.transport.elastic.ask import View, look
 from gossamer.transport.elastic.members import MemberStatus, SlotEntry, merged
 from gossamer.transport.keys import Peer, keys_for

@@ -20,8 +20,9 @@ from gossamer.report.reading.lines import RunFile
 from gossamer.report.reading.thinning import Grid
 from gossamer.settings.over_time import timetable_of
 from gossamer.transport.bucket.bucket import MOST_HEAD_BYTES, Bucket, Folder, Item, Seal, SecretSeal, bucket_at
-from gossamer.transport.bucket.protocol import Commit, Sightings, commit_in, commit_name
+from gossamer.transport.bucket.objects import Commit, commit_in, commit_name
 from gossamer.transport.bucket.server_log import ServerEvent, event_in
+from gossamer.transport.bucket.sightings import Sightings
 from gossamer.transport.bucket.signed import KEY_OBJECT, opened_key
 from gossamer.transport.keys import Peer, dealt, keys_for, read_peers
 from gossamer.transport.secret import environment_secret

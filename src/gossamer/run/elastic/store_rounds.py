@@ -40,8 +40,10 @@ from gossamer.run.worker.task import Task
 from gossamer.run.worker.worker import RoundReport, Segment, Worker
 from gossamer.stop_signals import Asked, leaving
 from gossamer.transport.bucket.bucket import Bucket
+from gossamer.transport.bucket.objects import Basis, Commit
 from gossamer.transport.bucket.perform import perform, renewing
-from gossamer.transport.bucket.protocol import Attendance, Basis, Commit, StoreTerms
+from gossamer.transport.bucket.protocol import StoreTerms
+from gossamer.transport.bucket.rounds import Attendance
 from gossamer.transport.processes.launch import device_of
 
 log = logging.getLogger("gossamer")
@@ -76,7 +78,7 @@ def train_in_store(run: ResolvedRun, folder: Path, url: str) -> None:
         finally:
             work.over.set()
         work.leave(one.round)
-        if run.rounds - 1 in one.commits:  # else it has left
+        if run.rounds - 1 in one.rounds.commits:  # else it has left
             write_outcomes(folder, run, _all_commits(one, bucket, terms))
             say(f"the run in the store has ended after {run.rounds} rounds")
 
@@ -285,7 +287,7 @@ def _all_commits(attendance: Attendance, bucket: Bucket, terms: StoreTerms) -> l
     """The outcomes of all rounds, those from the store that this worker has not read."""
     commits: list[Commit] = []
     for round in range(terms.rounds):
-        commit = perform(attendance.read_commit(round), bucket, wait=time.sleep)
+        commit = perform(attendance.rounds.read(round), bucket, wait=time.sleep)
         if commit is None:
             raise CheckpointError(
                 f"the store has no outcome of round {round + 1}, though later ones are there; somebody has removed it"

@@ -389,13 +389,14 @@ def take_part(
                 use_recorded_threads(run, folder, rendezvous.members.me)
             # In asynchronous runs, processes without a final checkpoint take one from the others, and end too.
             if run.loop.elastic and rendezvous.after == run.rounds:
-                return rendezvous.endpoint.listener.close()
+                return
         else:
             must_have_inputs(run, task, folder, "resume")  # if it took part in the run before
             rendezvous = join_run(run, folder, key, join)
         with leaving() as asked:
             while True:
                 if join is not None:
+                    open_.enter_context(rendezvous.endpoint.listener)
                     # A hanging process may hold the lock: the others have reassigned its slot, and it requests another.
                     open_.enter_context(locked(folder, rendezvous.members.me, strict=False))
                 try:

@@ -12,8 +12,9 @@ import socket
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -46,9 +47,10 @@ from gossamer.transport.elastic.members import (
     is_process,
 )
 from gossamer.transport.elastic.newcomer import Applicant, ask
-from gossamer.transport.keys import keys_for
+from gossamer.transport.keys import Keys, keys_for
 from gossamer.transport.processes.interfaces import address_towards, announced_address
 from gossamer.transport.processes.launch import agree, join, part
+from gossamer.transport.processes.member import Member
 from gossamer.transport.secret import folder_secret
 from gossamer.transport.sockets.addresses import is_loopback, listen, shown, split
 from gossamer.transport.sockets.connection import Endpoint
@@ -144,55 +146,68 @@ def started(
 
     They may be fewer than the run has slots; the others are empty until a process joins.
 
-    Args: `open_` holds the lock of its slot in the run folder until it is closed.
+    Args: `open_` holds the lock of its slot in the run folder, and its listening socket, until it is closed.
     Raises: ConfigError, CheckpointError; PeerError when workers are missing or run another configuration.
     """
     wait_s, store, keys = run.loop.timeout_s, Store(run, folder), keys_for(run.peers, run.workers)
-    member = join(
-        run.workers,
-        backend="gloo",
-        device=run.loop.device,
-        threads=run.loop.threads,
-        timeout_s=wait_s,
-        group=False,
-        fewer=True,
-        keys=keys,
-    )
-    me = member.worker
+    member = _at_the_store(run, keys, open_)
+    me, agreed = member.worker, partial(agree, member, f"{key:016x} {start_facts.word}", timeout_s=wait_s)
     open_.enter_context(locked(folder, me))  # before it reads valid lines of the folder, and truncates the rest
     past = resumed(run, folder, resume)
     # Listens before publishing its address, as readers may connect at once.
     listener, address = listening_towards(os.environ["MASTER_ADDR"])
+    open_.enter_context(listener)
     own = Own(KeptRounds({})) if past is None else start_facts.own(me, past)
-    common = f"{key:016x} {start_facts.word}"
     mine = [address, secrets.randbits(NONCE_BITS), encode_kept(own.kept), own.more]
-    stated = agree(member, common, mine, settings=run_settings(run, task), timeout_s=wait_s)
+    stated = agreed(mine, settings=run_settings(run, task))
     known = [fact_of(slot, value, start_facts) for slot, value in enumerate(stated)]
-
-    def read(round: int) -> dict[int, Fault | None]:
-        if past is None or not start_facts.one_round:  # each has read its own, and reported their faults
-            return {}
-        fault = store.fault(round, me, past.lineage) if round in own.kept.whole else None
-        return dict(enumerate(decode_faults(agree(member, common, fault and fault.encoded, timeout_s=wait_s))))
-
     try:
         compare_first_batches(member, task, wait_s)
-        kept = {slot: one.kept for slot, one in enumerate(known)}
-        speaks = start_facts.one_round and me == 0
-        start = begin_or_resume(store, task, past, Agreement(kept, read, start_facts.pick, speaks))
-        newest = start.round if start_facts.one_round else _own_round(own, start.choice.kept[me], start.round)
+        kept, one_round = {slot: one.kept for slot, one in enumerate(known)}, start_facts.one_round
+        # Else each has read its own, and reported their faults.
+        read = _faults_of_all(agreed, store, past, own, me) if one_round and past is not None else lambda round: {}
+        start = begin_or_resume(store, task, past, Agreement(kept, read, start_facts.pick, one_round and me == 0))
+        newest = start.round if one_round else _own_round(own, start.choice.kept[me], start.round)
         lineage = start.go_on([me], back_to=newest)
     finally:  # also on refusal, so that each reports the reason rather than a lost store
         part(member, wait_s)
     warn_of_loopback(address, [one.address for one in known])
     held = {slot: one.whole for slot, one in start.choice.kept.items()}
     donor = _donor(run, start_facts, held, me, start.round, newest)
-    endpoint = Endpoint(listener, key, member.secret, wait_s, run.loop.round_deadline_s, keys)
     announce(folder, Address(me, address, key))
-    entries = _entries(run, start_facts, known, held, start.round)
+    endpoint = Endpoint(listener, key, member.secret, wait_s, run.loop.round_deadline_s, keys)
+    members = Members(limits_of(run), me, _entries(run, start_facts, known, held, start.round))
     content = own.content if donor == me and start.round else None
-    members = Members(limits_of(run), me, entries)
     return RendezvousResult(members, endpoint, lineage, start.round, donor, past is not None, content)
+
+
+def _at_the_store(run: RunSettings, keys: Keys | None, open_: ExitStack) -> Member:
+    """This process among all that start, once it has reached the store where they meet."""
+    member = join(
+        run.workers,
+        backend="gloo",
+        device=run.loop.device,
+        threads=run.loop.threads,
+        timeout_s=run.loop.timeout_s,
+        group=False,
+        fewer=True,
+        keys=keys,
+    )
+    if member.behind is not None:
+        open_.callback(member.behind.close)
+    return member
+
+
+def _faults_of_all(
+    agreed: Callable[[object], list[Any]], store: Store, past: History, own: Own, me: int
+) -> Callable[[int], dict[int, Fault | None]]:
+    """A function that reads this process's checkpoint of a round, and returns the faults that all have in theirs."""
+
+    def read(round: int) -> dict[int, Fault | None]:
+        fault = store.fault(round, me, past.lineage) if round in own.kept.whole else None
+        return dict(enumerate(decode_faults(agreed(fault and fault.encoded))))
+
+    return read
 
 
 def _donor(

@@ -114,7 +114,15 @@ class ConnectionServer:
         Raises: PeerError when no worker is connected and none connects within `timeout_s`.
         """
         self._session, self._began, self._begin_s = session, time.monotonic(), begin_s
-        timeout_s, alone_since_s = self._endpoint.timeout_s, begin_s
+        while self._serve(asked):
+            self._see_off()
+            if session.core.is_finished:  # else a late arrival has got the steps that a lost worker has left
+                session.records.close(self.now())
+                return
+
+    def _serve(self, asked: Callable[[], bool]) -> bool:
+        """Passes all input to the session until it is over; returns whether it is. Raises: as `run`."""
+        session, timeout_s, alone_since_s = self._session, self._endpoint.timeout_s, self.now()
         while not session.core.is_finished:
             # Until the session must act without one, and for a second at most.
             item = self._next(min(session.core.next_closing_s - self.now(), timeout_s / 4, 1.0))
@@ -126,13 +134,12 @@ class ConnectionServer:
             if self._connections:
                 alone_since_s = now_s
             elif asked() and now_s - alone_since_s > _ALONE_S:
-                return  # no worker will end the round after which it would stop
+                return False  # no worker will end the round after which it would stop
             elif now_s - alone_since_s > timeout_s:
                 raise PeerError(
                     f"no worker has been here for {timeout_s:g} s and {session.progress}; check the workers' logs, then resume"
                 )
-        self._see_off()
-        session.records.close(self.now())
+        return True
 
     def close(self) -> None:
         """Stops accepting, and ends all connections."""
@@ -150,11 +157,11 @@ class ConnectionServer:
         return self._begin_s + time.monotonic() - self._began
 
     def _see_off(self) -> None:
-        """Ends a finished session: stops accepting, and notifies late arrivals that the run is over."""
+        """Ends a finished session, unless it continues: stops accepting, and notifies late arrivals that the run is over."""
         assert self._listener is not None
         self._listener.close()
         deadline = time.monotonic() + PARTING_S
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and self._session.core.is_finished:
             # Checked before the queue: any connection handled by then is already in the queue.
             somebody = self._connections or self._listener.busy
             item = self._next(0.05)
@@ -164,7 +171,8 @@ class ConnectionServer:
             elif not isinstance(item, _Lost):
                 self._handle(item, self.now())
             elif self._connections.get(item.connection.peer) is item.connection:
-                # A departure after the last round is not logged as a loss.
+                # Not logged as a loss: all that are here are done, so the session expects nothing of it, and reads nowhere
+                # that it is present.
                 del self._connections[item.connection.peer]
 
     def _next(self, wait_s: float) -> _Joined | _Heard | _Lost | None:

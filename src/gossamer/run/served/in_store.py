@@ -36,8 +36,10 @@ from gossamer.run.worker.task import Task
 from gossamer.stop_signals import Asked, leaving
 from gossamer.transport.bucket.bucket import Bucket
 from gossamer.transport.bucket.perform import perform, renewing
-from gossamer.transport.bucket.protocol import SlotLostError, Steps, StoreTerms, T
+from gossamer.transport.bucket.protocol import StoreTerms
+from gossamer.transport.bucket.requests import Steps, T
 from gossamer.transport.bucket.server_log import ServerAttendance, ServerEvent
+from gossamer.transport.bucket.slots import SlotLostError
 from gossamer.transport.contract import Ticket
 from gossamer.transport.processes.launch import device_of
 from gossamer.transport.sockets.header import LetterKind

@@ -255,11 +255,13 @@ def opened_bucket(url: str) -> Bucket:
                 bucket.root,
             )
         refuses = bucket.create(name, b"1") and not bucket.create(name, b"2")
-        if isinstance(bucket, Folder):
-            bucket.remove_parts(name)
-        bucket.get(name, 1)
-        bucket.names("~")  # behind all names of a run
-        bucket.remove(name)
+        try:
+            if isinstance(bucket, Folder):
+                bucket.remove_parts(name)
+            bucket.get(name, 1)
+            bucket.names("~")  # behind all names of a run
+        finally:
+            bucket.remove(name)
     except NotImplementedError:  # the answer of the library for some kinds
         refuses, why = False, "stores of this kind write over an object that is there"
     except OSError as error:
@@ -303,10 +305,11 @@ class Folder:
         So the clock of the store alone counts. A process that was only stopped for so long writes its object once more.
         """
         now_s = os.stat(os.path.join(self.root, newest)).st_mtime
-        for entry in os.scandir(self.root):
-            with contextlib.suppress(FileNotFoundError):  # another process removes it too
-                if _PART.fullmatch(entry.name) and now_s - entry.stat().st_mtime > _LEFT_S:
-                    os.unlink(entry.path)
+        with os.scandir(self.root) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # another process removes it too
+                    if _PART.fullmatch(entry.name) and now_s - entry.stat().st_mtime > _LEFT_S:
+                        os.unlink(entry.path)
 
     def get(self, name: str, most_bytes: int) -> bytes | None:
         """See `Bucket`."""

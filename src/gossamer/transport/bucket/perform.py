@@ -8,19 +8,10 @@ from typing import Any
 
 from gossamer.errors import ConfigError
 from gossamer.transport.bucket.bucket import Bucket, Folder, Seal, SecretSeal, opened_bucket
-from gossamer.transport.bucket.protocol import (
-    Asking,
-    Create,
-    Do,
-    Get,
-    Names,
-    Remove,
-    SlotHolder,
-    Steps,
-    StoreTerms,
-    T,
-)
+from gossamer.transport.bucket.protocol import StoreTerms
+from gossamer.transport.bucket.requests import Asking, Create, Do, Get, Names, Remove, Steps, T
 from gossamer.transport.bucket.signed import key_seal
+from gossamer.transport.bucket.slots import SlotHolder
 from gossamer.transport.keys import Keys
 from gossamer.transport.secret import environment_secret
 

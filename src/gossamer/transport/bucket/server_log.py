@@ -14,26 +14,17 @@ The time of an event is that of the one that adds it, and never before the last 
 forward to the newest event that it has read. Clocks of machines are compared nowhere else.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
 from gossamer.errors import CheckpointError, PeerError
 from gossamer.transport.bucket.bucket import Item
-from gossamer.transport.bucket.protocol import (
-    Do,
-    SlotHolder,
-    SlotLostError,
-    Steps,
-    StoreProcess,
-    StoreTerms,
-    commit_in,
-    commit_name,
-    loaded,
-    message_name,
-    state_name,
-)
+from gossamer.transport.bucket.objects import TakenPart, commit_head, commit_in, commit_name, message_name, state_name
+from gossamer.transport.bucket.protocol import StoreProcess, StoreTerms
+from gossamer.transport.bucket.requests import Do, Steps
+from gossamer.transport.bucket.slots import SlotHolder, SlotLostError
+from gossamer.transport.bucket.states import loaded
 
 _MOST_S = 1e9
 
@@ -137,23 +128,23 @@ class ServerAttendance(SlotHolder[ServerWork]):
 
         Raises: PeerError where all slots are taken, or it is another run.
         """
-        yield from self._agree()
+        yield from self.agree()
         yield from self._load_newest()
         yield from self._follow()
-        if not self._work.core.is_finished:
-            yield from self._claim()
+        if not self.work.core.is_finished:
+            yield from self.claim()
         return self.slot >= 0
 
     def join(self, owned: tuple[int, ...]) -> Steps[None]:
         """Joins in its slot, with checkpoints of these rounds. Raises: SlotLostError."""
         while not self.has_joined:
-            if (before := self.lives.get(self.slot)) is not None and self._work.core.is_present(self.slot):
+            if (before := self.lives.get(self.slot)) is not None and self.work.core.is_present(self.slot):
                 yield from self._add("leave", self.slot, before)
             else:
                 yield from self._add("join", self.slot, self.life, owned=owned)
             if self.lives.get(self.slot, -1) > self.life:
                 raise SlotLostError(f"slot {self.slot} belongs to another process")
-        if not self._work.is_answered():
+        if not self.work.is_answered():
             raise SlotLostError(f"the others went on from a newer state while this process joined in slot {self.slot}")
 
     def push(self, phase: int, content: bytes) -> Steps[None]:
@@ -164,11 +155,11 @@ class ServerAttendance(SlotHolder[ServerWork]):
             loaded = self._loaded
             if message < self._newest_state:  # an older message may be removed before those read it that come later
                 message = self.round
-                yield from self._create(message_name(message, self.slot, self.life), {}, content)
+                yield from self.store.create(message_name(message, self.slot, self.life), {}, content)
             elif not (yield from self._add_due_event()):
                 yield from self._add("push", self.slot, self.life, phase=phase, message=message, size=len(content))
-        yield from self._wait(lambda: self._work.is_answered() or self._loaded > loaded)
-        if not self._work.is_answered():  # it was among the events that the state has replaced
+        yield from self._wait(lambda: self.work.is_answered() or self._loaded > loaded)
+        if not self.work.is_answered():  # it was among the events that the state has replaced
             raise SlotLostError(f"slot {self.slot} was silent for so long that the others are far ahead")
 
     def leave(self, *, finished: bool) -> Steps[None]:
@@ -176,8 +167,8 @@ class ServerAttendance(SlotHolder[ServerWork]):
         if self._is_here():
             yield from self._add("leave", self.slot, self.life)
         if finished:
-            yield from self._wait(lambda: self._work.core.is_finished or self._work.asked(), here=False)
-            if self._work.progress()[0] > self._last_rounds:  # as a death has ended the run, nobody has noted the end
+            yield from self._wait(lambda: self.work.core.is_finished or self.work.asked(), here=False)
+            if self.work.progress()[0] > self._last_rounds:  # as a death has ended the run, nobody has noted the end
                 yield from self._add("tick", self.slot, self.life)
         yield from self.release()
         self.over = True
@@ -185,14 +176,14 @@ class ServerAttendance(SlotHolder[ServerWork]):
     # --- the log ------------------------------------------------------------------------------------------------------
 
     def _awaits(self, worker: int, phase: int) -> bool:
-        return (self._work.core.expected_push(worker) or (-1, 0))[0] == phase
+        return (self.work.core.expected_push(worker) or (-1, 0))[0] == phase
 
     def _is_here(self) -> bool:
-        return self.has_joined and self._work.core.is_present(self.slot)
+        return self.has_joined and self.work.core.is_present(self.slot)
 
     def _wait(self, holds: Callable[[], bool], *, here: bool = True) -> Steps[None]:
         """Takes events until something holds, and adds what no other process can: that one is gone, that time has passed."""
-        start_s, unread_s = self._clock(), 0.0
+        start_s, unread_s = self.clock(), 0.0
         while True:
             yield from self._follow()
             if here and not self._is_here():
@@ -201,39 +192,39 @@ class ServerAttendance(SlotHolder[ServerWork]):
                 )
             if holds():
                 return
-            if commit_name(self.round) in self._listed:
-                unread_s += yield from self._pause_for(f"event {self.round} of the server", unread_s)
+            if commit_name(self.round) in self.listed:
+                unread_s += yield from self.store.pause_for(f"event {self.round} of the server", unread_s)
                 continue
             unread_s = 0.0
             if not (yield from self._add_due_event()):
-                yield from self._pause(self._clock() - start_s)
+                yield from self.store.pause(self.clock() - start_s)
 
     def _add_due_event(self) -> Steps[bool]:
         """Adds an event that is due, whichever process adds it; returns whether there was one."""
-        now = self._looked_s
+        now = self.looked_s
         for slot, life in self.lives.items():
             silent = slot in self.seen.lives and not self.seen.is_held(slot, now, self.terms.timeout_s)
             gone = silent or self.seen.lives.get(slot, -1) > life
-            if gone and slot != self.slot and self._work.core.is_present(slot):
+            if gone and slot != self.slot and self.work.core.is_present(slot):
                 yield from self._add("leave", slot, life)
                 return True
-        if self._work.core.is_due(self._now_s()):
+        if self.work.core.is_due(self._now_s()):
             yield from self._add("tick", self.slot, self.life)
             return True
         return False
 
     def _now_s(self) -> float:
-        return max(self._last_s, self._clock() + self._early_s)
+        return max(self._last_s, self.clock() + self._early_s)
 
     def _follow(self) -> Steps[None]:
         """Takes all events that show. Raises: SlotLostError."""
-        yield from self._look(self.round)
+        yield from self.look(self.round)
         while self.seen.newest >= self.round and (yield from self._next()):
             pass
 
     def _next(self) -> Steps[bool]:
         """Takes the next event; returns whether it could be read."""
-        item = yield from self._read(commit_name(self.round))
+        item = yield from self.store.read(commit_name(self.round))
         if item is not None:
             yield from self._take(event_in(self.round, item, self.terms.workers))
         return item is not None
@@ -250,23 +241,16 @@ class ServerAttendance(SlotHolder[ServerWork]):
         owned: tuple[int, ...] = (),
     ) -> Steps[None]:
         """Makes this the next event, or takes the one that another process has made the next. Raises: PeerError."""
-        (rounds, steps), now_s = self._work.progress(), self._now_s()
+        (rounds, steps), now_s = self.work.progress(), self._now_s()
         fields = {"event": event, "at_s": now_s, "phase": phase, "message": message, "owned": owned, "rounds": rounds}
-        head = {
-            **fields,
-            "parts": {str(worker): {"life": life, "steps": steps[worker], "begun": None}},
-            "steps": steps,
-            "mean": "",
-            "closer": [self.slot, self.life],
-            "time_s": round(time.time(), 3),
-            "payload_bytes": {str(worker): size},
-        }
-        if (yield from self._create(commit_name(self.round), head)):
+        part = TakenPart(life, steps[worker], None)
+        commit = commit_head({worker: part}, steps, "", (self.slot, self.life), {str(worker): size})
+        if (yield from self.store.create(commit_name(self.round), {**fields, **commit})):
             yield from self._take(ServerEvent(event, now_s, worker, life, phase, message, owned, rounds, self.slot))
             return
         waited_s = 0.0
         while not (yield from self._next()):
-            waited_s += yield from self._pause_for(f"event {self.round} of the server", waited_s)
+            waited_s += yield from self.store.pause_for(f"event {self.round} of the server", waited_s)
 
     def _take(self, event: ServerEvent | None) -> Steps[None]:
         """Takes the next event, unless it counts for nothing."""
@@ -281,22 +265,22 @@ class ServerAttendance(SlotHolder[ServerWork]):
                 return
             message = item.body
         self.round, self._last_s, self._last_rounds = number + 1, event.time_s, event.rounds
-        self._early_s = max(self._early_s, event.time_s - self._clock())
+        self._early_s = max(self._early_s, event.time_s - self.clock())
         if event.event == "join":
             self.lives[event.worker] = event.life
-        yield Do(partial(self._work.take, number, event, message))
-        if self._work.is_state_due():
+        yield Do(partial(self.work.take, number, event, message))
+        if self.work.is_state_due():
             self._newest_state = self.round
             if event.writer == self.slot:
                 lives = {str(slot): life for slot, life in self.lives.items()}
-                body = yield Do(self._work.state)
-                yield from self._put_state({"lives": lives, "time_s": self._last_s}, body)
+                body = yield Do(self.work.state)
+                yield from self.put_state({"lives": lives, "time_s": self._last_s}, body)
 
     def _counts(self, event: ServerEvent) -> bool:
         """Whether an event follows from those before it."""
         if event.time_s < self._last_s:
             return False
-        life, present = self.lives.get(event.worker, -1), self._work.core.is_present(event.worker)
+        life, present = self.lives.get(event.worker, -1), self.work.core.is_present(event.worker)
         match event.event:
             case "join":
                 return not present and event.life > life
@@ -310,38 +294,38 @@ class ServerAttendance(SlotHolder[ServerWork]):
     def _message(self, name: str) -> Steps[Item | None]:
         """The message of a push; None where a newer state was loaded, as it may be removed by then. Raises: PeerError."""
         waited_s = 0.0
-        while (item := (yield from self._read(name))) is None:
+        while (item := (yield from self.store.read(name))) is None:
             if (yield from self._load_newest()):
                 return None
             if waited_s > 2 * self.terms.timeout_s:
-                if self._unsound:  # from which it would not need the message
-                    raise [*self._unsound.values()][-1]
+                if self.states.unsound:  # from which it would not need the message
+                    raise [*self.states.unsound.values()][-1]
                 raise PeerError(
                     f"event {self.round} of the server names the message '{name}', which is not in the store, so no worker can "
                     "continue; look at the machine of that worker, and start again with an empty store"
                 )
-            waited_s += yield from self._pause(waited_s)
+            waited_s += yield from self.store.pause(waited_s)
         return item
 
     def _load_newest(self) -> Steps[bool]:
         """Continues from the newest state, if one after this event can be read; returns whether. Raises: CheckpointError."""
-        yield from self._look(None)
+        yield from self.look(None)
         for after in sorted((one for one in self.seen.states if one > self.round), reverse=True):
-            if (name := state_name(after)) in self._unsound:
+            if (name := state_name(after)) in self.states.unsound:
                 continue
-            item = yield from self._read_state(name)
+            item = yield from self.states.read(name)
             self.seen.states.discard(after)  # until a listing shows it again
             if item is None:
                 continue
             clock = loaded(_clock_in, after, item)
             if isinstance(clock, CheckpointError):
-                self._pass_over(name, clock)
+                self.states.pass_over(name, clock)
                 continue
-            if (failed := (yield Do(partial(loaded, self._work.load, item.body)))) is not None:
-                self._pass_over(name, failed)
+            if (failed := (yield Do(partial(loaded, self.work.load, item.body)))) is not None:
+                self.states.pass_over(name, failed)
                 continue
             self.lives, self._last_s = clock
-            self._early_s = max(self._early_s, self._last_s - self._clock())
+            self._early_s = max(self._early_s, self._last_s - self.clock())
             self.round, self._newest_state, self._loaded = after, after, self._loaded + 1
             return True
         return False

@@ -84,6 +84,8 @@ def join(
     known = _STORES.get((os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""), rank))
     store, behind = _store(rank, timeout_s, keys) if known is None else (known, None)
     with contextlib.ExitStack() as undo:
+        if behind is not None:
+            undo.callback(behind.close)
         if keys is not None and behind is not None:
             mine = [rank] if rank is not None else [r for r in sorted(keys.numbers(keys.certificate)) if r < ranks]
             rank = _claimed(Entries(store, environment_secret(), timeout_s), mine, undo)

@@ -163,8 +163,12 @@ def _workers(
     def report(name: str, code: int) -> None:
         with contextlib.suppress(RuntimeError, OSError):  # worker 0's store, which may be gone or not started yet
             place = {"hosts": False, "me": among.first, "keys": among.keys, "timeout_s": REPORT_S}
-            shared = shared_part(store or meeting_store(among.host, among.port, **place)[0])
-            report_fallen(Entries(shared, secret, REPORT_S), name, code)
+            shared, behind = meeting_store(among.host, among.port, **place) if store is None else (store, None)
+            try:
+                report_fallen(Entries(shared_part(shared), secret, REPORT_S), name, code)
+            finally:
+                if behind is not None:
+                    behind.close()
 
     with _children(len(names), work, secret) as start:
         workers = [

@@ -144,6 +144,9 @@ class SocketTransport(RoundTransport[TicketState]):
         self._guests.close()
         limit_s = 0.0 if at_once else min(_PARTING_S, self._endpoint.timeout_s)
         finish_together([peer.connection for peer in self._peers.values()], limit_s)
+        for peer in self._peers.values():
+            while not peer.arrivals.empty():  # it came when this process had given it up
+                peer.arrivals.get().close()
         self._exchanges.clear()
 
     # --- the connections ----------------------------------------------------------------------------------------------

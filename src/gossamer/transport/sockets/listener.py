@@ -223,7 +223,11 @@ class Listener:
             finally:
                 step.release(channel)
             whose = host if self._keys is None else self._keys.name(channel.certificate)
-            self._arrived(Arrival(channel, host, peer, same, whose))
+            try:
+                self._arrived(Arrival(channel, host, peer, same, whose))
+            except BaseException:  # a fault of this process, for which the other end must not wait
+                channel.close()
+                raise
         finally:
             with self._lock:
                 self._busy -= 1
