@@ -588,6 +588,7 @@ def _print(
     print_sentence(_what_is_trained(made, choice, options))
     if made.network.step_of is None and options.step_s is None and options.peak_flops is None:
         print_sentence(
+    from gossamer.run.planning.teams import sites_apart
             "seconds of an inner step are those of the network file, which names no model: they are the same with any --model"
         )
     asked = [one for one in shown if one.method == choice.best.method]
@@ -609,6 +610,8 @@ def _print(
             print_sentence(f"no price: {name}: {why}")
     _print_choice(made, choice, usually, rivals)
     if options.loss is not None:
+    if not (options.boundary or made.network.stages) and (why := sites_apart(made.network)):
+        print_sentence(why)
         by, hours = "law" if options.law is not None else "anchor", _hours_to_loss(made, choice, options)
         when = "not foretold" if hours is None else f"after about {digits_text(hours)} h"
         echo(f"loss {options.loss:g} by the {by}: {when if hours != math.inf else 'never'}", flush=True)
