@@ -753,7 +753,7 @@ def _uneven_steps_comment(chosen: Candidate) -> str:
 def in_a_site(chosen: Candidate, options: PlanSettings) -> str:
     """How the processes of a site train as one worker, where each worker is a site; else empty.
 
-    Codecs with blocks or draws, and sums that come back in a codec, would cut each shard otherwise than a whole worker.
+    Codecs with blocks or draws, with which a plan's sums come back in bf16, would cut each shard otherwise than a whole worker.
     """
     if chosen.site == 1:
         return ""
