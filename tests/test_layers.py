@@ -89,6 +89,7 @@ LIGHT = [  # work without torch
     "run.config.spelling",
     "network.fluid",
     "network.pacing",
+    "network.probe_limits",
     "network.timeline",
     "network.replay",
     "network.pricing",

@@ -273,12 +273,15 @@ def _check_race(asked: RaceOptions, options: PlanOptions, output: Watchable) -> 
 
 
 def _check_numbers(options: PlanOptions) -> None:
-    """Raises ConfigError for a number that is not above 0, before the network file is read."""
-    for name in ("tokens", "hours", "step_s", "peak_flops", "mfu", "memory_bytes"):
-        value, most = getattr(options, name), 1.0 if name == "mfu" else math.inf
-        if value is not None and not (0 < value <= most and value < math.inf):
-            above = f"a number above 0{' and at most 1' if name == 'mfu' else ''}"
-            raise ConfigError(f"--{name.replace('_', '-')} got {value:g}; give {above}")
+    """Raises ConfigError for a number that a plan refuses, before the network file is read."""
+    from gossamer.run.planning.plan import BOUNDS, PlanSettings
+    from gossamer.settings.options import Positive, check_values
+
+    for name, kind in {**BOUNDS, "memory_bytes": Positive}.items():
+        option = "vocab" if name == "vocab_size" else name
+        if (value := getattr(options, option)) is not None:
+            check_values(kind, **{f"--{option.replace('_', '-')}": value})
+    PlanSettings(local_steps=_local_steps(options))
 
 
 def _check_goal(options: PlanOptions) -> None:
@@ -301,18 +304,13 @@ def _settings(options: PlanOptions, step: dict[str, int], parameters: int) -> "P
     """The settings of a plan. Raises ConfigError for options that do not fit each other."""
     from gossamer.run.planning.plan import PlanSettings, bits_per_parameter
 
-    if "{" in options.local_steps:
-        raise ConfigError(
-            f"--local-steps got '{options.local_steps}', and a plan tries local steps that stay the same, as no measurement says "
-            "what a change does to the loss; give whole numbers, and price a run file that has the table by gossamer check"
-        )
     tokens, law = _tokens(options, parameters, step["vocab_size"])
     return PlanSettings(
         vocab_size=step["vocab_size"],
         seq_len=step["seq_len"],
         batch_size=step["batch_size"],
         workers=options.workers,
-        local_steps=whole_numbers("--local-steps", options.local_steps),
+        local_steps=_local_steps(options),
         codecs=bits_per_parameter(options.codec or _CODECS, parameters),
         tokens=tokens,
         hours=options.hours,
@@ -324,6 +322,16 @@ def _settings(options: PlanOptions, step: dict[str, int], parameters: int) -> "P
         tokenizer=options.tokenizer,
         law=law,
     )
+
+
+def _local_steps(options: PlanOptions) -> list[int]:
+    """The local steps to try. Raises ConfigError for a table of changes, and for what are no whole numbers."""
+    if "{" in options.local_steps:
+        raise ConfigError(
+            f"--local-steps got '{options.local_steps}', and a plan tries local steps that stay the same, as no measurement says "
+            "what a change does to the loss; give whole numbers, and price a run file that has the table by gossamer check"
+        )
+    return whole_numbers("--local-steps", options.local_steps)
 
 
 def _tokens(options: PlanOptions, parameters: int, vocab_size: int) -> "tuple[float | None, Law | None]":
@@ -580,6 +588,7 @@ def _print(
     from gossamer.run.planning.choice import PLAN_HEADINGS, leading, notes_on, plan_rows
     from gossamer.run.planning.plan import choosable
     from gossamer.run.planning.planned_stages import StagePlan
+    from gossamer.run.planning.teams import sites_apart
 
     shown = [*made.candidates, *priced.candidates]
     stages = parts.chosen.stages if isinstance(parts, StagePlan) else 1
@@ -588,7 +597,6 @@ def _print(
     print_sentence(_what_is_trained(made, choice, options))
     if made.network.step_of is None and options.step_s is None and options.peak_flops is None:
         print_sentence(
-    from gossamer.run.planning.teams import sites_apart
             "seconds of an inner step are those of the network file, which names no model: they are the same with any --model"
         )
     asked = [one for one in shown if one.method == choice.best.method]
@@ -602,6 +610,8 @@ def _print(
     print_sentence(_basis(choice))
     for sentence in notes_on(choice, shown):
         print_sentence(sentence)
+    if not (options.boundary or made.network.stages) and (why := sites_apart(made.network)):
+        print_sentence(why)
     parallel = next((one for one in shown if one.collective and not one.left_out), None)
     if parallel is not None:
         print_sentence(_as_ddp(choice, parallel))
@@ -610,8 +620,6 @@ def _print(
             print_sentence(f"no price: {name}: {why}")
     _print_choice(made, choice, usually, rivals)
     if options.loss is not None:
-    if not (options.boundary or made.network.stages) and (why := sites_apart(made.network)):
-        print_sentence(why)
         by, hours = "law" if options.law is not None else "anchor", _hours_to_loss(made, choice, options)
         when = "not foretold" if hours is None else f"after about {digits_text(hours)} h"
         echo(f"loss {options.loss:g} by the {by}: {when if hours != math.inf else 'never'}", flush=True)

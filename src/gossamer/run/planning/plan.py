@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import tomli_w
+from pydantic import Field
 
 from gossamer.errors import ConfigError, choose
 from gossamer.models.sizes import ModelConfig, parameter_count
@@ -100,6 +101,14 @@ def bits_per_parameter(codecs: Iterable[str], parameters: int) -> dict[str, floa
     return bits
 
 
+BOUNDS: Mapping[str, Any] = {
+    **dict.fromkeys(("vocab_size", "seq_len", "batch_size"), Annotated[int, Field(ge=1, le=_LARGEST)]),
+    **dict.fromkeys(("tokens", "hours", "step_s", "peak_flops"), Positive),
+    "mfu": Share,
+}
+"""The numbers of `PlanSettings`, with their bounds."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanSettings:
     """The model and its training, and the candidates that are tried.
@@ -150,13 +159,9 @@ class PlanSettings:
         steps = list(self.local_steps)
         held = min(steps, default=0) >= 1 and max(steps) <= _LARGEST
         ensure("local_steps", steps, held, f"a list of whole numbers from 1 to {_LARGEST}, such as [15, 30]")
-        for name in ("seq_len", "batch_size", "vocab_size"):
-            value = getattr(self, name)
-            source = "the text has" if name == "vocab_size" else "a worker's inner step has"
-            ensure(name, value, 1 <= value <= _LARGEST, f"a whole number from 1 to {_LARGEST}; give what {source}")
-        given = {name: getattr(self, name) for name in ("step_s", "peak_flops", "tokens", "hours")}
-        check_values(Positive, **{name: value for name, value in given.items() if value is not None})
-        check_values(Share, mfu=self.mfu)
+        for name, kind in BOUNDS.items():
+            if (value := getattr(self, name)) is not None:
+                check_values(kind, **{name: value})
         for name, bits in self.codecs.items():
             ensure(f"the size of codec '{name}'", bits, 0 < bits <= 64, "above 0 and at most 64 bits per parameter")
 
