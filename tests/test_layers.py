@@ -96,6 +96,7 @@ LIGHT = [  # work without torch
     "run.planning.teams",
     "run.planning.optima",
     "run.planning.plan",
+    "run.planning.planned_run_file",
     "network.estimates.utilisation",
     "network.estimates.wall_clock",
     "network.estimates.straggler",

@@ -31,7 +31,8 @@ from gossamer.run.planning.choice import (
 )
 from gossamer.run.planning.expected_loss import LossScale
 from gossamer.run.planning.measured_losses import DRIFT, MEASURED_PARAMETERS, measured_schedule
-from gossamer.run.planning.plan import PlanSettings, RunPlan, bits_per_parameter, plan, run_toml, slow_teams
+from gossamer.run.planning.plan import PlanSettings, RunPlan, bits_per_parameter, plan, slow_teams
+from gossamer.run.planning.planned_run_file import run_toml
 
 ROOT = Path(__file__).parents[3]
 BITS = bits_per_parameter(["bf16", "int8", "fp4"], 192_960)

@@ -23,7 +23,8 @@ from gossamer.run.config.resolve import run_faults as faults_of
 from gossamer.run.config.run_file import parse
 from gossamer.run.planning.candidates import PLANNED, SEVERAL, USUAL, price_recipes, recipe_toml
 from gossamer.run.planning.check import examine_run
-from gossamer.run.planning.plan import PlanSettings, RunPlan, matched_steps, plan, run_toml
+from gossamer.run.planning.plan import PlanSettings, RunPlan, matched_steps, plan
+from gossamer.run.planning.planned_run_file import run_toml
 from gossamer.run.simulated.simulate import simulate
 
 TINY = ModelConfig(size="0.2m")

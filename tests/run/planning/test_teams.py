@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gossamer.cli import main
-from gossamer.cli.plan import _team as team_in_words  # pyright: ignore[reportPrivateUsage]
+from gossamer.cli.printed_plan import team_in_words
 from gossamer.errors import ConfigError
 from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import Change, Network, Route, Site, links_of, to_toml
@@ -20,7 +20,8 @@ from gossamer.run.config.run_file import parse
 from gossamer.run.planning.candidates import price_recipes
 from gossamer.run.planning.check import examine_run
 from gossamer.run.planning.choice import ALONE, SITE_ALONE, Candidate
-from gossamer.run.planning.plan import PlanSettings, RunPlan, bits_per_parameter, plan, run_toml
+from gossamer.run.planning.plan import PlanSettings, RunPlan, bits_per_parameter, plan
+from gossamer.run.planning.planned_run_file import run_toml
 from gossamer.run.planning.teams import network_without, sites_apart, slow_teams
 
 BITS = bits_per_parameter(["bf16", "int8", "fp4"], 85_347_072)
