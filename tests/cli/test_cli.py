@@ -375,6 +375,7 @@ def test_price_and_report_read_what_was_recorded(tmp_path, capsys):
     (tmp_path / "network.toml").write_text("uplink_bps = 25\ndownlink_bps = 1e6\nstep_s = 1.0\n")
     code, out, err = run(["price", tmp_path / "run", tmp_path / "network.toml"], capsys)
     assert code == 0 and "is 25 bit/s; Mbit/s are written as uplink_bps = '25 Mbit/s'" in err
+    assert " h for 2 rounds of 3 workers" in out, "with hours as a plan has them"
     code, out, _ = run(["report", tmp_path / "run", "--out", tmp_path / "page.html"], capsys)
     assert code == 0 and (tmp_path / "page.html").exists()
     assert f"table: {tmp_path / 'page-table.md'}" in out.replace("\n", "")

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from gossamer.clock.durations import Durations
 from gossamer.errors import ConfigError
-from gossamer.network import pricing
-from gossamer.network.fluid import ends_at_once, max_min_rates, rates_of_few
+from gossamer.network import fluid, pricing
+from gossamer.network.fluid import FairRates, ends_at_once, max_min_rates, rates_of_few
 from gossamer.network.links import Change, Network, Route, Site, jitter_factors, tcp_bps
 from gossamer.network.pricing import price, price_everyone, price_together
 from gossamer.network.store_time import StoreLink
@@ -542,6 +542,32 @@ def test_a_few_streams_have_the_rates_that_arrays_give_them_to_the_last_bit(data
             uses[row, place], seconds_per_bit[row, place] = link, takes
     rates = max_min_rates(uses, seconds_per_bit, factors).tolist()
     assert rates_of_few(few, dict(enumerate(factors.tolist()))) == rates
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_streams_that_share_no_link_have_the_rates_that_they_have_alone_to_the_last_bit(data: st.DataObject) -> None:
+    links, factors = 8, np.array([data.draw(st.sampled_from([0.1, 0.5, 1.0])) for _ in range(8)])
+    rates, speeds = FairRates(links), st.one_of(st.sampled_from([1e6, 3e6]), st.floats(1, 1e9))
+    used = [
+        data.draw(st.lists(st.integers(0, 7), max_size=3, unique=True)) for _ in range(data.draw(st.integers(1, 20)))
+    ]
+    ways = [rates.way([(link, data.draw(speeds)) for link in own], data.draw(speeds)) for own in used]
+    together = fluid._rates(sorted(ways), factors)  # pyright: ignore[reportPrivateUsage]
+    found = rates.of(ways, factors, 0)
+    assert [found[way.number] for way in sorted(ways)] == together
+
+
+def test_rates_are_computed_once_for_streams_that_share_links_whatever_else_is_in_flight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    computed, compute, rates = list[int](), fluid._rates, FairRates(links=2)  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(fluid, "_rates", lambda ways, factors: computed.append(len(ways)) or compute(ways, factors))
+    near, far = ([rates.way([(link, bandwidth)]) for bandwidth in (1e6, 2e6, 3e6)] for link in (0, 1))
+    for one in range(1, 4):
+        for other in range(1, 4):
+            rates.of([*near[:one], *far[:other]], np.ones(2), 0)
+    assert sorted(computed) == [1, 1, 2, 2, 3, 3], "not for each of the nine sets"
 
 
 # --- links that change, and steps that vary -------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 
 from commands import run
 from gossamer.cli import main
+from gossamer.cli import probe as verb
 from gossamer.errors import ConfigError, PeerError
 from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import Route, StepOf, read_network
@@ -68,12 +69,28 @@ def test_a_probe_without_a_launcher_is_refused_with_the_command(tmp_path: Path) 
     assert run("probe", "--local", 1, "--out", tmp_path / "network.toml")[0] == 2
 
 
-@pytest.mark.parametrize("size", ["inf", "nan"])
-def test_a_message_without_end_is_refused_before_any_worker_is_started(
-    size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--max-bytes", "inf", "--max-bytes is inf but must be a whole number from 16384 to 1073741824"),
+        ("--max-bytes", "nan", "--max-bytes is nan but must be"),
+        ("--max-bytes", "16 kB", "--max-bytes is 16000 but must be"),
+        ("--test-s", "0", "--test-s is 0.0 but must be a number above 0 and at most 60"),
+        ("--test-s", "2 min", "--test-s is 120.0 but must be"),
+    ],
+)
+def test_a_test_out_of_bounds_is_refused_before_any_worker_is_started(
+    option: str,
+    value: str,
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert main(["probe", "--local", "2", "--out", str(tmp_path / "network.toml"), "--max-bytes", size]) == 2
-    assert f"--max-bytes got {size}; give a number of bytes" in capsys.readouterr().err
+    started = list[object]()
+    monkeypatch.setattr(verb, "_started", lambda *some: started.append(some) or 0)
+    assert main(["probe", "--local", "2", "--out", str(tmp_path / "network.toml"), option, value]) == 2
+    assert words in capsys.readouterr().err and not started
 
 
 def test_workers_that_are_all_alike_need_no_routes() -> None:
@@ -120,7 +137,7 @@ def test_what_is_no_measurement_is_refused(fact: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"), [({"max_bytes": 1}, "max_bytes is 1 bytes"), ({"test_s": 0.0}, "test_s is 0.0 s")]
+    ("options", "words"), [({"max_bytes": 1}, "max_bytes is 1 but"), ({"test_s": 0.0}, "test_s is 0.0 but")]
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):

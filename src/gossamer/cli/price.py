@@ -31,6 +31,7 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *,
     from gossamer.network.timeline import format_utilisation
     from gossamer.record.lineage import changed_stages, read_branches, stages_sentence
     from gossamer.record.logs.trace import read_trace
+    from gossamer.report.table import wall_clock_text
 
     links, run = _of_its_workers(links, folder, network)
     with working("reading the trace"):
@@ -51,7 +52,7 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *,
         print_json({"folder": folder, "network": network, **counted, **shares, "changed_stages": changed or None})
         return
     echo(
-        f"{timeline.total_s:.1f} s for {trace.rounds} rounds of {trace.workers} workers, "
+        f"{wall_clock_text(timeline.total_s)} for {trace.rounds} rounds of {trace.workers} workers, "
         f"{format_utilisation(timeline.mean_utilisation, timeline.mean_between_stages)}"
     )
 

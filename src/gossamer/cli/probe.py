@@ -45,8 +45,7 @@ def command(
         test_s: seconds after which a message is long enough (default: 0.5)
     """
     must_be_new_file(out)
-    if not math.isfinite(max_bytes):
-        raise ConfigError(f"--max-bytes got {max_bytes:g}; give a number of bytes, such as '{BYTES.example}'")
+    _check_limits(max_bytes, test_s)
     among = machines.entered()
     if local is not None and local < 2 and among is None:
         raise ConfigError(f"--local {local} was given but a link has two ends; start at least 2 workers")
@@ -65,6 +64,16 @@ def command(
     if not code and (among is None or among.first == 0):
         _print_network(out, output)
     return code
+
+
+def _check_limits(max_bytes: float, test_s: float) -> None:
+    """Raises ConfigError for numbers that a probe refuses."""
+    from gossamer.network.probe_limits import LargestMessage, LongEnough
+    from gossamer.settings.options import check_values
+
+    whole = int(max_bytes) if math.isfinite(max_bytes) else max_bytes
+    check_values(LargestMessage, **{"--max-bytes": whole})
+    check_values(LongEnough, **{"--test-s": test_s})
 
 
 def _measured(

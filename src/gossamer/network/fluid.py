@@ -174,6 +174,8 @@ class StreamWay(NamedTuple):
     """Links that may bound it, and seconds per bit of each."""
     most_bps: float
     """Upper bound of its rate."""
+    links: int
+    """The same links as bits of one number."""
 
 
 class FairRates:
@@ -191,7 +193,8 @@ class FairRates:
     def way(self, uses: Iterable[tuple[int, float]], most_bps: float = math.inf) -> StreamWay:
         """The way through these links, each with its bandwidth in bit/s, on which no stream is faster than `most_bps`."""
         bounds = tuple((link, 1 / bandwidth_bps) for link, bandwidth_bps in uses if bandwidth_bps < math.inf)
-        return self._ways.setdefault((bounds, most_bps), StreamWay(len(self._ways), bounds, most_bps))
+        links = sum(1 << link for link in {link for link, _ in bounds})
+        return self._ways.setdefault((bounds, most_bps), StreamWay(len(self._ways), bounds, most_bps, links))
 
     def of(self, ways: Iterable[StreamWay], factors: Floats, state: Hashable) -> Mapping[int, float]:
         """The rate of a stream on each of these ways, by its number; all streams that share links must be among them.
@@ -205,10 +208,26 @@ class FairRates:
         if rates is None:
             if len(self._rates) >= _MOST_KEPT:
                 self._rates.clear()
-            rates = self._rates[key] = {
-                way.number: rate for way, rate in zip(ordered, _rates(ordered, factors), strict=True)
-            }
+            if len(parts := _apart(ordered)) > 1:  # fewer sets of streams, each of which comes more often
+                rates = {number: rate for part in parts for number, rate in self.of(part, factors, state).items()}
+            else:
+                rates = {way.number: rate for way, rate in zip(ordered, _rates(ordered, factors), strict=True)}
+            self._rates[key] = rates
         return rates
+
+
+def _apart(ways: Iterable[StreamWay]) -> list[list[StreamWay]]:
+    """The ways in groups that share links with each other, directly or through others."""
+    parts = list[tuple[int, list[StreamWay]]]()
+    for way in ways:
+        links, joined, others = way.links, [way], list[tuple[int, list[StreamWay]]]()
+        for part in parts:
+            if links & part[0]:
+                links, joined = links | part[0], part[1] + joined
+            else:
+                others.append(part)
+        parts = [*others, (links, joined)]
+    return [joined for _, joined in parts]
 
 
 def _rates(ways: Sequence[StreamWay], factors: Floats) -> list[float]:

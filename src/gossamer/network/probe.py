@@ -19,6 +19,8 @@ import torch
 
 from gossamer.errors import ConfigError, PeerError
 from gossamer.network.links import Network, Route, Site, StepOf
+from gossamer.network.probe_limits import SMALLEST_BYTES, LargestMessage, LongEnough
+from gossamer.settings.options import check_values
 from gossamer.topologies.sequences import factors
 from gossamer.transport.contract import Ticket, Transport
 from gossamer.transport.processes.group import GroupTransport
@@ -26,7 +28,6 @@ from gossamer.transport.processes.launch import agree, join
 from gossamer.transport.processes.member import Member
 
 PINGS = 5
-SMALLEST_BYTES = 1 << 14
 SLOWER = 0.8
 """A pair that reaches less than this share of what both its workers reach elsewhere has its own bottleneck."""
 EQUAL = 1.25
@@ -69,10 +70,8 @@ def probe(
     Raises: ConfigError for options or an environment that cannot work, PeerError for workers that do not answer.
     Cost: at most 15 rounds of two tests of about `4/3·test_s` each, or longer where 16 kB take longer.
     """
-    if not SMALLEST_BYTES <= max_bytes <= 1 << 30:
-        raise ConfigError(f"max_bytes is {max_bytes} bytes but must be from {SMALLEST_BYTES} to {1 << 30}; change it")
-    if not 0 < test_s <= 60:
-        raise ConfigError(f"test_s is {test_s} s but must be above 0 and at most 60; 0.5 is usual")
+    check_values(LargestMessage, max_bytes=max_bytes)
+    check_values(LongEnough, test_s=test_s)
     world = os.environ.get("WORLD_SIZE", "")
     member = join(int(world) if world.isdigit() else 0, backend="gloo", device="cpu", timeout_s=timeout_s)
     if member.workers < 2:

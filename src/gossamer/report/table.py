@@ -238,6 +238,15 @@ def digits_text(value: float, digits: int = 4) -> str:
     return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:,.{digits}g}"
 
 
+def wall_clock_text(seconds: float) -> str:
+    """Seconds, or from an hour on hours, with four digits, as a plan and a check have them.
+
+    >>> wall_clock_text(31.4712), wall_clock_text(12_345.6)
+    ('31.47 s', '3.429 h')
+    """
+    return f"{digits_text(seconds)} s" if seconds < _HOUR else f"{digits_text(seconds / _HOUR)} h"
+
+
 def spread_text(value: float, half: float) -> str:
     """A number as by `digits_text`, with half of its interval where that is a thousandth of it or more.
 

@@ -31,7 +31,8 @@ from gossamer.run.planning.choice import (
 )
 from gossamer.run.planning.expected_loss import LossScale
 from gossamer.run.planning.measured_losses import DRIFT, MEASURED_PARAMETERS, measured_schedule
-from gossamer.run.planning.plan import PlanSettings, RunPlan, bits_per_parameter, plan, run_toml, slow_teams
+from gossamer.run.planning.plan import PlanSettings, RunPlan, bits_per_parameter, plan, slow_teams
+from gossamer.run.planning.planned_run_file import run_toml
 
 ROOT = Path(__file__).parents[3]
 BITS = bits_per_parameter(["bf16", "int8", "fp4"], 192_960)
@@ -217,12 +218,20 @@ def test_the_recommendation_of_data_parallelism_says_whose_hours_it_has_and_the_
     assert "give more of it by --data, or plan for fewer --tokens or --hours" in output and "run.steps" not in output
 
 
-@pytest.mark.parametrize("option", ["--tokens", "--hours", "--step-s", "--peak-flops", "--mfu", "--memory-bytes"])
-def test_a_number_that_is_not_above_0_is_refused_by_its_option_before_the_network_is_read(
-    option: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        *[(one, "is 0.0 but must be a number above 0") for one in ("--tokens", "--hours", "--step-s", "--peak-flops")],
+        *[(one, "is 0.0 but must be a number above 0") for one in ("--mfu", "--memory-bytes")],
+        *[(one, "is 0 but must be a whole number from 1") for one in ("--vocab", "--seq-len", "--batch-size")],
+        ("--local-steps", "local_steps is [0] but must be a list of whole numbers from 1"),
+    ],
+)
+def test_a_number_out_of_bounds_is_refused_by_its_option_before_the_network_is_read(
+    option: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", "nowhere.toml", option, "0"]) == 2
-    assert f"{option} got 0; give a number above 0" in capsys.readouterr().err
+    assert (words if option == "--local-steps" else f"{option} {words}") in capsys.readouterr().err
 
 
 def test_a_run_file_that_cannot_be_written_is_refused_before_the_network_is_read(
@@ -563,8 +572,8 @@ def test_a_planned_run_has_the_outer_settings_of_the_nearest_measured_local_step
         (["--anchor", "3.2@1e9"], "a loss on your text is known only from what was measured there"),
         (["--loss", "3.0", "--anchor", "3.2"], "must be LOSS@TOKENS"),
         (["--loss", "0.1", "--anchor", "3.2@1e9"], "too far from --anchor"),
-        (["--tokens", "0"], "--tokens got 0"),
-        (["--hours", "-1"], "--hours got -1"),
+        (["--tokens", "0"], "--tokens is 0"),
+        (["--hours", "-1"], "--hours is -1"),
     ],
 )
 def test_a_goal_that_cannot_be_is_refused_in_one_sentence(

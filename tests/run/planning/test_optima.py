@@ -12,7 +12,8 @@ from gossamer.run.config.run_file import parse
 from gossamer.run.planning.candidates import price_recipes, recipe_toml
 from gossamer.run.planning.measured_losses import MEASURED
 from gossamer.run.planning.optima import optima
-from gossamer.run.planning.plan import PlanSettings, plan, run_toml
+from gossamer.run.planning.plan import PlanSettings, plan
+from gossamer.run.planning.planned_run_file import run_toml
 
 EVEN = Network(uplink_bps=25e6, downlink_bps=25e6, step_s=0.5)
 

@@ -23,7 +23,8 @@ from gossamer.run.config.resolve import run_faults as faults_of
 from gossamer.run.config.run_file import parse
 from gossamer.run.planning.candidates import PLANNED, SEVERAL, USUAL, price_recipes, recipe_toml
 from gossamer.run.planning.check import examine_run
-from gossamer.run.planning.plan import PlanSettings, RunPlan, matched_steps, plan, run_toml
+from gossamer.run.planning.plan import PlanSettings, RunPlan, matched_steps, plan
+from gossamer.run.planning.planned_run_file import run_toml
 from gossamer.run.simulated.simulate import simulate
 
 TINY = ModelConfig(size="0.2m")
@@ -572,20 +573,20 @@ def test_the_hours_of_a_run_are_printed_with_all_that_was_assumed(capsys: pytest
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["--seq-len", "0"], "seq_len is 0"),
-        (["--seq-len", "-5"], "seq_len is -5"),
-        (["--batch-size", "0"], "batch_size is 0"),
-        (["--vocab", "0"], "vocabulary is 0"),
-        (["--vocab", "-3", "--codec", "topk"], "vocabulary is -3"),
-        (["--peak-flops", "0"], "--peak-flops got 0"),
-        (["--peak-flops", "inf"], "--peak-flops got inf"),
-        (["--peak-flops", "nan"], "--peak-flops got nan"),
-        (["--peak-flops", "1e15", "--mfu", "0"], "--mfu got 0"),
-        (["--peak-flops", "1e15", "--mfu", "1.5"], "--mfu got 1.5"),
-        (["--step-s", "0"], "--step-s got 0"),
-        (["--step-s", "-1"], "--step-s got -1"),
-        (["--step-s", "nan"], "--step-s got nan"),
-        (["--step-s", "inf"], "--step-s got inf"),
+        (["--seq-len", "0"], "--seq-len is 0"),
+        (["--seq-len", "-5"], "--seq-len is -5"),
+        (["--batch-size", "0"], "--batch-size is 0"),
+        (["--vocab", "0"], "--vocab is 0"),
+        (["--vocab", "-3", "--codec", "topk"], "--vocab is -3"),
+        (["--peak-flops", "0"], "--peak-flops is 0"),
+        (["--peak-flops", "inf"], "--peak-flops is inf"),
+        (["--peak-flops", "nan"], "--peak-flops is nan"),
+        (["--peak-flops", "1e15", "--mfu", "0"], "--mfu is 0"),
+        (["--peak-flops", "1e15", "--mfu", "1.5"], "--mfu is 1.5"),
+        (["--step-s", "0"], "--step-s is 0"),
+        (["--step-s", "-1"], "--step-s is -1"),
+        (["--step-s", "nan"], "--step-s is nan"),
+        (["--step-s", "inf"], "--step-s is inf"),
         (["--step-s", "1", "--peak-flops", "1e12"], "--step-s got 1 and --peak-flops got 1e+12, but both"),
     ],
 )

@@ -215,8 +215,8 @@ def test_the_run_that_was_planned_starts_and_its_check_has_the_planned_seconds(
     ("words", "part"),
     [
         (["--memory-bytes", "1e5"], "the model does not fit 4 of them"),
-        (["--memory-bytes", "0"], "--memory-bytes got 0; give a number above 0"),
-        (["--memory-bytes", "nan"], "--memory-bytes got nan"),
+        (["--memory-bytes", "0"], "--memory-bytes is 0.0 but must be a number above 0"),
+        (["--memory-bytes", "nan"], "--memory-bytes is nan"),
         (["--memory-bytes", "20e6", "--batch-size", "1"], "raise --batch-size to 2 or more"),
         (["--memory-bytes", "20e6", "--boundary", "tahquaint"], "did you mean 'tahquant'"),
         (["--boundary", "cast"], "give --memory-bytes"),

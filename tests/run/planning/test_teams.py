@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gossamer.cli import main
-from gossamer.cli.plan import _team as team_in_words  # pyright: ignore[reportPrivateUsage]
+from gossamer.cli.printed_plan import team_in_words
 from gossamer.errors import ConfigError
 from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import Change, Network, Route, Site, links_of, to_toml
@@ -20,8 +20,9 @@ from gossamer.run.config.run_file import parse
 from gossamer.run.planning.candidates import price_recipes
 from gossamer.run.planning.check import examine_run
 from gossamer.run.planning.choice import ALONE, SITE_ALONE, Candidate
-from gossamer.run.planning.plan import PlanSettings, RunPlan, bits_per_parameter, plan, run_toml
-from gossamer.run.planning.teams import network_without, slow_teams
+from gossamer.run.planning.plan import PlanSettings, RunPlan, bits_per_parameter, plan
+from gossamer.run.planning.planned_run_file import run_toml
+from gossamer.run.planning.teams import network_without, sites_apart, slow_teams
 
 BITS = bits_per_parameter(["bf16", "int8", "fp4"], 85_347_072)
 SITES = {"here": Site(workers=(0, 1, 2, 3)), "there": Site(workers=(4, 5, 6, 7))}
@@ -264,6 +265,28 @@ def test_the_run_file_of_sites_as_workers_has_their_batches_and_links_and_its_ch
             assert ("gossamer.Outer(site=...)" in text) is refused, f"{other.name}, {other.codec}"
     mixed = replace(FAST_INSIDE, sites={"a": Site(workers=(0, 1, 2)), "b": Site(workers=(3, 4, 5, 6, 7))}, routes=())
     assert all(one.site == 1 for one in made(mixed, "0.2m", local_steps=(30,)).candidates), "a batch is one number"
+
+
+def test_sites_that_are_not_priced_as_one_worker_each_are_named_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fast = Network(uplink_bps=1e9, downlink_bps=1e9, step_s=0.5)
+    words = ["plan", str(tmp_path / "net.toml"), "--model", "0.2m", "--local-steps", "30", "--codec", "bf16"]
+    for sizes, part in (
+        ((2, 1), "sites of unlike size (2 and 1 workers) are not priced as one worker each"),
+        ((2, 2), ""),
+    ):
+        workers = [tuple(range(start, start + size)) for start, size in zip((0, 2), sizes, strict=True)]
+        sites = {name: Site(workers=some) for name, some in zip("ab", workers, strict=True)}
+        (tmp_path / "net.toml").write_text(to_toml(replace(fast, sites=sites)))
+        assert main([*words, "--method", "diloco"]) == 0
+        output = " ".join(capsys.readouterr().out.split())
+        assert part in output and ("are not priced" in output) is bool(part)
+    changing = replace(FAST_INSIDE, changes=(Change(at_s=5, factor=0.5, worker=1),))
+    assert "[[changes]]" in sites_apart(changing) and not sites_apart(FAST_INSIDE)
+    several = {"a": Site(workers=(0,)), "b": Site(workers=(1, 2, 3)), "c": Site(workers=(4, 5))}
+    assert "(1 to 3 workers)" in sites_apart(replace(fast, sites=several))
+    assert not sites_apart(replace(fast, sites={name: Site(workers=(k,)) for k, name in enumerate("abc")}))
 
 
 def test_fast_groups_of_a_probed_network_are_planned_as_named_sites_are() -> None:

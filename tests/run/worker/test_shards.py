@@ -37,6 +37,7 @@ EQUAL = {
         "inner__optimizer": "sgd",
         "inner__lr": 0.01,
     },
+    "a mean of casts that comes back in another": {**TWO, **MEAN, "codec": {"name": "bf16", "back": "fp16"}},
     "dropout in bf16, with a codec": {
         **TWO,
         "model__dropout": 0.1,
@@ -167,6 +168,7 @@ def test_when_one_shard_is_killed_the_run_ends_names_it_and_resumes_later(gossip
         ({"run__adapt": True, "run__local_steps": 4}, "run.adapt is True"),
         ({"record__hash": True}, "record.hash is true"),
         ({"codec": {"name": "int8"}}, "codec 'int8' would cut"),
+        ({**MEAN, "codec": {"name": "bf16", "back": "int8"}}, "codec 'bf16' with codec.back = 'int8' would cut"),
         ({"inner__optimizer": "muon"}, "inner.optimizer is 'muon'"),
         ({"inner__averaging": "gpa"}, "inner.averaging is 'gpa'"),
         ({"inner__compile": True}, "inner.compile is true"),

@@ -146,8 +146,9 @@ def _mean_of_updates(c: Combination) -> bool:
     return updates is not None and (updates.everyone or not updates.symmetric)
 
 
-def _elementwise(codec: Codec) -> bool:
-    return codec.exact or codec.blockwise == 1
+def _casts(codec: Codec) -> bool:
+    """Whether it decodes each number to the same bits, whatever is encoded with it."""
+    return codec.exact or (codec.blockwise == 1 and not codec.draws)
 
 
 def _of_fixed_peers(c: Combination) -> bool:
@@ -469,12 +470,11 @@ MODES: tuple[Incompatibility, ...] = (
     ),
     Incompatibility(
         "pipeline and codec",
-        lambda c: (
-            c.stages > 1 and c.codec.back is not None and not (_elementwise(c.codec) and _elementwise(c.codec.back))
-        ),
+        lambda c: c.stages > 1 and c.codec.back is not None and not (_casts(c.codec) and _casts(c.codec.back)),
         lambda c: (
             f"pipeline.stages is {c.stages}, and codec '{c.codec.name}' has a back leg, for chunks whose owners sum them, and "
-            "chunks of a stage are others than those of a whole worker; remove codec.back"
+            "chunks of a stage are others than those of a whole worker; use 'exact', 'bf16' or 'fp16' in each direction, or "
+            "remove codec.back"
         ),
     ),
     Incompatibility(
@@ -547,14 +547,12 @@ MODES: tuple[Incompatibility, ...] = (
     ),
     Incompatibility(
         "shards and codec",
+        lambda c: _OWN_SHARDS.on(c) and not (_casts(c.codec) and (c.codec.back is None or _casts(c.codec.back))),
         lambda c: (
-            _OWN_SHARDS.on(c)
-            and (not (c.codec.exact or (c.codec.blockwise == 1 and not c.codec.draws)) or c.codec.back is not None)
-        ),
-        lambda c: (
-            f"run.shards is {c.shards} and codec '{c.codec.name}'{' with codec.back' if c.codec.back else ''} would cut or draw "
-            "in each shard otherwise than in a whole worker, so that the simulation were no oracle; use 'exact', 'bf16' or "
-            "'fp16', without codec.back"
+            f"run.shards is {c.shards} and codec '{c.codec.name}'"
+            + (f" with codec.back = '{c.codec.back.name}'" if c.codec.back else "")
+            + " would cut or draw in each shard otherwise than in a whole worker, so that the simulation were no oracle; use "
+            "'exact', 'bf16' or 'fp16' in each direction"
         ),
     ),
     Incompatibility(

@@ -36,7 +36,8 @@ from gossamer.run.planning.check import counted
 from gossamer.run.planning.choice import ALONE, SITE_ALONE, Candidate, Pick
 from gossamer.run.planning.expected_loss import TOKENS_PER_PARAMETER, LossScale
 from gossamer.run.planning.measured_losses import measured_schedule, nearest_measured
-from gossamer.run.planning.plan import RunPlan, method_tables, network_of
+from gossamer.run.planning.plan import RunPlan, network_of
+from gossamer.run.planning.planned_run_file import method_tables
 from gossamer.settings.schema import toml_value
 
 FILE = "race.toml"

@@ -25,17 +25,8 @@ from gossamer.run.planning.check import ROUNDS, counted, is_hidden
 from gossamer.run.planning.choice import Candidate, Pick, pick
 from gossamer.run.planning.measured_losses import EVERY_STEP, MEASURED
 from gossamer.run.planning.optima import is_published
-from gossamer.run.planning.plan import (
-    PlanSettings,
-    RunPlan,
-    back_of,
-    choosable,
-    headline,
-    optima_of,
-    over_time,
-    with_tables,
-    without_text,
-)
+from gossamer.run.planning.plan import PlanSettings, RunPlan, back_of, choosable, over_time
+from gossamer.run.planning.planned_run_file import headline, optima_of, with_tables, without_text
 from gossamer.run.planning.teams import network_without
 from gossamer.settings.schema import toml_value
 
@@ -171,7 +162,7 @@ def choose_among(made: RunPlan, priced: Priced, method: str | None = None) -> Pi
 
 
 def recipe_toml(made: RunPlan, chosen: Candidate, *, name: str, run: Mapping[str, Any]) -> str:
-    """A run file for a candidate of `price_recipes`, as `gossamer.run.planning.plan.run_toml` writes one for its own.
+    """A run file for a candidate of `price_recipes`, as `gossamer.run.planning.planned_run_file.run_toml` writes one for its own.
 
     Args: `run` are further keys of its `[run]` table.
     """

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
-import tomli_w
+from pydantic import Field
 
 from gossamer.errors import ConfigError, choose
 from gossamer.models.sizes import ModelConfig, parameter_count
@@ -23,13 +23,11 @@ from gossamer.network.estimates.utilisation import step_seconds
 from gossamer.network.links import Links, MeanKind, Network, PerWorker, links_of, to_options
 from gossamer.network.pacing import Pace, cycle_s, fitting_steps, stretches_of, uplinks_bps, whole_steps
 from gossamer.network.pricing import price, price_everyone, price_together
-from gossamer.network.timeline import Timeline, format_utilisation, spread_s
+from gossamer.network.timeline import Timeline, spread_s
 from gossamer.record.logs.trace import Integers, Trace, from_targets
 from gossamer.report.table import digits_text
 from gossamer.run.planning.choice import ALONE, SITE_ALONE, Candidate, Pick, pick
 from gossamer.run.planning.expected_loss import EXACT_CODECS, TOKENS_PER_PARAMETER, Law, LossScale
-from gossamer.run.planning.measured_losses import CODECS_MEASURED, nearest_measured
-from gossamer.run.planning.optima import Optima, optima
 from gossamer.run.planning.teams import (
     MOST_COUNTED,
     kind_of,
@@ -41,7 +39,6 @@ from gossamer.run.planning.teams import (
     slow_teams,
 )
 from gossamer.settings.options import Positive, Share, check_values
-from gossamer.settings.schema import toml_value
 from gossamer.topologies.sequences import random_matchings
 
 EXACT: Mapping[str, float] = {"exact": 32.0}
@@ -49,7 +46,7 @@ EXACT: Mapping[str, float] = {"exact": 32.0}
 BYTES = 256
 """The vocabulary of a run file that reads text as bytes."""
 
-_METHODS: dict[str, tuple[str, int | None]] = {
+METHODS: dict[str, tuple[str, int | None]] = {
     "data parallel": ("data_parallel", None),
     "DiLoCo": ("diloco", None),
     "GASLoC 2-Peer": ("gasloc", 2),
@@ -98,6 +95,14 @@ def bits_per_parameter(codecs: Iterable[str], parameters: int) -> dict[str, floa
             raise ConfigError(choose("codec", name, CODECS) + "; correct the name")
         bits[name] = 8 * payload_bytes(CODECS[name](), parameters) / parameters
     return bits
+
+
+BOUNDS: Mapping[str, Any] = {
+    **dict.fromkeys(("vocab_size", "seq_len", "batch_size"), Annotated[int, Field(ge=1, le=_LARGEST)]),
+    **dict.fromkeys(("tokens", "hours", "step_s", "peak_flops"), Positive),
+    "mfu": Share,
+}
+"""The numbers of `PlanSettings`, with their bounds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,13 +155,9 @@ class PlanSettings:
         steps = list(self.local_steps)
         held = min(steps, default=0) >= 1 and max(steps) <= _LARGEST
         ensure("local_steps", steps, held, f"a list of whole numbers from 1 to {_LARGEST}, such as [15, 30]")
-        for name in ("seq_len", "batch_size", "vocab_size"):
-            value = getattr(self, name)
-            source = "the text has" if name == "vocab_size" else "a worker's inner step has"
-            ensure(name, value, 1 <= value <= _LARGEST, f"a whole number from 1 to {_LARGEST}; give what {source}")
-        given = {name: getattr(self, name) for name in ("step_s", "peak_flops", "tokens", "hours")}
-        check_values(Positive, **{name: value for name, value in given.items() if value is not None})
-        check_values(Share, mfu=self.mfu)
+        for name, kind in BOUNDS.items():
+            if (value := getattr(self, name)) is not None:
+                check_values(kind, **{name: value})
         for name, bits in self.codecs.items():
             ensure(f"the size of codec '{name}'", bits, 0 < bits <= 64, "above 0 and at most 64 bits per parameter")
 
@@ -409,14 +410,14 @@ class _Sketch(NamedTuple):
 
     @property
     def peers(self) -> int | None:
-        return _METHODS[self.method][1]
+        return METHODS[self.method][1]
 
 
 def _sketches(n: int, options: PlanSettings) -> Iterator[_Sketch]:
     exact = {name: bits for name, bits in options.codecs.items() if name in EXACT_CODECS} or EXACT
     if options.codecs.keys() - {*EXACT_CODECS}:  # so that what compresses is not compared with fp32 alone
         exact = {**exact, "bf16": _BF16_BITS}
-    for method, (rule, peers) in _METHODS.items():
+    for method, (rule, peers) in METHODS.items():
         alone = rule == "data_parallel"  # one local step, and gradients as they are or cast
         if n > 1 and (peers is None or peers < n):
             for steps in (1,) if alone else sorted(set(options.local_steps)):
@@ -639,147 +640,6 @@ def matched_steps(links: Links, full_steps: int, sent_bytes: float) -> tuple[int
     first = min(paces, key=lambda pace: cycle_s(pace, full_steps))  # the cycle to which all others are matched
     fitting = {pace: whole_steps(fitting_steps(pace, [first], full_steps), full_steps) for pace in set(paces)}
     return tuple(fitting[pace] for pace in paces)
-
-
-def run_toml(
-    plan: RunPlan,
-    candidate: Candidate | None = None,
-    *,
-    name: str = "planned",
-    steps: int | None = None,
-    adapt: bool = False,
-    weigh_steps: bool = False,
-) -> str:
-    """A run file that trains as planned, on the text of the plan's settings read as bytes.
-
-    Learning rates, warm-up and outer momentum are those for its size (`gossamer.run.planning.optima`), whose source a comment
-    names.
-
-    Args:
-        candidate: the best one unless given.
-        steps: inner steps, rounded up to whole rounds; those of the plan unless given.
-        adapt, weigh_steps: as in the `[run]` table; the planned local steps are then the initial ones. Ignored for data
-            parallelism, which has no local steps.
-    """
-    chosen = plan.best if candidate is None else candidate
-    local_steps = chosen.local_steps
-    rounds = plan.rounds_of(chosen) if steps is None else -(-steps // chosen.full_steps)
-    best, parts = optima_of(plan, chosen, rounds), method_tables(chosen)
-    parts["rule"] |= best.rule
-    document: dict[str, Any] = {
-        "name": name,
-        "workers": len(local_steps),
-        "seed": plan.options.seed,
-        **parts,
-        "model": toml_value(plan.model),
-        "data": {**plan.options.data_table, **({"accumulate": chosen.site} if chosen.site > 1 else {})},
-        "inner": dict(best.inner),
-        "run": {
-            "steps": rounds * chosen.full_steps,
-            "local_steps": local_steps[0] if len(set(local_steps)) == 1 else list(local_steps),
-            **({"adapt": True} if adapt and chosen.full_steps > 1 else {}),
-            **({"weigh_steps": True} if weigh_steps and chosen.method != "data parallel" else {}),
-        },
-        "network": {"planned": to_options(network_of(plan, chosen))},
-    }
-    document = with_tables(document, plan.replica)
-    head = (
-        f"{headline(plan, chosen)}{_sending_comment(chosen)}"
-        f"{without_text(chosen)}{_uneven_steps_comment(chosen)}{_sites_comment(chosen, plan.options)}"
-        f"{best.source}"
-        f"{plan.length_of(chosen, rounds)}"
-    )
-    return head + tomli_w.dumps(document)
-
-
-def optima_of(plan: RunPlan, chosen: Candidate, rounds: int, *, own_lr: bool = False) -> Optima:
-    """The settings of a candidate's run of so many rounds."""
-    replicas, steps = len(chosen.local_steps), rounds * chosen.full_steps
-    batch_tokens = plan.options.step_tokens * replicas * chosen.site
-    return optima(chosen.trained_as, plan.parameters, replicas, batch_tokens, steps, chosen.full_steps, own_lr=own_lr)
-
-
-def with_tables(document: Mapping[str, Any], tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """A run file with further keys in its tables, which replace those of the same name.
-
-    >>> with_tables({"name": "a", "run": {"steps": 1}}, {"run": {"seed": 2}})
-    {'name': 'a', 'run': {'steps': 1, 'seed': 2}}
-    """
-    return {**document, **{table: {**document.get(table, {}), **keys} for table, keys in tables.items()}}
-
-
-def method_tables(chosen: Candidate) -> dict[str, dict[str, Any]]:
-    """The tables `rule`, `topology` and `codec` of a run file for a candidate of `plan`, at the best measured settings."""
-    rule, peers = _METHODS[chosen.trained_as]
-    if peers is not None and chosen.codec not in (*EXACT_CODECS, *CODECS_MEASURED.get(chosen.method, ())):
-        rule = "anchored_gasloc"  # the same bytes, but of differences
-    _, tuned = nearest_measured(chosen.trained_as, chosen.full_steps)
-    return {
-        "rule": {
-            "name": rule,
-            **{key: value for key in ("lr", "momentum") if (value := getattr(tuned, key)) is not None},
-        },
-        "topology": {"name": "complete"} if peers is None else {"name": "random", "peers": peers},
-        "codec": {"name": chosen.codec, **({"back": chosen.back} if chosen.back else {})},
-    }
-
-
-def headline(plan: RunPlan, chosen: Candidate) -> str:
-    """The first comment of a run file: its method, its size and its seconds a round."""
-    return (
-        f"# {chosen.method} with {chosen.full_steps:,} local step{'s' * (chosen.full_steps > 1)}, planned for "
-        f"{plan.parameters:,} parameters: {digits_text(chosen.round_bytes / 1e6)} MB sent and {digits_text(chosen.round_s)} s "
-        f"a round, {format_utilisation(chosen.utilisation, chosen.between_stages)}.\n"
-    )
-
-
-def _sending_comment(chosen: Candidate) -> str:
-    """A comment of the run file where its seconds are those of DDP, and `gossamer train` takes longer; else empty."""
-    as_sent = chosen.unhidden_round_s
-    if as_sent is None or as_sent <= chosen.round_s * (1 + 1e-9):
-        return ""
-    return (
-        f"# That is as DDP runs it; gossamer train sends after the step and takes {digits_text(as_sent)} s a round.\n"
-    )
-
-
-def _uneven_steps_comment(chosen: Candidate) -> str:
-    """A comment of the run file that names the workers with fewer local steps; empty where there are none."""
-    if not chosen.fewer:
-        return ""
-    return f"# {chosen.fewer[0].upper()}{chosen.fewer[1:]} of {chosen.full_steps:,} local steps, which count less.\n"
-
-
-def in_a_site(chosen: Candidate, options: PlanSettings) -> str:
-    """How the processes of a site train as one worker, where each worker is a site; else empty.
-
-    Codecs with blocks or draws, and sums that come back in a codec, would cut each shard otherwise than a whole worker.
-    """
-    if chosen.site == 1:
-        return ""
-    if chosen.codec in EXACT_CODECS and chosen.back is None:
-        ways = "under FSDP2" if options.sites == "only" else "in data parallelism or under FSDP2"
-        return f"{ways}: gossamer train --shards {chosen.site}"
-    casts = "exact" if len(chosen.local_steps) > 2 else "bf16"
-    return (
-        f"in a loop of your own with gossamer.Outer(site=...), whose shards take any codec; gossamer train --shards "
-        f"{chosen.site} (FSDP2) takes none such as this: --codec {casts} plans for it"
-    )
-
-
-def _sites_comment(chosen: Candidate, options: PlanSettings) -> str:
-    """A comment of the run file where each of its workers is a site; else empty."""
-    if chosen.site == 1:
-        return ""
-    how = in_a_site(chosen, options).replace("; ", ";\n# ")
-    return f"# Each worker is a site of {chosen.site} processes, which take a micro-batch each,\n# {how}.\n"
-
-
-def without_text(chosen: Candidate) -> str:
-    """A comment of the run file that names the workers left out; empty where there are none."""
-    if not chosen.dropped:
-        return ""
-    return f"# Without {chosen.dropped} of the planned network, whose own text is lost; the others are renumbered.\n"
 
 
 def _rounds_of_means(network: Network, n: int, rounds: int) -> int:

@@ -149,19 +149,15 @@ def places_of(network: Network) -> Mapping[str, tuple[int, ...]]:
 
 
 def sites_as_workers(network: Network, step_s: Mapping[str, float]) -> Network | None:
-    """The network on which each site is one worker, of these seconds a step; None where sites differ in size, or have one worker.
+    """The network on which each site is one worker, of these seconds a step; None where they cannot be (`sites_apart`), or have
+    one worker.
 
     Its processes send a shard each, so a site sends and receives as fast as all its workers together. Fast groups of single
     workers count as sites (`places_of`); between two of them the slowest route counts, once for each shard.
     """
     places = places_of(network)
-    sizes, named = {len(workers) for workers in places.values()}, places.keys() == network.sites.keys()
-    if (
-        len(places) < 2
-        or len(sizes) > 1
-        or sizes == {1}
-        or any(one.worker is not None or not named for one in network.changes)
-    ):
+    named = places.keys() == network.sites.keys()
+    if len(places) < 2 or {len(workers) for workers in places.values()} == {1} or sites_apart(network):
         return None
     links = links_of(network, sum(map(len, places.values())))
 
@@ -187,6 +183,30 @@ def sites_as_workers(network: Network, step_s: Mapping[str, float]) -> Network |
         sites=sites,
         routes=routes,
     )
+
+
+def sites_apart(network: Network) -> str:
+    """Why sites of several workers are not priced as one worker each; empty where they are, or there are none.
+
+    >>> sites_apart(Network(uplink_bps=1e9, downlink_bps=1e9, sites={"a": Site(workers=(0, 1, 2)), "b": Site(workers=(3,))}))
+    ... # doctest: +ELLIPSIS
+    'sites of unlike size (3 and 1 workers) are not priced as one worker each, as ...'
+    """
+    places = places_of(network)
+    sizes = [len(workers) for workers in places.values()]
+    if len(sizes) < 2 or max(sizes) == 1:
+        return ""
+    if len({*sizes}) > 1:
+        some = " and ".join(map(str, sizes)) if len(sizes) < 3 else f"{min(sizes)} to {max(sizes)}"
+        return (
+            f"sites of unlike size ({some} workers) are not priced as one worker each, as each process of a site exchanges its "
+            "shard with one process of another; a network file with equally many workers in each site has such rows"
+        )
+    if network.changes and (
+        places.keys() != network.sites.keys() or any(one.worker is not None for one in network.changes)
+    ):
+        return "sites are not priced as one worker each, as [[changes]] are of single workers of them"
+    return ""
 
 
 def _route(links: Links, a: str, b: str, places: Mapping[str, tuple[int, ...]]) -> Route:

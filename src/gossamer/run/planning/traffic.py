@@ -132,29 +132,48 @@ def _played(
     run: RunSettings, m: Method, layout: Layout, rounds: int, workers: Sequence[int]
 ) -> tuple[Traffic, list[Entry]]:
     x = torch.empty(layout.numel, device="meta")
-    loops = _loops(run, m, layout, workers, x)
-    sent: list[list[Operation]] = [[] for _ in loops]
-    entries: list[Entry] = []
+    loops, period = _loops(run, m, layout, workers, x), period_of(run, m)
+    # Messages of a round look alike for all workers. So where peers repeat, those of the first worker show that all do.
+    repeats = m.topology.period is not None and not (m.rule.mixes_updates or m.schedule.sends or m.holders)
+    played: list[list[Entry]] = []
     flight = 0.0
     for t in range(rounds):
-        done, part = [0] * len(loops), t * m.sends_per_round
-        for stop in loops[0].stops(t):
-            for loop in loops:
-                loop.announce(t, stop)
-            for k, (i, loop) in enumerate(zip(workers, loops, strict=True)):
-                operations = tuple(loop.post(t, stop))
-                sent[k].extend(operations)
-                steps = stop.after(run.local_steps_of(i, t), run.timetable.at(t).full_steps)
-                if operations:
-                    entries.append(Entry(part, i, steps - done[k], 0.0, operations))
-                    done[k] = steps
-            part += bool(stop.sends)
-            for loop in loops:
-                loop.pop_due(t, stop)  # and never finished: what is received changes no byte
-            in_flight = [sum(nbytes(tuple(one["sent"])) for one in loop.state_in_flight()) for loop in loops]
-            flight = max(flight, *in_flight)
+        settled = period + max((lag for stop in loops[0].stops(t) for _, lag in stop.receives), default=0)
+        entries, flight = _round_of(run, m, workers[0], loops[0], t, flight)
+        before = played[t - period] if repeats and t >= settled else []
+        again = [one._replace(round=one.round + period * m.sends_per_round) for one in before]
+        if entries and entries == [one for one in again if one.worker == workers[0]]:
+            entries = again
+        else:
+            for i, loop in zip(workers[1:], loops[1:], strict=True):
+                more, flight = _round_of(run, m, i, loop, t, flight)
+                entries += more
+        played.append(entries)
     state = max(sum(nbytes(leaf) for leaf in leaves(tuple(one.part.s for one in loop.fragments))) for loop in loops)
-    return _counted(sent, rounds, state / nbytes(x), flight / nbytes(x)), entries
+    every = [entry for entries in played for entry in entries]
+    sent: dict[int, list[Operation]] = {i: [] for i in workers}
+    for entry in every:
+        sent[entry.worker].extend(entry.operations)
+    return _counted([*sent.values()], rounds, state / nbytes(x), flight / nbytes(x)), every
+
+
+def _round_of(
+    run: RunSettings, m: Method, worker: int, loop: OuterLoop, t: int, flight: float
+) -> tuple[list[Entry], float]:
+    """The entries of one worker in a round, and the most bytes in flight so far."""
+    entries, done, part = list[Entry](), 0, t * m.sends_per_round
+    loop.begin_round(t)
+    for stop in loop.stops(t):
+        loop.announce(t, stop)
+        operations = tuple(loop.post(t, stop))
+        steps = stop.after(run.local_steps_of(worker, t), run.timetable.at(t).full_steps)
+        if operations:
+            entries.append(Entry(part, worker, steps - done, 0.0, operations))
+            done = steps
+        part += bool(stop.sends)
+        loop.pop_due(t, stop)  # and never finished: what is received changes no byte
+        flight = max(flight, sum(nbytes(tuple(one["sent"])) for one in loop.state_in_flight()))
+    return entries, flight
 
 
 def _counted(sent: Sequence[Sequence[Operation]], rounds: int, state_copies: float, flight_copies: float) -> Traffic:
