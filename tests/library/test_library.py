@@ -11,7 +11,9 @@ import math
 import os
 import pickle
 import re
+import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -33,7 +35,7 @@ from gossamer.errors import CheckpointError, ConfigError, PairingError, PeerErro
 from gossamer.library.metrics import Meter
 from gossamer.library.peers import common_of, must_agree
 from gossamer.library.saved import must_continue_alike
-from gossamer.library.watch import LoopCheck, warn_of_phases
+from gossamer.library.watch import LoopCheck, Scalers, warn_of_phases
 from gossamer.optimizers.inner import build_optimizer
 from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.combine import FITTING, Method
@@ -1559,6 +1561,37 @@ def go_through_all(argv):
         dist.barrier()
     dist.destroy_process_group()
     return 0
+
+
+def test_a_look_for_gradient_scalers_spoils_no_tuple_that_another_thread_is_building() -> None:
+    """A reference to a tuple that is not yet whole makes its builder fail, with a SystemError of Python."""
+    looked, built = threading.Event(), threading.Event()
+
+    class SlowScaler(torch.amp.GradScaler):
+        def is_enabled(self) -> bool:
+            looked.set()
+            built.wait(60)
+            return super().is_enabled()
+
+    def numbers() -> Iterator[int]:
+        yield from range(5)
+        started.set()
+        looked.wait(60)
+        yield from range(5, 30)
+
+    def build() -> tuple[int, ...]:
+        try:
+            return tuple(numbers())
+        finally:
+            built.set()
+
+    started = threading.Event()
+    with ThreadPoolExecutor() as pool:
+        other = pool.submit(build)
+        started.wait(60)
+        slow = SlowScaler(DEVICE)
+        assert Scalers().there() == slow._enabled
+        assert other.result(60) == tuple(range(30))
 
 
 def test_three_workers_agree_reduce_count_and_lend_the_mean_model(forks):

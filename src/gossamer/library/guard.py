@@ -1,6 +1,5 @@
 """Checks of a model that the user's code trains: no wrapper averages its gradients, and all workers start alike."""
 
-import gc
 import hashlib
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from gossamer.collector import instances_of, subclasses_of
 from gossamer.errors import ConfigError, PeerError
 from gossamer.layout import bare_name
 from gossamer.library.dtensors import as_dtensor, local
@@ -109,10 +109,8 @@ def must_not_be_wrapped(model: nn.Module, workers: Collection[int]) -> None:
     if not dist.is_initialized():
         return
     trainable = {id(p) for p in model.parameters() if p.requires_grad}
-    objects = gc.get_objects()
-    # Most processes have none; comparing the types of millions of objects is far faster than `isinstance` on each.
-    kinds = {kind for kind in {*map(type, objects)} if issubclass(kind, DistributedDataParallel) or _is_engine(kind)}
-    for wrapper in [o for o in objects if type(o) in kinds] if kinds else []:
+    kinds = {kind for kind in subclasses_of(nn.Module) if issubclass(kind, DistributedDataParallel) or _is_engine(kind)}
+    for wrapper in instances_of(kinds):
         engine = _is_engine(type(wrapper))
         group = getattr(wrapper, "seq_data_parallel_group" if engine else "process_group", None)
         if group is None or trainable.isdisjoint(id(p) for p in wrapper.parameters()):

@@ -1,6 +1,5 @@
 """Warnings of the most common faults in a training loop: steps that are never exchanged, and workers that train alike."""
 
-import gc
 import logging
 import sys
 import threading
@@ -15,6 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from gossamer.collector import instances_of, subclasses_of
 from gossamer.errors import PeerError
 from gossamer.library.dtensors import local
 from gossamer.library.peers import Peers
@@ -292,7 +292,7 @@ class Scalers:
 
     def _known(self) -> dict[weakref.ref[GradScaler], float]:
         if self._scales is None:
-            scalers = [one for one in gc.get_objects() if issubclass(type(one), GradScaler) and one.is_enabled()]
+            scalers = [one for one in instances_of(subclasses_of(GradScaler)) if one.is_enabled()]
             self._scales = {weakref.ref(one): one._init_scale for one in scalers}
         return self._scales
 
