@@ -28,7 +28,7 @@ def uncollected() -> Iterator[None]:
 def subclasses_of(kind: type) -> set[type]:
     """A class and all classes below it.
 
-    >>> subclasses_of(ArithmeticError) == {ArithmeticError, FloatingPointError, OverflowError, ZeroDivisionError}
+    >>> {ArithmeticError, OverflowError} < subclasses_of(ArithmeticError)
     True
     """
     below, next_ones = set[type](), [kind]
