@@ -697,6 +697,21 @@ def test_old_messages_are_removed_and_what_others_have_put_into_the_folder_stays
     assert not any(name < "r00000005" and name[0] == "r" and "commit" not in name for name in there - foreign - {"run"})
 
 
+@pytest.mark.parametrize("kind", [Chain, Mixer])
+def test_states_of_rounds_that_nobody_has_reached_do_not_lead_to_the_removal_of_true_ones(kind: type[Chain]) -> None:
+    """Two such names, which need no key, left none."""
+    world = World(0, workers=2, rounds=20, faults=0.0)
+    world.kind, world.terms = kind, world.terms._replace(gossip=kind is Mixer)
+    false = {f"s9999999{k}{slot}" for k in "89" for slot in (("-00000", "-00001") if kind is Mixer else ("",))}
+    for name in false:
+        world.store.take(Create(name, b"x"))
+    for _ in range(2):
+        world.start({})
+    world.run()
+    (must_hold_in_gossip if kind is Mixer else must_hold)(world)
+    assert len({name[:9] for name in world.store.objects.keys() - false if name[0] == "s"}) >= 2
+
+
 def test_in_gossip_what_a_slot_has_left_whose_worker_never_returns_is_removed() -> None:
     world = World(0, workers=4, rounds=40, faults=0.0)
     as_gossip(world)

@@ -33,8 +33,11 @@ class States:
         self._work.say(f"the state '{name}' of the store is passed over for another: {error}")
 
     def remove_older(self, known: set[int], newest: int, slot: int = -1) -> Steps[None]:
-        """Removes what is older than the last state but one of those known: of this slot, or of all together."""
-        states = sorted(known | {newest})
+        """Removes what is older than the last state but one until the newest, of this slot or of all together.
+
+        Names of later ones, which anybody who may write into the store can give to objects that are none, cost no state.
+        """
+        states = sorted({one for one in known if one < newest} | {newest})
         if len(states) < 2:
             return
         first, until = (states[0] if len(states) > 2 else 0), states[-2]
