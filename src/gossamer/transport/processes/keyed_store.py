@@ -132,13 +132,14 @@ class _Gate:
         with contextlib.suppress(OSError):  # closed
             while True:
                 near, _ = self._server.accept()
-                threading.Thread(target=self._connect, args=(near,), daemon=True, name="gossamer store").start()
+                first = self._first.pop() if self._first else None  # here, as only one of two connections may take it
+                threading.Thread(target=self._connect, args=(near, first), daemon=True, name="gossamer store").start()
         for channel in self._first:
             channel.close()
 
-    def _connect(self, near: socket.socket) -> None:
+    def _connect(self, near: socket.socket, first: Channel | None) -> None:
         try:
-            channel = self._first.pop() if self._first else self._again()
+            channel = self._again() if first is None else first
         except (OSError, PeerError):
             near.close()  # so that the store's client notices
             return
