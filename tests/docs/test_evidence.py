@@ -1130,6 +1130,20 @@ def test_a_plan_expects_and_sets_what_the_answers_say() -> None:
     assert 0 < above_diloco(large) < above_diloco(small), "answer 10"
 
 
+def test_what_a_plan_expects_of_the_larger_model_is_on_the_page() -> None:
+    scale = LossScale(869_504, 8, 4260 * 4096, 256, steps=4260)
+    page = page_of_evidence()
+    for name, below in (("DiLoCo", "data parallel"), ("GASLoC 2-Peer", "DiLoCo"), ("GASLoC 1-Peer", "DiLoCo")):
+        one, other = (penalty(scale, each, 1 if each == "data parallel" else 30, "exact") for each in (name, below))
+        assert one is not None and other is not None
+        expected = expected_difference(scale, one, other)
+        mine, others = losses_of("larger_tuned", name), losses_of("larger_tuned", below)
+        measured = statistics.fmean(mine[seed] - others[seed] for seed in (6, 7))
+        label = f"| {name} above {below.replace('data parallel', 'data parallelism')} | "
+        assert f"{label}{measured:.3f} | {expected.nats:.3f} ± {expected.half:.3f} |" in page
+        assert abs(measured - expected.nats) < expected.half, "the page says that all three lie inside"
+
+
 def test_muloco_in_longer_runs_ends_above_data_parallelism_with_muon() -> None:
     ended = [one for stem in ("penalty", "long_tuned") for one in read_results(FIRST_STAGE / f"{stem}.jsonl")]
     losses = {(one.method, one.seed): one.row["loss"] for one in ended}
