@@ -7,16 +7,16 @@ G.calculator = (root, frozen) => {
   const banner = part("div", { role: "status" });
   const state = { plan: {}, published: {} };
   const bandwidth = (x) => G.rate(10 ** x);
-  const told = (x) => (typeof x === "number" ? `${+x.toPrecision(6)}` : x);
+  const short = (x) => (typeof x === "number" ? `${+x.toPrecision(6)}` : x);
 
   const ask = async (kind, values) => {
-    if (frozen) return frozen.answers[kind][Object.values(values).map(told).join(" ")];
+    if (frozen) return frozen.answers[kind][Object.values(values).map(short).join(" ")];
     const answer = await fetch(`${kind}.json?${new URLSearchParams(values)}`);
     if (!answer.ok) throw new TypeError(`the server answers ${answer.status}`);
     return answer.json();
   };
 
-  const shown = (input, value) => (typeof value === "number" && input.unit === "bit/s" ? G.rate(value) : `${told(value)}${input.unit ? ` ${input.unit}` : ""}`);
+  const shown = (input, value) => (typeof value === "number" && input.unit === "bit/s" ? G.rate(value) : `${short(value)}${input.unit ? ` ${input.unit}` : ""}`);
 
   // A slider over the values of an input, or a list where they are names; nothing where there is one value only.
   const control = (input, values, changed) => {
@@ -90,7 +90,7 @@ G.calculator = (root, frozen) => {
     const draw = (answer) => {
       found = answer;
       const curves = curvesOf(Object.fromEntries(Object.entries(answer.curves).map(([name, y]) => [name, [moved.values, y]])), answer.places);
-      chart.update({ curves, xLabel: moved.label, log: false, tell: moved.unit === "bit/s" ? bandwidth : (x) => `${told(10 ** x)} times` });
+      chart.update({ curves, xLabel: moved.label, log: false, tell: moved.unit === "bit/s" ? bandwidth : (x) => `${short(10 ** x)} times` });
       key.replaceChildren(keyOf(curves));
       drawRows();
     };
@@ -133,9 +133,9 @@ G.calculator = (root, frozen) => {
 
   const begin = (contents) => {
     document.title = "What a network costs · gossamer";
-    const said = contents.file ? "The links are those of the network file, all times one factor." : "Equal links, but for one slow uplink where you choose one.";
+    const links = contents.file ? "The links are those of the network file, all times one factor." : "Equal links, but for one slow uplink where you choose one.";
     root.replaceChildren(banner, part("h1", {}, "What a network costs"),
-      part("p", { class: "verdict" }, `${said} Figures are those of gossamer plan and gossamer utilisation.`),
+      part("p", { class: "verdict" }, `${links} Figures are those of gossamer plan and gossamer utilisation.`),
       planPart(contents.inputs.plan, contents.all), publishedPart(contents.inputs.published, contents.presets));
   };
   if (frozen) begin(frozen);

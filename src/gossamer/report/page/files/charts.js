@@ -114,8 +114,8 @@ G.chart = (title) => {
       svg.append(G.mark("line", { x1: sx(mark.x), x2: sx(mark.x), y1: TOP, y2: base, stroke: "var(--faint)", "stroke-dasharray": "1 3", "data-mark": mark.label }, G.mark("title", {}, mark.label)));
     }
     svg.append(lines);
-    const told = curves.slice(0, 6).map((curve) => `${curve.label} ends at ${G.short(curve.y[curve.y.length - 1])}`);
-    svg.setAttribute("aria-label", `${title} over ${spec.xLabel}. ${told.join("; ")}. Arrow keys read values, + and - zoom, 0 shows all.`);
+    const finals = curves.slice(0, 6).map((curve) => `${curve.label} ends at ${G.short(curve.y[curve.y.length - 1])}`);
+    svg.setAttribute("aria-label", `${title} over ${spec.xLabel}. ${finals.join("; ")}. Arrow keys read values, + and - zoom, 0 shows all.`);
     if (cursor !== null) point(cursor);
   };
 

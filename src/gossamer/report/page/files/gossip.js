@@ -19,9 +19,9 @@ G.gossip = () => {
   const svg = G.mark("svg", { role: "img", viewBox: `0 0 ${SIZE} ${SIZE}`, width: "100%", style: "max-width:430px;margin:0 auto" });
   const words = G.make("p", { class: "faint", "aria-live": "polite" });
   const node = G.make("div", {}, svg, words);
-  const said = new WeakMap();  // what a mark says under the pointer, which few of many hundreds ever are
+  const titles = new WeakMap();  // titles of marks under the pointer: few of many hundreds are ever shown
   svg.addEventListener("pointerover", ({ target }) => {
-    if (said.has(target) && !target.hasChildNodes()) target.append(G.mark("title", {}, said.get(target)));
+    if (titles.has(target) && !target.hasChildNodes()) target.append(G.mark("title", {}, titles.get(target)));
   });
 
   // A line for each two workers that exchanged, whichever sent.
@@ -54,7 +54,7 @@ G.gossip = () => {
         stroke: lost ? "var(--bad)" : "var(--c0)", "stroke-width": (1 + 2 * Math.sqrt(size / most)).toFixed(2),
         "stroke-dasharray": lost ? "3 4" : "", opacity: run.workers > 32 ? 0.5 : 0.85,
       }));
-      said.set(svg.lastChild, `${i < 0 ? "server" : `worker ${i}`} and worker ${j}: ${G.bytes(size)}${lost ? ", not counted" : ""}`);
+      titles.set(svg.lastChild, `${i < 0 ? "server" : `worker ${i}`} and worker ${j}: ${G.bytes(size)}${lost ? ", not counted" : ""}`);
     }
     for (const key of failed) {
       if (pairs.some((pair) => `${pair.i}-${pair.j}` === key)) continue;
@@ -67,7 +67,7 @@ G.gossip = () => {
     }
     nodes(run, moment, at, net, middle);
     labels(net, at, site);
-    words.textContent = moment.words || told(run, moment, pairs, failed);
+    words.textContent = moment.words || wording(run, moment, pairs, failed);
     svg.setAttribute("aria-label", words.textContent);
   };
 
@@ -84,7 +84,7 @@ G.gossip = () => {
         cx: place.x, cy: place.y, r: radius, fill: gone ? "var(--card)" : doubtful ? "var(--other)" : slow ? "var(--transfer)" : "var(--compute)",
         stroke: gone ? "var(--bad)" : "var(--ink)", "stroke-width": gone || slow ? 2 : 0.8, "stroke-dasharray": gone ? "3 2" : slow ? "2 2" : "", "data-worker": worker, "data-standing": gone ? "gone" : word,
       }));
-      said.set(svg.lastChild, `worker ${worker}: ${word}, ${run.rounds_of[worker]} rounds${speed}`);
+      titles.set(svg.lastChild, `worker ${worker}: ${word}, ${run.rounds_of[worker]} rounds${speed}`);
       if (radius >= 7) svg.append(G.mark("text", { x: place.x, y: place.y + 4, "text-anchor": "middle", style: `fill:${gone ? "var(--bad)" : "var(--card)"};font-weight:600;pointer-events:none` }, `${worker}`));
       if ((slow || gone) && run.workers <= 40) {
         // Above or below, as there is no room for it beside those at the edges.
@@ -106,7 +106,7 @@ G.gossip = () => {
     });
   };
 
-  const told = (run, moment, pairs, failed) => {
+  const wording = (run, moment, pairs, failed) => {
     const parts = [`Round ${moment.round}:`];
     if (moment.everyone) parts.push(`a mean over everyone, ${G.bytes(moment.mean_bytes)} sent by each.`);
     if (pairs.length) {

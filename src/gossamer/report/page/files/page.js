@@ -71,9 +71,9 @@ G.page = (root, frozen) => {
 
   const drawLegend = () => {
     const all = lines(), pale = faint(all.map((one) => one.name));
-    const told = JSON.stringify([all.map((one) => one.name), [...state.hidden], [...pale]]);
-    if (legend.dataset.told === told) return;
-    legend.dataset.told = told;
+    const content = JSON.stringify([all.map((one) => one.name), [...state.hidden], [...pale]]);
+    if (legend.dataset.content === content) return;
+    legend.dataset.content = content;
     legend.replaceChildren(...all.map(({ name, place }) => {
       const { colour, dash } = G.style(place);
       const swatch = G.mark("svg", { width: 28, height: 8, "aria-hidden": "true" }, G.mark("path", { d: "M0 4H28", stroke: pale.has(name) ? "var(--faint)" : colour, "stroke-width": 3, "stroke-dasharray": dash }));
@@ -90,9 +90,9 @@ G.page = (root, frozen) => {
   };
 
   const drawControls = () => {
-    const { axes, groups } = state.contents, told = JSON.stringify([axes, groups.some((group) => group.mean)]);
-    if (controls.dataset.told === told) return;
-    controls.dataset.told = told;
+    const { axes, groups } = state.contents, content = JSON.stringify([axes, groups.some((group) => group.mean)]);
+    if (controls.dataset.content === content) return;
+    controls.dataset.content = content;
     const over = G.make("select", { id: "axis", onchange: () => { state.axis = over.value; drawCharts(); } },
       ...axes.map((axis) => G.make("option", { value: axis.key }, axis.label)));
     if (!axes.some((axis) => axis.key === state.axis)) state.axis = state.contents.axis;
@@ -160,7 +160,7 @@ G.page = (root, frozen) => {
 
   const card = (place) => {
     const known = { round: null, follow: true, playing: null, view: null, thin: false }, kept = new Map();
-    const name = G.make("span", {}), said = G.make("p", { class: "faint" }), problems = G.make("div", {});
+    const name = G.make("span", {}), about = G.make("p", { class: "faint" }), problems = G.make("div", {});
     const slider = G.make("input", { type: "range", min: 0, max: 0, value: 0, "aria-label": "round" });
     const number = G.make("output", {}), newest = G.make("button", { type: "button", class: "small" }, "newest");
     const play = G.make("button", { type: "button", class: "small", "aria-label": "play the rounds" }, "▶");
@@ -172,7 +172,7 @@ G.page = (root, frozen) => {
     losses.node.classList.remove("card");
     const happened = G.make("ul", { class: "plain" });
     const tools = G.make("div", { class: "controls" }, "round", slider, number, play, newest, network);
-    const body = G.make("div", { class: "inner" }, said, problems, tools, gossip.node, timeline.node, losses.node, people, happened);
+    const body = G.make("div", { class: "inner" }, about, problems, tools, gossip.node, timeline.node, losses.node, people, happened);
     const node = G.make("details", { "data-run": place }, G.make("summary", {}, name), body);
     const available = () => (frozen ? Object.keys(frozen.moments[place] || {}).map(Number).sort((a, b) => a - b) : null);
 
@@ -222,8 +222,8 @@ G.page = (root, frozen) => {
     // The parts below the summary are drawn while they are open only.
     const fill = () => {
       const view = known.view, list = available(), names = Object.keys(view.networks);
-      if (network.dataset.told !== names.join()) {
-        network.dataset.told = names.join();
+      if (network.dataset.content !== names.join()) {
+        network.dataset.content = names.join();
         network.replaceChildren(...names.map((one) => G.make("option", { value: one }, one)));
         const wanted = frozen ? frozen.axis.replace("time:", "") : names[0];
         if (names.includes(wanted)) network.value = wanted;
@@ -260,13 +260,13 @@ G.page = (root, frozen) => {
     const update = (view, fresh = true) => {
       if (known.view && view.done < known.view.done) kept.clear();  // the run went back to a checkpoint
       known.view = view;
-      if (view.empty) { name.textContent = view.label; said.textContent = ""; body.hidden = false; for (const one of [tools, gossip.node, timeline.node, losses.node, people]) one.hidden = true; }
+      if (view.empty) { name.textContent = view.label; about.textContent = ""; body.hidden = false; for (const one of [tools, gossip.node, timeline.node, losses.node, people]) one.hidden = true; }
       else {
         people.hidden = false;
         losses.node.hidden = !!view.store;
         name.textContent = `${view.label}: ${frozen && view.state !== "finished" ? "not ended" : view.state}, ${view.done} of ${view.rounds} rounds`;
         const rates = Object.entries(view.tokens_per_s).map(([clock, rate]) => `${G.short(rate)} tokens/s${clock ? ` on ${clock}` : " measured"}`);
-        said.textContent = [`${view.method}${view.topology ? ` on ${view.topology}` : ""}, ${view.workers} workers, ${view.simulated ? "simulated" : "real processes"}`,
+        about.textContent = [`${view.method}${view.topology ? ` on ${view.topology}` : ""}, ${view.workers} workers, ${view.simulated ? "simulated" : "real processes"}`,
           view.sent_bytes === null ? null : `${G.bytes(view.sent_bytes)} sent per worker`, ...rates,
           !frozen && view.age_s !== null && view.state !== "finished" ? `last ${view.store ? "sign of life" : "line"} ${G.seconds(view.age_s)} ago` : null,
           view.progress < 1 ? `read to ${Math.round(100 * view.progress)} %` : null].filter(Boolean).join(" · ");

@@ -37,7 +37,7 @@ G.play = (root, frozen) => {
   const happened = part("ol", { class: "plain happened", reversed: "" });
   const tiles = part("dl", { class: "tiles" });
   const tile = (name) => { const value = part("dd", {}, "–"); tiles.append(part("div", {}, part("dt", {}, name), value)); return value; };
-  const told = { time: tile("priced time"), loss: tile("loss"), share: tile("computing"), apart: tile("disagreement"), sent: tile("sent per worker") };
+  const figures = { time: tile("priced time"), loss: tile("loss"), share: tile("computing"), apart: tile("disagreement"), sent: tile("sent per worker") };
 
   const button = (text, onclick, attributes = {}) => part("button", { type: "button", onclick, ...attributes }, text);
   const play = button("❚❚ pause", () => toggle(), { class: "main" });
@@ -175,7 +175,7 @@ G.play = (root, frozen) => {
     }
   };
 
-  // A distance as it is drawn: what is near the usual disagreement is told apart, and what is far stays on the page.
+  // A distance as it is drawn: what is near the usual disagreement can be distinguished, and what is far stays on the page.
   const USUAL = 0.004, REACH = 82;
   const drawPlane = (frame) => {
     if (!plane.querySelector("[data-dot]")) {
@@ -227,11 +227,11 @@ G.play = (root, frozen) => {
 
   const drawTiles = (frame) => {
     const spent = frame.there.map((i) => frame.seconds[i]), all = spent.reduce((sum, one) => sum + one[1] + one[2] + one[4], 0);
-    told.time.textContent = frame.clock_s < 600 ? `${frame.clock_s.toFixed(1)} s` : `${(frame.clock_s / 60).toFixed(1)} min`;
-    told.loss.textContent = frame.loss === null ? "–" : frame.loss.toFixed(3);
-    told.share.textContent = all ? `${Math.round((100 * spent.reduce((sum, one) => sum + one[1], 0)) / all)} %` : "–";
-    told.apart.textContent = frame.disagreement === null ? "–" : frame.disagreement === 0 ? "0" : frame.disagreement.toPrecision(2);
-    told.sent.textContent = G.bytes(state.frames.slice(0, frame.round + 1).reduce((sum, one) => sum + one.sent_bytes, 0));
+    figures.time.textContent = frame.clock_s < 600 ? `${frame.clock_s.toFixed(1)} s` : `${(frame.clock_s / 60).toFixed(1)} min`;
+    figures.loss.textContent = frame.loss === null ? "–" : frame.loss.toFixed(3);
+    figures.share.textContent = all ? `${Math.round((100 * spent.reduce((sum, one) => sum + one[1], 0)) / all)} %` : "–";
+    figures.apart.textContent = frame.disagreement === null ? "–" : frame.disagreement === 0 ? "0" : frame.disagreement.toPrecision(2);
+    figures.sent.textContent = G.bytes(state.frames.slice(0, frame.round + 1).reduce((sum, one) => sum + one.sent_bytes, 0));
   };
 
   const drawControls = (conditions) => {

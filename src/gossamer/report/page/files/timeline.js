@@ -60,8 +60,8 @@ G.timeline = () => {
     }
     for (const kind of G.KINDS) svg.append(G.mark("path", { d: paths[kind], fill: fills[kind], stroke: kind === "waiting" ? "var(--faint)" : "none", "stroke-width": 0.7, "data-kind": kind }));
     svg.append(G.mark("path", { d: ends, stroke: "var(--ink)" }), ...names);
-    const told = high - low < 600 ? (s) => `${+s.toPrecision(6)} s` : G.seconds;  // minutes would be alike at neighbouring ticks
-    for (const s of G.ticks(low, high, width / 110)) svg.append(G.mark("text", { x: sx(s), y: height - 12, "text-anchor": "middle" }, told(s)));
+    const time = high - low < 600 ? (s) => `${+s.toPrecision(6)} s` : G.seconds;  // minutes would be alike at neighbouring ticks
+    for (const s of G.ticks(low, high, width / 110)) svg.append(G.mark("text", { x: sx(s), y: height - 12, "text-anchor": "middle" }, time(s)));
     const total = Object.values(spent).reduce((a, b) => a + b, 0) || 1;
     words.textContent = `Rounds ${rows[0][0]} to ${rows[rows.length - 1][0]}${network ? ` on ${network}` : ", measured"}: `
       + G.KINDS.map((kind) => `${kind} ${Math.round((100 * spent[kind]) / total)} %`).join(", ") + ". A number in a waiting bar is the worker that is waited for.";
