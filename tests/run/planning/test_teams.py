@@ -110,10 +110,8 @@ def drawn(seed: int) -> Network:
     return network
 
 
-def test_a_choice_is_never_later_than_a_machine_or_a_site_alone_at_a_loss_that_is_no_lower(
-    request: pytest.FixtureRequest,
-) -> None:
-    for seed in range(1000 if request.config.getoption("--full") else 60):
+def test_a_choice_is_never_later_than_a_machine_or_a_site_alone_at_a_loss_that_is_no_lower() -> None:
+    for seed in range(1000):
         network = drawn(seed)
         n = network.workers or 1
         found = made(
