@@ -117,6 +117,8 @@ class RunPool:
         self._asked, self._is_stopping = asked, False
         self._waiting: list[tuple[Hashable, RunConfig, Path, Path | None]] = []
         self._members: list[_PoolProcess] = []
+        self._failed: GossamerError | None = None
+        """To be raised once the caller has the ends that came with it."""
 
     def __enter__(self) -> "RunPool":
         if self._jobs > 1 and sys.platform == "linux":  # imports once instead of in each process
@@ -169,6 +171,8 @@ class RunPool:
             return [self._train_here()]
         ends = list[tuple[Any, RunEnd]]()
         while not ends:
+            if self._failed is not None:
+                raise self._failed
             if self._asked() and not self._is_stopping:
                 self._is_stopping = True
                 for member in self._running:
@@ -179,11 +183,15 @@ class RunPool:
             if not self._running:  # all have saved
                 raise KeyboardInterrupt
             done = {*wait([member.link for member in self._running], _LOOK_S)}
-            ended = [member for member in self._running if member.link in done]
-            results = [(member.key, member.result()) for member in ended]
-            for member in ended:
+            for member in [one for one in self._running if one.link in done]:
+                try:
+                    end = member.result()
+                except GossamerError as error:
+                    self._failed = error
+                    continue
+                if end is not None:
+                    ends.append((member.key, end))
                 member.key = None
-            ends = [(key, end) for key, end in results if end is not None]
         self._report_warnings(ends)
         return ends
 
