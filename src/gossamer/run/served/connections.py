@@ -96,7 +96,8 @@ class ConnectionServer:
         """The last arrival of each worker."""
         self._listener: Listener | None = None
         self._closed = False
-        self._began, self._begin_s = time.monotonic(), 0.0
+        self._zero_s = time.monotonic()
+        """When the run began, on the clock of `time.monotonic`."""
         self._session: ServerSession
 
     def open(self) -> None:
@@ -114,7 +115,7 @@ class ConnectionServer:
 
         Raises: PeerError when no worker is connected and none connects within `timeout_s`.
         """
-        self._session, self._began, self._begin_s = session, time.monotonic(), begin_s
+        self._session, self._zero_s = session, time.monotonic() - begin_s
         while self._serve(asked):
             self._see_off()
             if session.core.is_finished:  # else a late arrival has got the steps that a lost worker has left
@@ -154,7 +155,7 @@ class ConnectionServer:
 
     def now(self) -> float:
         """Seconds since the run began."""
-        return self._begin_s + time.monotonic() - self._began
+        return time.monotonic() - self._zero_s
 
     def _hang_up(self) -> None:
         """Ends the connections of arrivals that get no answer any more."""
