@@ -208,6 +208,27 @@ def test_a_run_that_ends_as_another_is_killed_is_handed_over_before_that_is_repo
 
 
 @pytest.mark.usefixtures("forks")
+def test_the_runs_in_progress_save_when_the_process_of_another_is_killed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    runs = points(document(workers=2, run__steps=1_000_000, run__eval_every=0, model__layers=1), seeds=[0, 1])
+
+    def kill() -> None:
+        while not all((tmp_path / str(run.seed) / "run.toml").exists() for run in runs):
+            time.sleep(0.05)
+        apart._members[0].process.kill()
+
+    with RunPool(2) as apart:
+        for run in runs:
+            apart.add(run.label, run.config, tmp_path / str(run.seed))
+        (killer := threading.Thread(target=kill)).start()
+        with pytest.raises(TrainingError, match="exit code -9"):
+            apart.ended()
+        killer.join()
+    assert [*(tmp_path / "1" / "checkpoints").iterdir()] and "save after their round: 1" in caplog.text
+
+
+@pytest.mark.usefixtures("forks")
 def test_a_run_under_way_ends_in_python_when_its_comparison_is_left(tmp_path: Path) -> None:
     (run,) = points(document(workers=2, run__steps=1_000_000, run__eval_every=0, model__layers=1), seeds=[0])
     children = list[Any]()
