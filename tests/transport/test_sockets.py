@@ -76,7 +76,7 @@ def test_a_worker_that_connects_while_all_is_closed_is_hung_up_on() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         member = Member.at(0, 2, torch.device("cpu"), HashStore(), secret=SECRET)
-        transport = SocketTransport(member, Endpoint(listener, RUN, SECRET, 60.0), [address, "127.0.0.1:9"])
+        transport = SocketTransport(member, Endpoint(listener, RUN, SECRET, 1.0), [address, "127.0.0.1:9"])
         closing = threading.Thread(target=transport.close, kwargs={"at_once": True})
 
         class Arrivals(queue.SimpleQueue[Channel]):
