@@ -140,7 +140,7 @@ def test_a_server_continues_from_its_checkpoint():
     server.tick(1.0)
     again.restore({**server.state(), "time_s": 1.0})
     assert torch.equal(again.model(), server.model()) and again.absorbed_steps == 2
-    assert (again.joins(0), again.seen(0), again.present, again.updates) == (1, False, 0, 1)
+    assert (again.joins(0), again.seen(0), again.is_present(0), again.state()["updates"]) == (1, False, False, [1, 0])
     (reply,) = again.join(0)
     assert (reply.phases, {p: start.updates for p, start in reply.starts.items()}) == (1, {0: 1, 1: 0})
 

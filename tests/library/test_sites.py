@@ -948,10 +948,23 @@ def test_a_process_ends_its_connections_where_another_of_its_site_has_failed(mon
     outer: Any = object.__new__(gossamer.Outer)
     outer._lane, outer._timeout_s = Lane(worker=1, sites=2), 5.0
     outer._siblings = SimpleNamespace(all_or_none=all_or_none)
-    outer._connected = lambda *_: connections
+    outer._connected, outer._new_loop = lambda *_: connections, lambda _: None
     with pytest.raises(PeerError):
         outer._meet(None, SimpleNamespace(join="127.0.0.1:9", elastic=True))
     assert board.is_closed and connections.is_closed
+
+
+def test_a_process_without_memory_for_its_outer_state_ends_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    connections = Carrier()
+
+    def fails(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(gossamer.Outer, "_connected", lambda *_: connections)
+    monkeypatch.setattr(gossamer.Outer, "_new_loop", fails)
+    with pytest.raises(MemoryError):
+        gossamer.Outer(torch.nn.Linear(2, 1), "gossip")
+    assert connections.is_closed
 
 
 def test_fixed_sites_with_keys_that_do_not_agree_stop_listening(monkeypatch: pytest.MonkeyPatch) -> None:

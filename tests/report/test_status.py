@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import socket
 import sys
 import threading
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gossamer.cli import main
-from gossamer.errors import ConfigError, DataError, PeerError, TransportError
+from gossamer.errors import ConfigError, DataError, DiskError, PeerError, TransportError
 from gossamer.record.addresses import Address, write_address
 from gossamer.record.folder import RecordConfig, RunFolder
 from gossamer.record.locks import locked
@@ -361,6 +362,18 @@ def test_a_run_folder_that_lacks_another_dashboard_leaves_no_port_open(tmp_path,
     config = RecordConfig(prometheus_port=int(port), wandb_project="x")
     with pytest.raises(ConfigError, match="wandb"):
         RunFolder(tmp_path, "", config)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, int(port)), timeout=10)
+
+
+def test_a_run_folder_with_a_file_that_cannot_be_opened_leaves_no_port_nor_file_open(tmp_path):
+    pytest.importorskip("prometheus_client", reason="the extra 'prometheus' is not installed")
+    host, _, port = nobody().rpartition(":")
+    (tmp_path / "machines.jsonl").mkdir()
+    before = sorted(os.listdir("/proc/self/fd")) if sys.platform == "linux" else []
+    with pytest.raises(DiskError, match="machines"):
+        RunFolder(tmp_path, "", RecordConfig(tensorboard=False, prometheus_port=int(port)))
+    assert not before or sorted(os.listdir("/proc/self/fd")) == before
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((host, int(port)), timeout=10)
 

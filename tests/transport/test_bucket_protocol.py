@@ -779,17 +779,29 @@ def test_with_keys_a_store_that_refuses_to_give_a_claim_ends_the_worker_too(seal
     assert waited_s < 1.5 * TIMEOUT_S and "to read 't00000-0000' (403)" in sentence
 
 
+@pytest.mark.parametrize("amid", [False, True])
 @pytest.mark.parametrize("signs", [0, 2])
-def test_a_worker_that_leaves_removes_its_last_sign_of_life_if_it_has_given_one(signs: int) -> None:
+def test_a_worker_that_leaves_removes_its_last_sign_of_life_also_one_that_is_under_way(signs: int, amid: bool) -> None:
     one = Attendance(StoreTerms({}, 2, 4, TIMEOUT_S, TIMEOUT_S), Chain({}, 1), "nonce", lambda: 0.0)
     one.slot = one.life = 0
-    beats, asked = one.beats(), list[Asking]()
-    while sum(isinstance(effect, Sleep) for effect in asked) < signs:
-        asked.append(next(beats))
-    left = {effect.name for effect in asked if isinstance(effect, Create)}
-    for effect in (*asked, *one.release()):
-        if isinstance(effect, Remove):
-            left.remove(effect.name)
+    beats, left = one.beats(), set[str]()
+
+    def done(effect: Asking) -> bool:
+        """Does what is asked of the store; returns whether a sign of life is complete."""
+        if isinstance(effect, Create) and effect.name[0] == "u":
+            left.add(effect.name)
+        elif isinstance(effect, Remove):
+            left.discard(effect.name)
+        return isinstance(effect, Sleep)
+
+    for _ in range(signs):
+        while not done(next(beats)):
+            pass
+    last = [next(beats)] if amid else []  # asked for, and done after the slot is free
+    for effect in (*one.release(), *last):
+        done(effect)
+    while not done(next(beats)):
+        pass
     assert not left
 
 

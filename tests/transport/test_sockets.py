@@ -1,5 +1,6 @@
 """Connections of a run in rounds with keys: each worker a thread here, over loopback, with one notice board."""
 
+import queue
 import socket
 import threading
 import time
@@ -69,6 +70,25 @@ def test_a_worker_that_connects_when_it_is_given_up_is_hung_up_on_in_the_end() -
             transport.close()
             with pytest.raises(ConnectionError):
                 late.read(1)
+
+
+def test_a_worker_that_connects_while_all_is_closed_is_hung_up_on() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        member = Member.at(0, 2, torch.device("cpu"), HashStore(), secret=SECRET)
+        transport = SocketTransport(member, Endpoint(listener, RUN, SECRET, 1.0), [address, "127.0.0.1:9"])
+        closing = threading.Thread(target=transport.close, kwargs={"at_once": True})
+
+        class Arrivals(queue.SimpleQueue[Channel]):
+            def put(self, item: Channel, block: bool = True, timeout: float | None = None) -> None:
+                closing.start()
+                closing.join(0.5)  # so that it is over, unless it has to wait for this
+                super().put(item)
+
+        transport._peers[1] = transport._peers[1]._replace(arrivals=Arrivals())
+        with dial(address, SECRET, run=RUN, me=1, timeout_s=10.0) as late, pytest.raises(ConnectionError):
+            late.read(1)
+        closing.join(10.0)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -45,11 +45,6 @@ class GlobalCore:
         self._sent.update({(region, p): updates for p, updates in enumerate(self._updates)})
         return torch.cat([self._rule.greet(state) for state in self._states])
 
-    @property
-    def updates(self) -> int:
-        """Updates of all fragments."""
-        return sum(self._updates)
-
     def report(self, region: int, fragment: int, message: Tensor) -> Tensor:
         """A region's report of a fragment has arrived; returns the answer to it.
 

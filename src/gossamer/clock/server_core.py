@@ -207,16 +207,6 @@ class ServerCore:
         )
 
     @property
-    def present(self) -> int:
-        """The number of workers present."""
-        return sum(member.present for member in self._members)
-
-    @property
-    def updates(self) -> int:
-        """Updates of all fragments."""
-        return sum(fragment.updates for fragment in self._fragments)
-
-    @property
     def next_closing_s(self) -> float:
         """When the next window closes."""
         return min(fragment.closes_s for fragment in self._fragments)

@@ -8,17 +8,16 @@ sites, which are elastic then.
 """
 
 import os
-import re
 from collections.abc import Mapping
 
 from gossamer.errors import ConfigError
 from gossamer.integrations.place import SITE, site_of
 from gossamer.library import OuterMethod, OuterOptions
+from gossamer.library.parts import ASKED
 from gossamer.rules import RULES, Rule
 from gossamer.run.config.own_loop import method
 
 OUTER, PEERS = "GOSSAMER_OUTER", "GOSSAMER_PEERS"
-_FORM = re.compile(r"(?P<method>\w+)(?::(?P<steps>[1-9]\d*))?(?:@(?P<join>[^/\s]+:\d+))?")
 
 
 def rule_and_options(
@@ -40,7 +39,7 @@ def rule_and_options(
         return rule, options
     if not asked:
         raise ConfigError(f"no rule was given and {OUTER} is not set; give one, or set {OUTER}=METHOD[:H][@HOST:PORT]")
-    if not (form := _FORM.fullmatch(asked)):
+    if not (form := ASKED.fullmatch(asked)):
         raise ConfigError(f"{OUTER} is '{asked}'; set it to METHOD[:H][@HOST:PORT], such as diloco:30@10.0.0.1:29600")
     parsed = OuterOptions()
     if form["steps"]:

@@ -10,7 +10,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -189,7 +189,7 @@ class LoopInStore(RoundsInStore):
         return self._load(bytes(body))
 
     def _load(self, raw: bytes) -> str:
-        state, tensors = unpacked(raw), self._tensors()
+        state, tensors = unpacked(raw), tensors_of(self._state())
         try:
             must_fit(saved := tensors_of(state), tensors)
         except (LookupError, TypeError, ValueError) as error:
@@ -235,9 +235,6 @@ class LoopInStore(RoundsInStore):
 
     def _state(self) -> dict[str, Any]:
         return _state_of(self.loop, self._flat, self._rest())
-
-    def _tensors(self) -> Sequence[Tensor]:
-        return tensors_of(self._state())
 
 
 def _loop_of(

@@ -221,14 +221,13 @@ class Outer(Generic[M]):
         common = common_of(self.method, self._flat, reduction=reduction, rest=rest, local_steps=words, seed=seed)
         self._site: ElasticSite | None = None
         self._store: LoopInStore | None = None
-        self._peers = self._meet(common, meeting) if store is None else self._enter(common, str(store))
+        self._peers, self._loop = self._meet(common, meeting) if store is None else self._enter(common, str(store))
         self.worker = self._lane.worker
         self._flat.write()
         self._is_of = what_it_is_of(common, self.method.rule, self._lane, local_steps=words)
         self._loaded: str | None = None
         # Whether all workers continue from the same state, which none of them can know by itself; a store has one state.
         self._agreed = store is not None
-        self._loop = self._new_loop() if self._store is None else self._store.loop
         self._stops: list[Stop] = []
         self._closed_with = list[InFlight]()
         """The exchanges that were in flight at `close`, for a state that is saved later, as where an error is handled."""
@@ -242,15 +241,15 @@ class Outer(Generic[M]):
         self.lr: Callable[[], float] | None = None
         """Returns the learning rate of the inner optimizer, where it is known, so that workers can compare theirs."""
 
-    def _new_loop(self) -> OuterLoop:
+    def _new_loop(self, peers: Peers) -> OuterLoop:
         loop = OuterLoop(
             self.method,
-            self._peers.transport,
+            peers.transport,
             [(self.x[a:b], self.layout.slice(a, b)) for a, b in self._flat.spans],
             local_steps=self.local_steps,
             timetable=self._timetable,
             seed=self.seed,
-            reduce=self._peers.timed_reduce(self._reduced),
+            reduce=peers.timed_reduce(self._reduced),
             membership=EVERYONE if self._site is None else self._site.membership,
             shard=self.shard,
             over_shards=self._siblings.total,
@@ -259,8 +258,8 @@ class Outer(Generic[M]):
             self._site.attach(loop)
         return loop
 
-    def _meet(self, common: Common, meeting: "_MeetingPlace") -> Peers:
-        """Connects to the other workers.
+    def _meet(self, common: Common, meeting: "_MeetingPlace") -> tuple[Peers, OuterLoop]:
+        """Connects to the other workers, and makes the outer state.
 
         In two phases, after each of which the processes of this worker agree whether all have succeeded: the second waits for
         messages that a process which failed in the first would never send.
@@ -275,8 +274,9 @@ class Outer(Generic[M]):
             with self._siblings.all_or_none("the start of Outer"):
                 peers = self._connected(common, meeting)
                 undo.callback(peers.close)
+                loop = self._new_loop(peers)
             undo.pop_all()
-            return peers
+            return peers, loop
 
     def _connected(self, common: Common, meeting: "_MeetingPlace") -> Peers:
         """The connections to the other workers, once this process has reached the board of the sites, if there is one."""
@@ -292,7 +292,7 @@ class Outer(Generic[M]):
             return Peers.of(group, self._lane, common, self.x, rest, timeout_s=timeout_s)
         return Peers.none()
 
-    def _enter(self, common: Common, url: str) -> Peers:
+    def _enter(self, common: Common, url: str) -> tuple[Peers, OuterLoop]:
         """Takes a slot in the store, and the state that is there."""
         rest = partial(rest_of, self.model)
         where = url, self._lane.keys, self.n
@@ -300,7 +300,7 @@ class Outer(Generic[M]):
         self._store = store = join_store(*where, common, self.method, self._flat, rest, **what)
         weakref.finalize(self, store.close)  # also when the process ends
         self._lane, self.rounds = self._lane._replace(worker=store.worker), store.round
-        return Peers(store.connection, start=store.identity)
+        return Peers(store.connection, start=store.identity), store.loop
 
     def __repr__(self) -> str:
         """The method, the place of this worker and its progress.

@@ -35,6 +35,8 @@ P = ParamSpec("P")
 Reduction = Literal["ordered", "all_reduce"]
 LOCAL_STEPS = 30
 """Inner steps of a round where neither the user nor a method sets them."""
+ASKED = re.compile(r"(?P<method>\w+)(?::(?P<steps>[1-9]\d*))?(?:@(?P<join>[^/\s]+:\d+))?")
+"""The form of GOSSAMER_OUTER: METHOD[:H][@HOST:PORT]."""
 
 
 class OuterOptions(TypedDict, total=False):
@@ -328,8 +330,8 @@ def must_be_what_is_asked(
     name = rule if isinstance(rule, str) else getattr(rule, "name", None)
     steps = local_steps or (rule.local_steps if isinstance(rule, OuterMethod) else None) or LOCAL_STEPS
     of = f"{site[0]}/{site[1]}" if isinstance(site, tuple) and len(site) == 2 else None
-    outer = re.fullmatch(r"(\w+)(?::(\d+))?(?:@(.+))?", environment.get("GOSSAMER_OUTER", ""))
-    what = None if outer is None else (outer[1], outer[2] or str(steps), outer[3])
+    outer = ASKED.fullmatch(environment.get("GOSSAMER_OUTER", ""))
+    what = outer and (outer["method"], outer["steps"] or str(steps), outer["join"])
     alike = {
         "GOSSAMER_OUTER": what == (name, str(steps), join),
         "GOSSAMER_SITE": re.sub(r"\b0+(?=\d)", "", environment.get("GOSSAMER_SITE", "")) == of,

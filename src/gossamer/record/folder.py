@@ -169,12 +169,15 @@ class RunFolder:
         self._trace: Appender
         self._seconds: Appender | None = None
         self._prometheus: Exporter | None = None
-        self._open(None if resume_round is None else self._cut(resume_round))
-        if not computes:
-            return
-        since, here = resume_round or 0, this_machine()
-        with closing(Appender(self._file("machines"))) as machines:
-            machines.write(machine_line(since, here) if threads is None else threads[0].lines(since, here, threads[1]))
+        next_step = None if resume_round is None else self._cut(resume_round)
+        with ExitStack() as opened:  # closed where the rest cannot be opened
+            self._open(opened, next_step)
+            if computes:
+                since, here = resume_round or 0, this_machine()
+                lines = machine_line(since, here) if threads is None else threads[0].lines(since, here, threads[1])
+                with closing(Appender(self._file("machines"))) as machines:
+                    machines.write(lines)
+            opened.pop_all()
 
     def __enter__(self) -> "RunFolder":
         return self
@@ -283,26 +286,26 @@ class RunFolder:
         while self._shown:
             self._shown.pop().close()
 
-    def _open(self, next_step: int | None) -> None:
-        # Dashboards first: only they can fail, and then no file is left open, and no port.
-        with ExitStack() as opened:
-            if self._config.prometheus_port:
-                self._prometheus = Exporter(self._config.prometheus_host, self._config.prometheus_port, self.worker)
-                opened.callback(self._prometheus.close)
-            self._dashboards = Dashboards(
-                self.path,
-                self.worker,
-                self._run_toml,
-                next_step,
-                tensorboard=self._config.tensorboard,
-                wandb_project=self._config.wandb_project,
-                trackio_project=self._config.trackio_project,
-                traced_per_round=self._traced_per_round,
-            )
-            opened.pop_all()
+    def _open(self, opened: ExitStack, next_step: int | None) -> None:
+        if self._config.prometheus_port:
+            self._prometheus = Exporter(self._config.prometheus_host, self._config.prometheus_port, self.worker)
+            opened.callback(self._prometheus.close)
+        self._dashboards = Dashboards(
+            self.path,
+            self.worker,
+            self._run_toml,
+            next_step,
+            tensorboard=self._config.tensorboard,
+            wandb_project=self._config.wandb_project,
+            trackio_project=self._config.trackio_project,
+            traced_per_round=self._traced_per_round,
+        )
+        opened.callback(self._dashboards.close)
         self._shown = [one for one in (self._prometheus, self._dashboards) if one is not None]
         """What shows the run elsewhere."""
-        self._metrics, self._trace = Appender(self._file("metrics")), Appender(self._file("trace"))
+        self._metrics, self._trace = (
+            opened.enter_context(closing(Appender(self._file(kind)))) for kind in ("metrics", "trace")
+        )
 
 
 class Unrecorded:

@@ -24,6 +24,7 @@ from gossamer.report.results import PointResult, read_results, result_lines
 from gossamer.report.table import summary_rows
 from gossamer.run.config.experiment_file import Point, folder_name, points
 from gossamer.run.config.run_file import digest
+from gossamer.run.experiments import processes
 from gossamer.run.experiments.compare import train_all
 from gossamer.run.experiments.processes import RunEnd, RunPool
 from gossamer.run.experiments.shared_start import shared_trunks
@@ -180,6 +181,51 @@ def test_a_process_of_a_run_that_is_killed_is_reported_with_the_remedy(tmp_path:
         threading.Thread(target=kill).start()
         with pytest.raises(TrainingError, match=r"exit code -9; if the machine .* lower --jobs"):
             apart.ended()
+
+
+@pytest.mark.usefixtures("forks")
+def test_a_run_that_ends_as_another_is_killed_is_handed_over_before_that_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its line a search would train it again."""
+    (long,) = points(document(workers=2, run__steps=1_000_000, run__eval_every=0, model__layers=1), seeds=[0])
+    (short,) = points(document(workers=2, run__steps=2, model__layers=1), seeds=[1])
+    wait = processes.wait
+
+    def until_both_have_ended(links: list[Any], timeout: float) -> list[Any]:
+        wait(links[1:])
+        apart._members[0].process.kill()
+        return wait(links[:1]) + links[1:]
+
+    monkeypatch.setattr(processes, "wait", until_both_have_ended)
+    with RunPool(2) as apart:
+        for run in (long, short):
+            apart.add(run.label, run.config, tmp_path / str(run.seed))
+        ((label, end),) = apart.ended()
+        assert label == short.label and end.loss is not None and apart.busy
+        with pytest.raises(TrainingError, match="exit code -9"):
+            apart.ended()
+
+
+@pytest.mark.usefixtures("forks")
+def test_the_runs_in_progress_save_when_the_process_of_another_is_killed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    runs = points(document(workers=2, run__steps=1_000_000, run__eval_every=0, model__layers=1), seeds=[0, 1])
+
+    def kill() -> None:
+        while not all((tmp_path / str(run.seed) / "run.toml").exists() for run in runs):
+            time.sleep(0.05)
+        apart._members[0].process.kill()
+
+    with RunPool(2) as apart:
+        for run in runs:
+            apart.add(run.label, run.config, tmp_path / str(run.seed))
+        (killer := threading.Thread(target=kill)).start()
+        with pytest.raises(TrainingError, match="exit code -9"):
+            apart.ended()
+        killer.join()
+    assert [*(tmp_path / "1" / "checkpoints").iterdir()] and "save after their round: 1" in caplog.text
 
 
 @pytest.mark.usefixtures("forks")

@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,14 +12,15 @@ import pytest
 
 from commands import Command, free_port
 from gossamer.cli import main
-from gossamer.errors import PeerError
+from gossamer.errors import DiskError, PeerError
 from gossamer.run.asynchronous import train_asynchronous
 from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import dump
-from gossamer.run.elastic import train_elastic
+from gossamer.run.elastic import elastic_rounds, train_elastic
 from gossamer.run.participant import rendezvous
 from gossamer.run.participant.rendezvous import join_run
 from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry
+from gossamer.transport.elastic.newcomer import Offer
 from gossamer.transport.elastic.transport import ElasticTransport
 from gossamer.transport.secret import folder_secret
 from gossamer.transport.sockets.connection import Endpoint
@@ -136,6 +138,47 @@ def test_a_worker_that_cannot_start_stops_listening_and_leaves_the_store(
     with pytest.raises(PeerError):
         train_elastic.train_elastic(run, tmp_path)
     assert closed and listener.fileno() == -1
+
+
+def test_a_newcomer_that_gets_a_slot_and_cannot_write_its_address_stops_listening(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, listeners = resolve(tiny(run__elastic=True), real=True), list[socket.socket]()
+    folder_secret(tmp_path, make=True)
+
+    def listening(towards: str) -> tuple[socket.socket, str]:
+        listeners.append(socket.create_server(("127.0.0.1", 0)))
+        return listeners[-1], "127.0.0.1:9"
+
+    monkeypatch.setattr(rendezvous, "listening_towards", listening)
+    monkeypatch.setattr(rendezvous, "ask", lambda *_, **__: Offer(1, [], 0, 0, "", None))
+    (tmp_path / "address-001.json").mkdir()
+    with pytest.raises(DiskError):
+        join_run(run, tmp_path, 7, "127.0.0.1:9")
+    assert [listener.fileno() for listener in listeners] == [-1]
+
+
+def test_a_worker_without_memory_for_its_outer_state_ends_its_connections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others would take it for alive."""
+    run, closed = resolve(tiny(workers=1, run__elastic=True), real=True), list[bool]()
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+
+    def fails(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    def close(transport: ElasticTransport, real: Callable[..., None] = ElasticTransport.close, **how: bool) -> None:
+        closed.append(True)
+        real(transport, **how)
+
+    monkeypatch.setattr(elastic_rounds, "Worker", fails)
+    monkeypatch.setattr(ElasticTransport, "close", close)
+    with pytest.raises(MemoryError):
+        train_elastic.train_elastic(run, tmp_path)
+    assert closed
 
 
 def test_a_newcomer_is_refused_at_once_where_waiting_would_not_help(tmp_path: Path) -> None:

@@ -59,11 +59,6 @@ class WallClock(NamedTuple):
         """Seconds of the whole run."""
         return self.compute_s + self.inner_s + self.outer_s
 
-    @property
-    def utilisation(self) -> float:
-        """Compute time over total time."""
-        return self.compute_s / self.total_s
-
 
 @settings("")
 class MultiSiteRun:

@@ -118,13 +118,13 @@ class ElasticRounds(Participant[ElasticTransport]):
         )
         if not self._once:
             transport.taken = lambda: self.replica.steps_taken
-        membership = Membership(self._participants, self._next, self if self._closes else None)
-        self._worker = Worker(self.replica, self._method, transport, membership=membership)
         return transport
 
     def begin(self) -> None:
         """See `Participant`."""
         rendezvous, members, transport = self.rendezvous, self.rendezvous.members, self.transport
+        membership = Membership(self._participants, self._next, self if self._closes else None)
+        self._worker = Worker(self.replica, self._method, transport, membership=membership)
         begun = Begun(rendezvous.after, rendezvous.after, rendezvous.donor, 0, members.own.incarnation)
         joins = self.joins
         taken: Begun | None = None

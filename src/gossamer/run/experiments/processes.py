@@ -117,6 +117,8 @@ class RunPool:
         self._asked, self._is_stopping = asked, False
         self._waiting: list[tuple[Hashable, RunConfig, Path, Path | None]] = []
         self._members: list[_PoolProcess] = []
+        self._failed: GossamerError | None = None
+        """The first failure, raised once the runs in progress have saved."""
 
     def __enter__(self) -> "RunPool":
         if self._jobs > 1 and sys.platform == "linux":  # imports once instead of in each process
@@ -144,7 +146,7 @@ class RunPool:
     @property
     def busy(self) -> bool:
         """Whether a run is waiting or in progress."""
-        return bool(self._waiting or self._running)
+        return bool(self._waiting or self._running or self._failed)
 
     def add(self, key: Hashable, config: RunConfig, folder: Path, trunk: Path | None = None) -> None:
         """Queues a run.
@@ -162,28 +164,35 @@ class RunPool:
     def ended(self) -> list[tuple[Any, RunEnd]]:
         """Waits until a run has ended, or several.
 
-        Raises: GossamerError as `simulate` does, but for a run that diverges; KeyboardInterrupt on a stop request, once
-            all runs in progress have saved.
+        Raises, once all runs in progress have saved: GossamerError as `simulate` does, but for a run that diverges;
+            KeyboardInterrupt on a stop request.
         """
         if self._jobs == 1:
             return [self._train_here()]
         ends = list[tuple[Any, RunEnd]]()
         while not ends:
-            if self._asked() and not self._is_stopping:
+            if (self._failed or self._asked()) and not self._is_stopping:
                 self._is_stopping = True
+                if self._failed and self._running:
+                    log.warning(
+                        "a run has failed; the others in progress save after their round: %d", len(self._running)
+                    )
                 for member in self._running:
-                    member.ask_to_stop()
+                    with contextlib.suppress(TrainingError):  # its result says so too
+                        member.ask_to_stop()
             while not self._is_stopping and self._waiting and len(self._running) < self._jobs:
                 key, config, folder, _ = self._waiting.pop(0)
                 self._start(key, config, folder)
             if not self._running:  # all have saved
-                raise KeyboardInterrupt
+                raise self._failed or KeyboardInterrupt
             done = {*wait([member.link for member in self._running], _LOOK_S)}
-            ended = [member for member in self._running if member.link in done]
-            results = [(member.key, member.result()) for member in ended]
-            for member in ended:
-                member.key = None
-            ends = [(key, end) for key, end in results if end is not None]
+            for member in [one for one in self._running if one.link in done]:
+                key, member.key = member.key, None
+                try:
+                    if (end := member.result()) is not None:
+                        ends.append((key, end))
+                except GossamerError as error:
+                    self._failed = self._failed or error
         self._report_warnings(ends)
         return ends
 

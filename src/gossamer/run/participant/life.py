@@ -148,39 +148,36 @@ class Participant(ABC, Generic[Connections]):
     def live(self) -> None:
         """Trains until the end of the run, or until a stop is requested."""
         failed, unreadable = True, None
+        self.transport = self.connect()
+        self.transport.stop = self.asked.is_set
+        self.transport.redial.addresses = lambda: addresses_in(self.folder, self.run, self.rendezvous.endpoint.run)
         try:
-            self.transport = self.connect()
-            self.transport.stop = self.asked.is_set
-            self.transport.redial.addresses = lambda: addresses_in(self.folder, self.run, self.rendezvous.endpoint.run)
-            try:
-                self.begin()
-                with contextlib.ExitStack() as open_:
-                    self.open_record(open_)
-                    if self.transport.closing is None:  # with closing, each round waits for a majority anyway
-                        self.transport.await_company()
-                    self.asked.saves = self._save_kept
-                    while self.has_more and not self.asked.is_set():
-                        try:
-                            self.replica.read_ahead(self.round)
-                        except DataError as error:  # it leaves regularly, as the phase has not begun
-                            unreadable = error
-                            self.asked.set()
-                        else:
-                            self.phase()
-                    self.leave()
-                    self._tell_if_alone()
-                failed = False
-                if unreadable is not None:
-                    raise DataError(saved_when_unreadable(unreadable, self.folder))
-            except KeyboardInterrupt:
-                # After a requested stop the others need not wait for it, and it may come back.
-                failed = not self.asked.is_set()
-                raise KeyboardInterrupt(self._ended_amid()) from None
-            finally:
-                self.asked.saves = None  # the slot may belong to another process now
-                self.part(failed=failed)
+            self.begin()
+            with contextlib.ExitStack() as open_:
+                self.open_record(open_)
+                if self.transport.closing is None:  # with closing, each round waits for a majority anyway
+                    self.transport.await_company()
+                self.asked.saves = self._save_kept
+                while self.has_more and not self.asked.is_set():
+                    try:
+                        self.replica.read_ahead(self.round)
+                    except DataError as error:  # it leaves regularly, as the phase has not begun
+                        unreadable = error
+                        self.asked.set()
+                    else:
+                        self.phase()
+                self.leave()
+                self._tell_if_alone()
+            failed = False
+            if unreadable is not None:
+                raise DataError(saved_when_unreadable(unreadable, self.folder))
+        except KeyboardInterrupt:
+            # After a requested stop the others need not wait for it, and it may come back.
+            failed = not self.asked.is_set()
+            raise KeyboardInterrupt(self._ended_amid()) from None
         finally:
-            self.rendezvous.endpoint.listener.close()  # also if no transport owns it
+            self.asked.saves = None  # the slot may belong to another process now
+            self.part(failed=failed)
 
     @abstractmethod
     def connect(self) -> Connections:

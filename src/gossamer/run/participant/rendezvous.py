@@ -258,34 +258,32 @@ def join_run(run: RunSettings, folder: Path, key: int, where: str, others: Seque
         for address in addresses:
             if address in tries.final:
                 continue
-            try:
-                listener, listens_at = listening_towards(split(address)[0])
-            except (OSError, ValueError) as error:
-                tries.failed(address, error)
-                continue
-            try:
-                left_s = max(_REACH_S, deadline - time.monotonic())
-                offer = ask(
-                    address,
-                    secret,
-                    Applicant(nonce, listens_at),
-                    run=key,
-                    limits=limits_of(run),
-                    timeout_s=left_s,
-                    reach_s=min(left_s, _REACH_S),
-                    state=False,
-                    keys=keys,
-                )
-            except (OSError, GossamerError) as error:
-                listener.close()
-                tries.failed(address, error)
-                continue
-            # An asynchronous one reads its own when it begins.
-            after = 0 if run.event_driven else newest_of_own(Store(run, folder), offer.slot, lineage).round
-            endpoint = Endpoint(listener, key, secret, wait_s, run.loop.round_deadline_s, keys)
-            announce(folder, Address(offer.slot, listens_at, key))
-            members = Members(limits_of(run), offer.slot, offer.entries)
-            return RendezvousResult(members, endpoint, lineage, after, offer.slot, goes_on=True)
+            with ExitStack() as undo:
+                try:
+                    listener, listens_at = listening_towards(split(address)[0])
+                    undo.enter_context(listener)
+                    left_s = max(_REACH_S, deadline - time.monotonic())
+                    offer = ask(
+                        address,
+                        secret,
+                        Applicant(nonce, listens_at),
+                        run=key,
+                        limits=limits_of(run),
+                        timeout_s=left_s,
+                        reach_s=min(left_s, _REACH_S),
+                        state=False,
+                        keys=keys,
+                    )
+                except (OSError, GossamerError, ValueError) as error:
+                    tries.failed(address, error)
+                    continue
+                # An asynchronous one reads its own when it begins.
+                after = 0 if run.event_driven else newest_of_own(Store(run, folder), offer.slot, lineage).round
+                endpoint = Endpoint(listener, key, secret, wait_s, run.loop.round_deadline_s, keys)
+                announce(folder, Address(offer.slot, listens_at, key))
+                members = Members(limits_of(run), offer.slot, offer.entries)
+                undo.pop_all()
+                return RendezvousResult(members, endpoint, lineage, after, offer.slot, goes_on=True)
         if (addresses and tries.final.issuperset(addresses)) or time.monotonic() + _AGAIN_S >= deadline:
             raise _nobody(folder, wait_s, tries, addresses)
         tries.wait(folder, addresses)

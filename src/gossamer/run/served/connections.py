@@ -95,7 +95,9 @@ class ConnectionServer:
         self._newest: dict[int, Arrival] = {}
         """The last arrival of each worker."""
         self._listener: Listener | None = None
-        self._began, self._begin_s = time.monotonic(), 0.0
+        self._closed = False
+        self._zero_s = time.monotonic()
+        """When the run began, on the clock of `time.monotonic`."""
         self._session: ServerSession
 
     def open(self) -> None:
@@ -113,7 +115,7 @@ class ConnectionServer:
 
         Raises: PeerError when no worker is connected and none connects within `timeout_s`.
         """
-        self._session, self._began, self._begin_s = session, time.monotonic(), begin_s
+        self._session, self._zero_s = session, time.monotonic() - begin_s
         while self._serve(asked):
             self._see_off()
             if session.core.is_finished:  # else a late arrival has got the steps that a lost worker has left
@@ -148,13 +150,19 @@ class ConnectionServer:
             self._listener.hang_up()
         for connection in self._connections.values():
             connection.close()
-        while not self._inputs.empty():  # late arrivals must not wait for an answer
-            if isinstance(item := self._inputs.get(), _Joined):
-                item.arrival.channel.close()
+        self._closed = True  # first, so that either this call or the thread of a late arrival hangs up
+        self._hang_up()
 
     def now(self) -> float:
         """Seconds since the run began."""
-        return self._begin_s + time.monotonic() - self._began
+        return time.monotonic() - self._zero_s
+
+    def _hang_up(self) -> None:
+        """Ends the connections of arrivals that get no answer any more."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if isinstance(item := self._inputs.get_nowait(), _Joined):
+                    item.arrival.channel.close()
 
     def _see_off(self) -> None:
         """Ends a finished session, unless it continues: stops accepting, and notifies late arrivals that the run is over."""
@@ -165,15 +173,10 @@ class ConnectionServer:
             # Checked before the queue: any connection handled by then is already in the queue.
             somebody = self._connections or self._listener.busy
             item = self._next(0.05)
-            if item is None:
-                if not somebody:
-                    return
-            elif not isinstance(item, _Lost):
+            if item is not None:
                 self._handle(item, self.now())
-            elif self._connections.get(item.connection.peer) is item.connection:
-                # Not logged as a loss: all that are here are done, so the session expects nothing of it, and reads nowhere
-                # that it is present.
-                del self._connections[item.connection.peer]
+            elif not somebody:
+                return
 
     def _next(self, wait_s: float) -> _Joined | _Heard | _Lost | None:
         """The next input; None where none comes within so many seconds."""
@@ -244,6 +247,8 @@ class ConnectionServer:
             self._refuse(arrival, str(error))
         else:
             self._inputs.put(_Joined(arrival, hello))
+            if self._closed:
+                self._hang_up()
         finally:
             self._silent.release(arrival.channel)
 

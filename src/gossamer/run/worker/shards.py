@@ -15,16 +15,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gossamer.errors import ConfigError
-from gossamer.layout import Layout, layout_of
+from gossamer.layout import Layout, Leaf, layout_of
 from gossamer.library.dtensors import local, reshard
 from gossamer.library.flat import flat_of
 from gossamer.models.llama import Llama
 from gossamer.optimizers import InnerOptimizer
 from gossamer.optimizers.inner import build_optimizer
 from gossamer.record.logs.trace import Operation
-from gossamer.run.config.layouts import arranged
+from gossamer.run.config.layouts import Spans, arranged
 from gossamer.run.config.resolved import RunSettings
-from gossamer.run.worker.stages.checkpoints import Arranged
+from gossamer.run.worker.stages.checkpoints import Arranged, cut_out, joined
 from gossamer.run.worker.stages.in_one_process import computing
 from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.pipe import Pipe, group_of_worker
@@ -140,12 +140,14 @@ class Shards:
         each = -(-count // self.parts)
         return slice(min(part * each, count), min((part + 1) * each, count))
 
-    def _sizes(self, layout: Layout) -> list[list[int]]:
-        """The elements of each tensor in each part."""
-        return [
-            [math.prod(leaf.shape[1:]) * _length(self._rows(leaf.shape[0], part)) for leaf in layout.leaves]
-            for part in range(self.parts)
-        ]
+    def _places(self, layout: Layout) -> list[Spans]:
+        """The spans of a vector that each part has: rows of each tensor."""
+
+        def span(leaf: Leaf, part: int) -> tuple[int, int]:
+            rows, width = self._rows(leaf.shape[0], part), math.prod(leaf.shape[1:])
+            return leaf.start + width * rows.start, leaf.start + width * rows.stop
+
+        return [tuple(span(leaf, part) for leaf in layout.leaves) for part in range(self.parts)]
 
     def _gather(self, flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         """The vectors of all parts, of these sizes."""
@@ -156,35 +158,19 @@ class Shards:
     def _joined(self, value: Tensor, fragment: int | None) -> Tensor:
         """A vector `[k P]` of the whole model from those of all parts; other values are the same on all."""
         layout = self._whole.fragment(fragment)
-        sizes = self._sizes(layout)
-        size_here = sum(sizes[self.part])
+        places = self._places(layout)
+        sizes = [sum(b - a for a, b in spans) for spans in places]
+        size_here = sizes[self.part]
         times = value.numel() // size_here if size_here else 0
         if not times or value.shape != (times * size_here,):
             return value
-        vectors = self._gather(value, [times * sum(one) for one in sizes])
-        if self.part:
-            return value  # only the first process saves
-        whole = value.new_empty(times, layout.numel, device="cpu")
-        places = [leaf.start for leaf in layout.leaves]
-        for each, vector in zip(sizes, vectors, strict=True):
-            pieces = vector.view(times, -1).split(each, 1)
-            for k, (piece, size) in enumerate(zip(pieces, each, strict=True)):
-                whole[:, places[k] : places[k] + size] = piece
-                places[k] += size
-        return whole.view(-1)
+        vectors = self._gather(value, [times * size for size in sizes])
+        return value if self.part else joined(vectors, places, layout.numel)  # only the first process saves
 
     def _cut(self, value: Tensor, fragment: int | None) -> Tensor:
         """This process's part of such a vector."""
         layout = self._whole.fragment(fragment)
-        times = value.numel() // layout.numel
-        if not times or value.shape != (times * layout.numel,):
-            return value
-        rows = value.view(times, layout.numel)
-        pieces = [
-            rows[:, leaf.start : leaf.stop].view(times, *leaf.shape)[:, self._rows(leaf.shape[0], self.part)]
-            for leaf in layout.leaves
-        ]
-        return torch.cat([piece.reshape(times, -1) for piece in pieces], 1).reshape(-1)
+        return cut_out(value, self._places(layout)[self.part], layout.numel)
 
     def _joined_rows(self, value: Tensor, shape: tuple[int, ...]) -> Tensor:
         """A tensor of the inner optimizer, of the shape of a parameter or a number that is the same on all."""

@@ -101,7 +101,7 @@ class SlotHolder(Generic[P]):
             created = isinstance(item, Item) and item.head == own
         self.seen.look([name], now)  # a listing may lack the new object
         if created:
-            self.slot, self.life, self._beat = slot, life, -1
+            self.life, self._beat, self.slot = life, -1, slot  # in this order, as `beats` reads the slot first
         return created
 
     def beats(self) -> Steps[None]:
@@ -109,15 +109,15 @@ class SlotHolder(Generic[P]):
         while not self.over:
             if self.slot >= 0:
                 slot, life, beat = self.slot, self.life, self._beat + 1
-                name = lease_name("u", slot, life)
+                name, self._beat = lease_name("u", slot, life), beat
                 try:
                     yield Create(f"{name}-{beat:08d}", b"")
                     if beat:
                         yield Remove(f"{name}-{beat - 1:08d}")
+                    if (self.slot, self.life) != (slot, life):  # freed meanwhile, and removed before it was created
+                        yield Remove(f"{name}-{beat:08d}")
                 except OSError:  # the other steps report it, and wait
                     pass
-                if self.slot == slot:
-                    self._beat = beat
             yield Sleep(self.terms.timeout_s / BEATS)
 
     def release(self) -> Steps[None]:

@@ -82,14 +82,17 @@ class ConnectionLimit:
     """
 
     def __init__(self, per_peer: int = 8, total: int = 64) -> None:
-        self._per_peer, self._total = per_peer, total
+        self._per_peer, self._total, self._closed = per_peer, total, False
         self._open: dict[Channel, str] = {}
         """The peer of each connection, oldest first."""
         self._lock = threading.Lock()
 
     def admit(self, channel: Channel, peer: str) -> None:
-        """Counts a new connection, and ends those beyond the limit."""
+        """Counts a new connection, and ends those beyond the limit; it is itself ended after `close`."""
         with self._lock:
+            if self._closed:
+                channel.interrupt()
+                return
             counts = Counter(self._open.values())
             if counts[peer] >= self._per_peer:
                 self._end(peer)
@@ -103,8 +106,9 @@ class ConnectionLimit:
             self._open.pop(channel, None)
 
     def close(self) -> None:
-        """Ends all of them."""
+        """Ends all of them, and those that are admitted later."""
         with self._lock:
+            self._closed = True
             while self._open:
                 self._end(next(iter(self._open.values())))
 

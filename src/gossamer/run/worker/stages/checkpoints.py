@@ -271,7 +271,7 @@ def joined_state(
     parts, names = source.parts(model), {p: name for name, p in model.named_parameters()}
     layout, *layouts = Arranged.of(run, model, parts)
 
-    def joined(values: Sequence[Tensor], fragment: int | None = None) -> Tensor:
+    def whole(values: Sequence[Tensor], fragment: int | None = None) -> Tensor:
         return _whole_of(values, [one.fragment(fragment) for one in layouts], layout.fragment(fragment))
 
     inner = [
@@ -284,14 +284,14 @@ def joined_state(
     flying = zip(*(state["under_way"] for state in states), strict=True)
     return {
         **states[0],
-        "x": joined([state["x"] for state in states]),
+        "x": whole([state["x"] for state in states]),
         "outer": [
-            joined(values, p) for p, values in layout.each(zip(*(state["outer"] for state in states), strict=True))
+            whole(values, p) for p, values in layout.each(zip(*(state["outer"] for state in states), strict=True))
         ],
         "under_way": [
             {
                 **one[0],
-                "sent": [joined(v, one[0]["fragment"]) for v in zip(*(each["sent"] for each in one), strict=True)],
+                "sent": [whole(v, one[0]["fragment"]) for v in zip(*(each["sent"] for each in one), strict=True)],
             }
             for one in flying
         ],
@@ -312,25 +312,18 @@ def state_of_part(
     layout, places = Arranged.of(run, model, [own])
 
     def cut(value: Tensor, fragment: int | None) -> Tensor:
-        return _part_of(value, places.fragment(fragment), layout.fragment(fragment))
+        of = layout.fragment(fragment)
+        return cut_out(value, _places(places.fragment(fragment), of), of.numel)
 
     inner = named_state(build_optimizer(run.inner, model), whole["inner"], names)
     return {**layout.mapped(whole, cut), "inner": for_optimizer(build_optimizer(run.inner, own), inner, names)}
 
 
 def _whole_of(vectors: Sequence[Tensor], parts: Sequence[Layout], layout: Layout) -> Tensor:
-    """A vector `[P]` of a model, or several concatenated ones `[k P]`, from those of its parts.
-
-    Other values must be the same in all parts. Raises: CheckpointError.
-    """
+    """As `joined`, of a model's parts. Other values must be the same in all parts. Raises: CheckpointError."""
     times = vectors[0].numel() // parts[0].numel
     if times and all(x.shape == (times * part.numel,) for x, part in zip(vectors, parts, strict=True)):
-        whole, places = vectors[0].new_empty(times, layout.numel), {leaf.name: leaf for leaf in layout.leaves}
-        for x, part in zip(vectors, parts, strict=True):
-            for leaf in part.leaves:
-                place = places[leaf.name]
-                whole[:, place.start : place.stop] = x.view(times, part.numel)[:, leaf.start : leaf.stop]
-        return whole.view(-1)
+        return joined(vectors, [_places(part, layout) for part in parts], layout.numel)
     if all(torch.equal(vectors[0], x) for x in vectors[1:]):
         return vectors[0]
     raise CheckpointError(
@@ -339,10 +332,27 @@ def _whole_of(vectors: Sequence[Tensor], parts: Sequence[Layout], layout: Layout
     )
 
 
-def _part_of(value: Tensor, part: Layout, layout: Layout) -> Tensor:
-    """One part of a vector as in `_whole_of`."""
-    times = value.numel() // layout.numel
-    if not times or value.shape != (times * layout.numel,):
+def _places(part: Layout, layout: Layout) -> Spans:
+    """Where the tensors of a part are in the whole."""
+    places = {leaf.name: (leaf.start, leaf.stop) for leaf in layout.leaves}
+    return tuple(places[leaf.name] for leaf in part.leaves)
+
+
+def joined(vectors: Sequence[Tensor], places: Sequence[Spans], numel: int) -> Tensor:
+    """A vector `[P]` of a model, or several concatenated ones `[k P]`, from those of its parts, which have these spans of it."""
+    times = vectors[0].numel() // sum(b - a for a, b in places[0])
+    whole = vectors[0].new_empty(times, numel)
+    for x, spans in zip(vectors, places, strict=True):
+        pieces = x.view(times, -1).split([b - a for a, b in spans], 1)
+        for piece, (a, b) in zip(pieces, spans, strict=True):
+            whole[:, a:b] = piece
+    return whole.view(-1)
+
+
+def cut_out(value: Tensor, spans: Spans, numel: int) -> Tensor:
+    """One part of such a vector; other values are the same in all parts."""
+    times = value.numel() // numel
+    if not times or value.shape != (times * numel,):
         return value
-    places, rows = {leaf.name: leaf for leaf in layout.leaves}, value.view(times, layout.numel)
-    return torch.cat([rows[:, places[leaf.name].start : places[leaf.name].stop] for leaf in part.leaves], 1).reshape(-1)
+    rows = value.view(times, numel)
+    return torch.cat([rows[:, a:b] for a, b in spans], 1).reshape(-1)
