@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,7 @@ class Recording(Recorder):
             self._stopwatch = Stopwatch(self.worker, before_s)
             self._stopwatch.start(self._since_s)
             self._opened = opened.pop_all()
+            weakref.finalize(self, self._opened.close)  # also where an error ends the program before `close`
 
     def drop_round(self) -> None:
         """See `Recorder`."""
