@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from gossamer.errors import DataError
-from gossamer.record.whole_files import writing
+from gossamer.record.whole_files import atomic_write
 
 E = TypeVar("E")
 A = TypeVar("A", bound="Actor[Any]")
@@ -108,8 +108,8 @@ def copy_record(file: Path, folder: Path, lines: int) -> None:
 
     Raises: DiskError.
     """
-    with file.open("rb") as record, writing(folder / file.name):
-        (folder / file.name).write_bytes(b"".join(itertools.islice(record, lines)))
+    with file.open("rb") as record:
+        atomic_write(folder / file.name, b"".join(itertools.islice(record, lines)))
 
 
 def ends_early(file: Path, round: int, owner: str) -> DataError:
