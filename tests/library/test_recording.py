@@ -175,6 +175,8 @@ def test_a_record_refuses_what_it_cannot_be_in_a_sentence(tmp_path: Path) -> Non
         first.outer.record(tmp_path / "other", steps=STEPS)
     with pytest.raises(ConfigError, match=r"step\(\) got a loss of shape \(2,\); give one number"):
         first.outer.step(torch.ones(2))
+    with pytest.raises(ConfigError, match=r"step\(\) got 'high' as its loss; give one number, or a tensor of one"):
+        first.outer.step("high")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match=r"in progress, .*; give record\(\) another folder"):
         Loop(tmp_path / "run").outer.step()
     first.outer.close()

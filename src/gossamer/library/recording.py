@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import numbers
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -126,6 +127,10 @@ class Recording(Recorder):
                     f"step() got a loss of shape {tuple(loss.shape)}; give one number, such as loss.mean().detach()"
                 )
             loss = loss.detach().double().reshape(())
+        elif not isinstance(loss, numbers.Real):
+            raise ConfigError(
+                f"step() got {loss!r:.60} as its loss; give one number, or a tensor of one, such as loss.detach()"
+            )
         self._loss, self._losses = self._loss + loss, self._losses + 1
 
     @contextlib.contextmanager
