@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from commands import Command
 from gossamer import cli
 from gossamer.cli import main
 from gossamer.cli.list import from_code
+from gossamer.cli.run_file_options import resume_hint
 from gossamer.errors import installs
 from gossamer.record.lineage import write_branches
 from gossamer.report.page.live import LiveRuns
@@ -241,6 +243,13 @@ def test_a_run_that_is_stopped_says_how_to_resume_it_if_it_can(finished, run_fil
     code, _, err = run(["simulate", run_file, "--out", tmp_path / "run"], capsys)
     sentence = f"stopped; resume with --resume {tmp_path / 'run'}" if finished else "stopped"
     assert code == 130 and err.splitlines()[-1] == f"gossamer: {sentence}"
+
+
+def test_one_that_is_stopped_before_it_has_joined_joins_again_and_resumes_nothing(tmp_path):
+    simulate(single(run__steps=2), tmp_path / "run", until=1)
+    expects = pytest.raises(KeyboardInterrupt, match=r"^stopped; join again with the same command$")
+    with expects, resume_hint(tmp_path / "run", joins=True):
+        raise KeyboardInterrupt
 
 
 def test_local_workers_other_than_the_run_file_says_are_refused(run_file, capsys):
@@ -635,6 +644,23 @@ def in_an_encoding(words):
         print("code", main(command))
     sys.stdout.flush()
     return 0
+
+
+@pytest.mark.parametrize("verb", ["init", "plan"])
+def test_a_full_disk_leaves_no_part_of_a_file_that_a_second_call_would_take_for_whole(verb, tmp_path, capsys):
+    network = tmp_path / "network.toml"
+    network.write_text("uplink_bps = [1e8, 1e8]\ndownlink_bps = 1e8\nstep_s = 0.5\n")
+    plan = ["plan", network, "--local-steps", 15, "--method", "diloco", "--out", tmp_path / "run.toml"]
+    words = {"init": ["init", tmp_path / "configs"], "plan": plan}[verb]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # no file may grow, as on a full disk
+    try:
+        code, _, err = run(words, capsys)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert code == 2 and "could not be written (File too large); free some space, then call it again" in err, err
+    assert [*tmp_path.rglob("*.toml")] == [network]
+    assert run(words, capsys)[0] == 0
 
 
 def test_only_a_fault_of_a_disk_advises_to_look_at_a_path(monkeypatch, capsys):

@@ -12,6 +12,7 @@ import tarfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -157,6 +158,34 @@ KEYS = {  # the sections of docs/json.md, and the keys that each explains
     for verb in section.partition("\n")[0].split(", ")
 }
 EXPLAINED = {verb: {key.strip("`") for keys in some for key in keys.split(", ")} for verb, some in KEYS.items()}
+INSIDE = {  # all that each section has in backticks
+    verb: set(re.findall(r"`(\w+)`", section))
+    for section in (ROOT / "docs" / "json.md").read_text(encoding="utf-8").split("\n## ")[1:]
+    for verb in section.partition("\n")[0].split(", ")
+}
+BY_NAME = {
+    "files",
+    "network",
+    "peers",
+    "unpriced",
+    "validation",
+    "waiting_for",
+    "wall_s",
+    "weights",
+    "left_out",
+    "refused",
+}
+"""Objects whose keys are names, numbers of workers, or keys of a network file; `utilisation` of a report is another."""
+
+
+def keys_inside(result: Any) -> set[str]:
+    """The keys of a result and of the objects and lists in it that are one word, those inside of `BY_NAME` apart."""
+    if isinstance(result, list):
+        return {key for one in result for key in keys_inside(one)}
+    if not isinstance(result, dict):
+        return set()
+    inside = [keys_inside(value) for key, value in result.items() if key not in BY_NAME]
+    return {key for key in result if key.isidentifier()}.union(*inside)
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +195,7 @@ def a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("json")
     experiment = document(run__steps=2, workers=2, run__local_steps=1, model__layers=1)
+    experiment["network"] = {"slow": {"uplink_bps": 1e8, "downlink_bps": 1e8, "step_s": 0.5}}
     (folder / "run.toml").write_text(tomli_w.dumps(experiment))
     (folder / "two.toml").write_text(tomli_w.dumps({**experiment, "sweep": {"seed": [0]}}))
     tune = {"budget_tokens": 192, "lr": [1e-3], "outer": [], "rungs": [1.0]}
@@ -203,7 +233,7 @@ def words_of(verb: str, folder: Path, out: Path) -> list[object]:
         "probe": ["--local", 2, "--links-only", "--out", out, "--max-bytes", 65536, "--test-s", 0.01],
         "price": [run, network],
         "plan": [network, "--workers", 2, "--local-steps", 15, "--method", "diloco"],
-        "utilisation": [],
+        "utilisation": ["--analytic"],
         "goodput": ["--set", "interruptions=100"],
         "report": [run, "--out", out.with_suffix(".html")],
         "list": [],
@@ -230,6 +260,7 @@ def test_the_result_of_every_verb_is_one_line_of_json_with_the_keys_that_are_exp
     result = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     only_with_figure = set() if verb == "compare" else {"figure", "numbers"}
     assert result.keys() == EXPLAINED[verb] - only_with_figure
+    assert keys_inside(result) - {"slow"} <= INSIDE[verb]
     if verb == "train":  # nobody has scored the mean model, and the mean of its workers' own losses has another name
         losses = [*result["validation"].values()]
         assert result["loss"] is None and result["loss_of_workers"] == math.fsum(losses) / 2 and result["round"] == 2

@@ -1477,6 +1477,14 @@ def uneven_data():
         train(model, loop, 47, seed=rank)
         assert (loop.rounds, loop.steps) == (9, 2)
     dist.barrier()
+    # Local steps may differ, and by mistake they lead to other numbers of rounds with equally many batches.
+    with gossamer.Outer(model, "diloco", local_steps=5 if rank else 6, timeout_s=60) as loop:
+        expects = pytest.raises(
+            PeerError, match=r"worker 0 \(local_steps = 6, and 5 here\) after round 2 and 0 more steps"
+        )
+        with expects if rank else contextlib.nullcontext():
+            train(model, loop, 15 if rank else 12, seed=rank)
+    dist.barrier()
 
 
 def one_finishes_and_stays():
@@ -1485,7 +1493,7 @@ def one_finishes_and_stays():
     with gossamer.Outer(net(), "diloco", local_steps=5, timeout_s=5) as loop:
         train(loop.model, loop, 5, seed=rank)
         loop.finish()  # all do, and continue, so that none has left
-        assert [loop._peers.published("left").get(rank)] == [[1, 0]]
+        assert [loop._peers.published("left").get(rank)] == [[1, 0, 5]]
         train(loop.model, loop, 4 if rank else 2, seed=rank)
         if rank == 0:
             loop.finish()

@@ -3,6 +3,8 @@
 import copy
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -131,17 +133,37 @@ def test_a_loop_that_resumes_from_its_saved_state_leaves_the_record_of_an_uninte
 
 @pytest.mark.parametrize(
     "words",
-    [["evaluate"], ["audit"], ["train", "--resume"], ["simulate", "--resume"]],
+    [
+        ["evaluate", "."],
+        ["audit", "."],
+        ["train", "--resume", "."],
+        ["simulate", "--resume", "."],
+        ["check", "run.toml"],
+    ],
     ids=" ".join,
 )
-def test_what_would_train_or_evaluate_a_recorded_loop_says_that_no_file_has_it(
+def test_what_would_check_train_or_evaluate_a_recorded_loop_says_that_no_file_has_it(
     tmp_path: Path, words: list[str]
 ) -> None:
     loop = Loop(tmp_path / "run")
     loop.train(range(3))
     loop.outer.close()
-    code, output = run(*words, tmp_path / "run")
+    code, output = run(*words[:-1], tmp_path / "run" / words[-1])
     assert code == 2 and "model.size is 'python:Sequential', an object that a Python program gave" in output
+
+
+def test_a_recorded_loop_that_an_error_ends_prints_this_error_alone(tmp_path: Path) -> None:
+    script = (
+        "import torch, gossamer\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "outer = gossamer.Outer(model, 'diloco', local_steps=2)\n"
+        f"outer.record({str(tmp_path / 'run')!r}, steps=8)\n"
+        "for step in range(3): outer.step(1.0)\n"
+        "raise ValueError('no more batches')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.returncode == 1 and ended.stderr.splitlines()[-1] == "ValueError: no more batches", ended.stderr
+    assert run_status(tmp_path / "run").round == 1
 
 
 def test_a_record_refuses_what_it_cannot_be_in_a_sentence(tmp_path: Path) -> None:
@@ -153,6 +175,8 @@ def test_a_record_refuses_what_it_cannot_be_in_a_sentence(tmp_path: Path) -> Non
         first.outer.record(tmp_path / "other", steps=STEPS)
     with pytest.raises(ConfigError, match=r"step\(\) got a loss of shape \(2,\); give one number"):
         first.outer.step(torch.ones(2))
+    with pytest.raises(ConfigError, match=r"step\(\) got 'high' as its loss; give one number, or a tensor of one"):
+        first.outer.step("high")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match=r"in progress, .*; give record\(\) another folder"):
         Loop(tmp_path / "run").outer.step()
     first.outer.close()

@@ -1,6 +1,7 @@
 """One process at a time writes what a worker writes into a run folder."""
 
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -53,6 +54,16 @@ def test_a_process_that_writes_for_all_workers_and_one_of_a_worker_refuse_each_o
         ):
             pass
     must_be_idle(tmp_path)
+
+
+def test_a_full_disk_does_not_end_what_is_locked(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # no file may grow, as on a full disk
+    try:
+        with locked(tmp_path, 3), pytest.raises(ConfigError, match="is in progress"):
+            must_be_idle(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_one_that_ends_before_it_has_written_anything_leaves_no_folder_behind(tmp_path: Path) -> None:

@@ -155,6 +155,17 @@ def test_the_line_of_an_earlier_round_has_no_bytes_or_rates_of_a_later_one(tmp_p
     assert second.startswith("a: round 2 of 4  loss ") and "  sent " in second, second
 
 
+def test_the_last_line_of_a_worker_whose_peers_record_elsewhere_has_the_rate_of_all_workers(tmp_path: Path) -> None:
+    out, clock = StringIO(), Clock()
+    with RunFolder(tmp_path / "a", RUN_TOML, worker=0) as run, plain(out, clock) as terminal:
+        terminal.follow("a", tmp_path / "a", share=0.5)
+        for r in range(4):
+            clock.now_s = 5 * r
+            run.log("train", round=r, worker=0, step=9 * (r + 1), loss=1.0, tokens=32 * (r + 1), lr=1e-3)
+            terminal.look()
+    assert f"tokens/s {2 * 32 / 5:.4g}" in out.getvalue().splitlines()[-1], out.getvalue()
+
+
 def test_runs_that_train_side_by_side_are_shown_until_each_has_ended(tmp_path: Path) -> None:
     out, clock = StringIO(), Clock()
     with (

@@ -77,6 +77,7 @@ def test_a_process_without_a_launcher_is_refused_with_the_launch_command(torchru
     ("changes", "options", "words"),
     [
         ({"WORLD_SIZE": "3"}, {}, r"WORLD_SIZE \(--of\) is 3 but the run file has workers = 2"),
+        ({"MASTER_PORT": "99999"}, {}, r"MASTER_PORT is '99999'; it must be a port, at most 65535"),
         ({"RANK": "2"}, {}, r"RANK \(--rank\) is 2; .* between 0 and 1"),
         ({"RANK": "-1"}, {}, "RANK is '-1'"),
         ({}, {"backend": "mpi"}, "run.backend is 'mpi'; allowed: auto, gloo, nccl"),

@@ -50,12 +50,11 @@ def _about(path: Path) -> str:
 
 def _written(name: Path, folder: Path) -> bool:
     """Writes one of the examples; False when there is such a file already."""
-    from gossamer.record.whole_files import make_folder, writing
+    from gossamer.record.whole_files import atomic_write, make_folder
 
     path = folder / name
     if path.exists():
         return False
     make_folder(path.parent)
-    with writing(path), path.open("xb") as file:
-        file.write((EXAMPLES / name).read_bytes())
+    atomic_write(path, (EXAMPLES / name).read_bytes())  # a part of it would count as a file of the user
     return True

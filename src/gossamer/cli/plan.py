@@ -142,11 +142,10 @@ def _doubts(links: "Network", choice: "Pick", passes: float | None) -> list[str]
 
 def _write(out: Path | None, text: str) -> None:
     """Writes the run file, unless none is asked for."""
-    from gossamer.record.whole_files import writing
+    from gossamer.record.whole_files import atomic_write
 
     if out is not None:
-        with writing(out):
-            out.write_text(text, encoding="utf-8")
+        atomic_write(out, text.encode())
 
 
 def _print_written(made: "RunPlan", options: PlanOptions, *, raced: bool) -> None:

@@ -295,15 +295,19 @@ def parts_to_train(
 
 
 @contextlib.contextmanager
-def resume_hint(folder: Path) -> Iterator[None]:
-    """Makes Ctrl-C print how to resume the run in this folder, if it has a checkpoint."""
+def resume_hint(folder: Path, *, joins: bool = False) -> Iterator[None]:
+    """Makes Ctrl-C print how to resume the run in this folder, if it has a checkpoint.
+
+    Args: `joins` is for a process of a run that may be in progress, which it joins.
+    """
     try:
         yield
     except KeyboardInterrupt as stop:
         from gossamer.record.folder import store_file
 
         if not str(stop) and is_resumable(folder) and not store_file(folder).exists():
-            raise KeyboardInterrupt(f"stopped; resume with --resume {quote(str(folder))}") from None
+            again = "join again with the same command" if joins else f"resume with --resume {quote(str(folder))}"
+            raise KeyboardInterrupt(f"stopped; {again}") from None
         raise
 
 

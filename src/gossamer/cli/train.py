@@ -129,7 +129,7 @@ def command(
     if way.local is not None and way.among is None:
         must_be_idle(folder)  # before a table shows how far it is
     code = 0
-    with resume_hint(folder), _shown(output, run, folder, way.local, page=tells):
+    with resume_hint(folder, joins=way.join is not None), _shown(output, run, folder, way.local, page=tells):
         if way.local is not None:
             words = _words_of_workers(file, folder, changes, resumed, silent=output.silent, allow_code=allow_code)
             code = _start_workers(run, folder, way.local, way, words, resume=resumed)

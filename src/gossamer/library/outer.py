@@ -885,7 +885,7 @@ class Outer(Generic[M]):
     def _leave(self) -> None:
         """Publishes where this worker ends, for workers that later wait for it in vain."""
         if not self._left:
-            self._peers.publish("left", [self.rounds, self.steps])
+            self._peers.publish("left", [self.rounds, self.steps, self.local_steps])
             self._left = True
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -995,7 +995,9 @@ class Outer(Generic[M]):
             yield
         except PeerError as error:
             self._watch.quiet = True
-            raise explained(error, self._peers.published("left"), self._peers.published("mean"), self._means) from error
+            raise explained(
+                error, self._peers.published("left"), self._peers.published("mean"), self._means, self.local_steps
+            ) from error
 
     def _look(self) -> None:
         """Checks what must hold whenever the flat buffer is sent or overwritten."""

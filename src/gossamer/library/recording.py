@@ -2,7 +2,9 @@
 
 import contextlib
 import logging
+import numbers
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -106,6 +108,7 @@ class Recording(Recorder):
             self._stopwatch = Stopwatch(self.worker, before_s)
             self._stopwatch.start(self._since_s)
             self._opened = opened.pop_all()
+            weakref.finalize(self, self._opened.close)  # also where an error ends the program before `close`
 
     def drop_round(self) -> None:
         """See `Recorder`."""
@@ -124,6 +127,10 @@ class Recording(Recorder):
                     f"step() got a loss of shape {tuple(loss.shape)}; give one number, such as loss.mean().detach()"
                 )
             loss = loss.detach().double().reshape(())
+        elif not isinstance(loss, numbers.Real):
+            raise ConfigError(
+                f"step() got {loss!r:.60} as its loss; give one number, or a tensor of one, such as loss.detach()"
+            )
         self._loss, self._losses = self._loss + loss, self._losses + 1
 
     @contextlib.contextmanager

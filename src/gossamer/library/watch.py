@@ -378,11 +378,13 @@ def warn_of_phases(facts: Mapping[int, Any], workers: int, start: str) -> bool:
     return True
 
 
-def explained(error: PeerError, left: Mapping[int, Any], means: Mapping[int, Any], entered: int) -> PeerError:
+def explained(
+    error: PeerError, left: Mapping[int, Any], means: Mapping[int, Any], entered: int, local_steps: int
+) -> PeerError:
     """The error of an exchange, extended by the workers that have left their loop before, or are in `mean_model()` alone.
 
     Args:
-        left: by worker after how many rounds and steps it has left.
+        left: by worker after how many rounds and steps it has left, and its local steps; `local_steps` are those of this one.
         means: by worker how often it has entered `mean_model()`; `entered` is how often this one has.
     """
     inside = [worker for worker, count in sorted(means.items()) if type(count) is int and count > entered]
@@ -392,9 +394,10 @@ def explained(error: PeerError, left: Mapping[int, Any], means: Mapping[int, Any
             "same step"
         )
     words = [
-        f"worker {worker} after round {one[0]} and {one[1]} more steps"
+        f"worker {worker} {'' if one[2] == local_steps else f'(local_steps = {one[2]}, and {local_steps} here) '}"
+        f"after round {one[0]} and {one[1]} more steps"
         for worker, one in sorted(left.items())
-        if isinstance(one, list) and [*map(type, one)] == [int, int]
+        if isinstance(one, list) and [*map(type, one)] == [int, int, int]
     ]
     if not words:
         return error

@@ -41,7 +41,7 @@ def locked(folder: Path, worker: int | None, part: int = 0, parts: int = 1, *, s
     make_folder(folder)
     path = folder / f"{_NAME}{worker_suffix(worker, part, parts)}"
     with writing(path):
-        file = path.open("a+b")
+        file = path.open("a+b", buffering=0)  # a buffer that a full disk has refused is written again on close
     with file:
         if _taken(file, ENDING_S if strict else LOOKING_S) is not False:
             with contextlib.suppress(OSError):  # the content only identifies the holder

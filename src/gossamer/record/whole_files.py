@@ -29,7 +29,7 @@ def writing(path: Path) -> Iterator[None]:
         raise
     except OSError as error:
         instead = (
-            "free some space, then go on with --resume, or name another folder with --out"
+            "free some space, then call it again (a run with --resume), or name another place with --out"
             if error.errno in _FULL
             else "name another place, or let this one be written"
         )

@@ -276,7 +276,7 @@ class _Shown:
         per_s = left_s = math.nan
         if self._before is not None and now_s > self._before[0]:
             past_s = now_s - self._before[0]
-            per_s = (_tokens(run) - self._before[2]) / past_s
+            per_s = (_tokens(run) - self._before[2]) / past_s * (len(run.rounds_of) / run.here)  # others count alike
             left_s = past_s * (rounds - done) / (done - self._before[1]) if done > self._before[1] else math.nan
         step = _UNKNOWN
         if self._moves and done < rounds:

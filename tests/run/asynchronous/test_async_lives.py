@@ -111,6 +111,8 @@ def last_states(folder, config):
 def must_replay(folder, again, config):
     """The record of a run gives the same bits in another folder."""
     replay_asynchronous(resolve(config, real=True), again, folder)
+    orders = [{path.name: path.read_bytes() for path in one.glob("order-*.jsonl")} for one in (folder, again)]
+    assert orders[0] == orders[1]
     ours, theirs = last_states(folder, config), last_states(again, config)
     for i, (round, state) in ours.items():
         assert theirs[i][0] == round

@@ -182,6 +182,26 @@ def test_a_lacking_checkpoint_is_no_lack_where_all_workers_are_equal_after_a_rou
     assert equal == (rule == "diloco") != ("has no checkpoint of worker 1" in caplog.text)
 
 
+@pytest.mark.parametrize("recorded", [True, False], ids=["all took part", "not known"])
+def test_an_evaluation_in_the_folder_of_one_machine_names_the_workers_whose_models_it_lacks(
+    recorded: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    simulate(single(workers=2, run__steps=4, run__elastic=True, rule__name="gasloc"), tmp_path)
+    for place in tmp_path.glob("checkpoints/round-*/worker-001.*"):
+        place.unlink()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "metrics-000.jsonl").write_text("".join(line for line in lines if '"worker":1' not in line))
+    (tmp_path / "metrics.jsonl").unlink()
+    if recorded:
+        with OutcomeWriter(tmp_path, 0) as log:
+            log.write(Begun(0, 0, 0, 0, 0))
+            for round in range(2):
+                log.write(RoundOutcome(round, None, frozenset(), frozenset(), 2 * (round + 1)))
+    assert evaluate(tmp_path).workers == (0,)
+    others = "took part" if recorded else "may have taken part"
+    assert f"is that of worker 0 alone, while others {others} in round 2; the checkpoints of worker 1" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("settings", "equal"),
     [

@@ -16,8 +16,11 @@ from gossamer.cli import main
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
 from gossamer.record.logs.outcomes import read_outcomes
+from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import digest, dump
 from gossamer.run.elastic.elastic_rounds import ElasticRounds
+from gossamer.run.replay.elastic import replay_elastic
+from gossamer.run.replay.script import outcomes_of
 from gossamer.run.simulated.simulate import simulate
 from gossamer.transport.elastic.transport import ElasticTransport
 from tiny import tiny
@@ -89,6 +92,23 @@ def churn(root, **settings):
 def test_a_run_with_a_death_and_a_newcomer_is_replayed_to_the_last_bit(churned, caplog):
     is_replayed(*churned)
     assert "last bit" not in caplog.text
+
+
+@pytest.mark.timeout(300)
+def test_the_replay_of_a_run_in_progress_has_its_log_as_far_as_it_was_computed_again(churned, tmp_path, monkeypatch):
+    root, config = churned
+    folder = shutil.copytree(root / "real", tmp_path / "real")
+    logs = {path.name: path.read_bytes() for path in folder.glob("outcomes-*.jsonl")}
+
+    def read_before_more_is_written(recorded):
+        lives = outcomes_of(recorded)
+        for name, lines in logs.items():
+            (recorded / name).write_bytes(lines + b"a later round\n")
+        return lives
+
+    monkeypatch.setattr("gossamer.run.replay.elastic.outcomes_of", read_before_more_is_written)
+    replay_elastic(resolve(config, real=True), tmp_path / "again", folder)
+    assert {name: (tmp_path / "again" / name).read_bytes() for name in logs} == logs
 
 
 @pytest.mark.full

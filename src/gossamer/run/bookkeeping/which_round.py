@@ -741,11 +741,13 @@ def _warn_of_missing(store: Store, choice: ChosenRound, having: Sequence[int]) -
     if others and _ends_equal(store.run):
         say(f"after round {choice.round} all workers are equal, so the mean model is that of worker {having[0]} alone")
         return
-    took_part = {i for owner in having for i in kept[owner].seen.get(choice.round) or ()}
-    if absent := [owner for owner in on_other_machines(kept) if owner in took_part]:
+    views = [kept[owner].seen[choice.round] for owner in having if choice.round in kept[owner].seen]
+    took_part = {i for view in views for i in (kept if view is None else view)}
+    if absent := [owner for owner in on_other_machines(kept) if owner in took_part or not views]:
         log.warning(
-            "the mean model is that of worker %s alone, while others took part in round %d; %s",
+            "the mean model is that of worker %s alone, while others %s in round %d; %s",
             those,
+            "took part" if views else "may have taken part",
             choice.round,
             _how_to_collect(store.run, store.folder, absent),
         )

@@ -116,11 +116,20 @@ def own_parts(config: RunConfig, without: Collection[str] = ()) -> UserParts:
 
 def _imported(kind: str, name: str) -> Code:
     if name.startswith(GIVEN):
-        raise ConfigError(
-            f"{KEYS[kind]} is '{name}', an object that a Python program gave, and no file has it; run that program again, or put "
-            "the object into a module and name it as package.module:name"
-        )
+        raise ConfigError(_was_given(kind, name))
     return imported(KEYS[kind], name)
+
+
+def given_faults(config: RunConfig) -> list[str]:
+    """A sentence for each part of a run that a program gave as an object, so that no verb can run it from a file."""
+    return [_was_given(kind, name) for kind, name in named(config).items() if name.startswith(GIVEN)]
+
+
+def _was_given(kind: str, name: str) -> str:
+    return (
+        f"{KEYS[kind]} is '{name}', an object that a Python program gave, and no file has it; run that program again, or put "
+        "the object into a module and name it as package.module:name"
+    )
 
 
 def caller(parts: UserParts, kind: str, name: str) -> Callable[..., Any]:

@@ -139,7 +139,7 @@ def contenders(document: Mapping[str, Any], *, scale: str = "") -> list[Contende
     """
     if "tune" not in document:
         raise ConfigError(
-            f"the file has the keys {', '.join(document)} and no [tune] table; write one with budget_tokens and "
+            f"the file has no table [tune] among its keys ({', '.join(document) or 'none'}); write one with budget_tokens and "
             "lr = [5e-4, 1e-3, 2e-3]"
         )
     if "sweep" in document:

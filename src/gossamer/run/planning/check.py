@@ -33,7 +33,7 @@ from gossamer.run.config.pipeline import cuts_of, stage_in
 from gossamer.run.config.resolve import document_faults, resolve, run_faults, settings_of
 from gossamer.run.config.resolved import InPairs, ResolvedRun, RunSettings, WithServer
 from gossamer.run.config.run_file import RunConfig, parse
-from gossamer.run.config.user_parts import named
+from gossamer.run.config.user_parts import given_faults, named
 from gossamer.run.planning.traffic import extent, period_of, play_rounds, traffic
 from gossamer.run.worker.stages.timing import in_stages
 from gossamer.settings.user_code import is_code
@@ -417,6 +417,8 @@ def _checked(document: Mapping[str, Any]) -> Examined | list[str]:
             by_verb = {"simulate": simulated, "train": trained}
             return both or [f"gossamer {verb} cannot run it: {one}" for verb, some in by_verb.items() for one in some]
         config = parse(document)
+        if faults := given_faults(config):
+            return faults
         if {*KINDS} & named(config).keys():  # its method is the user's code
             run, vocab_size = settings_of(config), vocabulary(config.data.tokenizer)
             return _known_of(config, run, vocab_size, _layout(run, vocab_size), _text_files(run, vocab_size)[2])

@@ -8,7 +8,6 @@ that the two folders can be compared.
 """
 
 import math
-import shutil
 import time
 from abc import abstractmethod
 from collections import Counter
@@ -52,7 +51,7 @@ from gossamer.run.bookkeeping.inputs import must_have_inputs, note_inputs
 from gossamer.run.bookkeeping.journal import log_phase
 from gossamer.run.config.resolved import InPairs, ResolvedRun
 from gossamer.run.participant.agreement import HERE, limits_of
-from gossamer.run.replay.driver import Actor, Contradiction, Missing, ends_early, follow
+from gossamer.run.replay.driver import Actor, Contradiction, Missing, copy_record, ends_early, follow
 from gossamer.run.replay.stretches import must_not_have_changed
 from gossamer.run.worker.numerics import threads_of
 from gossamer.run.worker.replica import Replica
@@ -74,7 +73,8 @@ def replay_asynchronous(run: ResolvedRun, folder: Path, recorded: Path) -> Resul
     Cost: the models of all workers, and messages still to be received.
     """
     must_be_record_of(run, recorded)
-    order = read_order(recorded)
+    saved = {slot: checkpoint.rounds(recorded / "checkpoints", slot, run.lineage)[-1:] for slot in range(run.workers)}
+    order = read_order(recorded)  # after the checkpoints, to which a run in progress adds more
     if not order:
         raise ConfigError(
             f"'{recorded}' has no order of events (order-*.jsonl), which gossamer train writes where nobody waits; a "
@@ -85,25 +85,28 @@ def replay_asynchronous(run: ResolvedRun, folder: Path, recorded: Path) -> Resul
             f"'{recorded}' has events of worker {strangers[0]} of {run.workers}; restore the files of the run"
         )
     must_not_have_changed(run, recorded, "which of its workers' events came before is not recorded")
-    _must_be_whole(run, recorded, order)
+    _must_be_whole(run, recorded, order, saved)
     began, replayed = time.perf_counter(), _Replayed(run, folder, threads_of(run, recorded))
     must_have_inputs(run, replayed.task, recorded, "repeat")
     replayed.compute(recorded, order)
-    for path in sorted(recorded.glob("order-*.jsonl")):
-        shutil.copyfile(path, folder / path.name)
+    for slot, lives in order.items():
+        name = f"order{worker_suffix(slot)}.jsonl"
+        copy_record(recorded / name, folder, sum(1 + len(one.events) for one in lives))
     return Result(
         replayed.loss, replayed.tokens, replayed.tokens / (time.perf_counter() - began), {HERE: replayed.time_s}
     )
 
 
-def _must_be_whole(run: ResolvedRun, recorded: Path, order: Mapping[int, Sequence[OrderLife]]) -> None:
+def _must_be_whole(
+    run: ResolvedRun, recorded: Path, order: Mapping[int, Sequence[OrderLife]], saved: Mapping[int, Sequence[int]]
+) -> None:
     """Raises DataError where the newest checkpoint of a worker is of later events than its record has.
 
     Rounds do not show it: a worker saves after a phase, and may be killed before it records the next.
     """
     store, events = recorded / "checkpoints", {one.life: len(one.events) for some in order.values() for one in some}
     for slot in order:
-        for round in checkpoint.rounds(store, slot, run.lineage)[-1:]:
+        for round in saved[slot]:
             try:
                 state = state_of(checkpoint.load(store, round, slot, run.lineage), round, limits_of(run))
             except CheckpointError:  # damage is reported elsewhere, and does not concern the record

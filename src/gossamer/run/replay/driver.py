@@ -4,6 +4,7 @@ An actor has recorded events in its own order, for example one process of a work
 only by dependencies: a message, a state, or the end of a round. So no common clock is needed.
 """
 
+import itertools
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from gossamer.errors import DataError
+from gossamer.record.whole_files import atomic_write
 
 E = TypeVar("E")
 A = TypeVar("A", bound="Actor[Any]")
@@ -99,6 +101,15 @@ def _stuck(waiting: Sequence[Actor[Any]]) -> DataError:
 
 def _at(actor: Actor[Any], event: Any, why: str) -> DataError:
     return contradiction(actor.file, actor.who, actor.named(event), why)
+
+
+def copy_record(file: Path, folder: Path, lines: int) -> None:
+    """Copies the lines of a record that were read into a folder: a run in progress has written more since then.
+
+    Raises: DiskError.
+    """
+    with file.open("rb") as record:
+        atomic_write(folder / file.name, b"".join(itertools.islice(record, lines)))
 
 
 def ends_early(file: Path, round: int, owner: str) -> DataError:

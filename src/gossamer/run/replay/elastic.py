@@ -23,7 +23,7 @@ from gossamer.run.bookkeeping.inputs import must_have_inputs, note_inputs
 from gossamer.run.bookkeeping.journal import Journal
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.elastic.elastic_rounds import KEPT
-from gossamer.run.replay.driver import ends_early
+from gossamer.run.replay.driver import copy_record, ends_early
 from gossamer.run.replay.repeat import Repeat, Reports
 from gossamer.run.replay.script import outcomes_of, script_of
 from gossamer.run.replay.stretches import stretches
@@ -42,7 +42,8 @@ def replay_elastic(run: ResolvedRun, folder: Path, recorded: Path) -> Result:
     Cost: as a simulation, and the states that workers took over.
     """
     must_be_record_of(run, recorded)
-    lives = outcomes_of(recorded)
+    newest = {slot: max(checkpoint.rounds(recorded / "checkpoints", slot), default=0) for slot in range(run.workers)}
+    lives = outcomes_of(recorded)  # after the checkpoints, to which a run in progress adds more
     if not lives:
         raise ConfigError(
             f"'{recorded}' has no log of outcomes (outcomes-*.jsonl), which real runs with run.elastic = true write; any other "
@@ -50,11 +51,14 @@ def replay_elastic(run: ResolvedRun, folder: Path, recorded: Path) -> Result:
         )
     for slot, some in lives.items():
         behind = max(max(one.begun.after, *(done.round + 1 for done in one.rounds), 0) for one in some)
-        if (newest := max(checkpoint.rounds(recorded / "checkpoints", slot), default=0)) > behind:
-            raise ends_early(OUTCOMES.path(recorded, slot), newest, f"worker {slot}")
+        if newest.get(slot, 0) > behind:
+            raise ends_early(OUTCOMES.path(recorded, slot), newest[slot], f"worker {slot}")
     began, replay = time.perf_counter(), _Replay(run, folder, lives, recorded)
     replay.run()
-    for path in sorted([*recorded.glob("outcomes-*.jsonl"), *recorded.glob("branches.json")]):
+    for slot, some in lives.items():
+        lines = sum(1 + len(one.rounds) + len(one.exchanges) + (one.ended is not None) for one in some)
+        copy_record(OUTCOMES.path(recorded, slot), folder, lines)
+    for path in recorded.glob("branches.json"):
         shutil.copyfile(path, folder / path.name)
     tokens = replay.tokens()
     return Result(replay.loss, tokens, tokens / (time.perf_counter() - began), {})

@@ -358,6 +358,8 @@ def _store(rank: int | None, timeout_s: float, keys: Keys | None = None) -> tupl
     host, port = os.environ.get("MASTER_ADDR"), _number("MASTER_PORT")
     if not host:
         raise ConfigError(_unset("MASTER_ADDR"))
+    if port > 65535:  # torch would open another: its last 16 bits
+        raise ConfigError(f"MASTER_PORT is '{port}'; it must be a port, at most 65535, and the same on all processes")
     is_theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if keys is not None and is_theirs and host != "localhost" and not is_loopback(host):
         raise ConfigError(
