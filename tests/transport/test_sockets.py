@@ -1,5 +1,6 @@
 """Connections of a run in rounds with keys: each worker a thread here, over loopback, with one notice board."""
 
+import queue
 import socket
 import threading
 import time
@@ -12,6 +13,7 @@ import torch
 from test_transport import frames_of, same
 from torch.distributed import HashStore
 
+from commands import until
 from gossamer.errors import LostConnectionError, PeerError, RefusedError
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic.ask import look
@@ -53,7 +55,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SocketTransport]]:
     ]
     try:
         yield made
-        assert not left
+        until(lambda: not left)  # a test may need some of the connections alone
     finally:
         for one in made:
             one.close(at_once=True)
@@ -64,11 +66,29 @@ def test_a_worker_that_connects_when_it_is_given_up_is_hung_up_on_in_the_end() -
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         member = Member.at(0, 2, torch.device("cpu"), HashStore(), secret=SECRET)
         transport = SocketTransport(member, Endpoint(listener, RUN, SECRET, 0.2), [address, "127.0.0.1:9"])
-        time.sleep(0.5)
+        until(lambda: transport._lost.keys() == {1})
         with dial(address, SECRET, run=RUN, me=1, timeout_s=10.0) as late:
             transport.close()
             with pytest.raises(ConnectionError):
                 late.read(1)
+
+
+def test_a_worker_that_connects_while_this_one_closes_is_hung_up_on() -> None:
+    class AsItCloses(queue.SimpleQueue[Channel]):
+        def put(self, item: Channel, block: bool = True, timeout: float | None = None) -> None:
+            closes.start()
+            closes.join(0.2)  # it must not be over before it can find this arrival
+            super().put(item)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        member = Member.at(0, 2, torch.device("cpu"), HashStore(), secret=SECRET)
+        transport = SocketTransport(member, Endpoint(listener, RUN, SECRET, TIMEOUT_S), [address, "127.0.0.1:9"])
+        transport._peers[1] = transport._peers[1]._replace(arrivals=AsItCloses())
+        closes = threading.Thread(target=transport.close, kwargs={"at_once": True})
+        with dial(address, SECRET, run=RUN, me=1, timeout_s=10.0) as late, pytest.raises(ConnectionError):
+            late.read(1)
+        closes.join()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -166,6 +186,7 @@ def test_a_second_connection_in_a_workers_name_takes_no_part_and_a_watcher_learn
         channel.read(1)
     with pytest.raises(RefusedError, match="runs another configuration"):
         dial(address, SECRET, run=RUN + 1, me=2, timeout_s=TIMEOUT_S)
+    until(lambda: sum(workers[0]._refusals.counts.values()) == 2)  # counted after the other end has read it
     view = look(address, SECRET, run=RUN, limits=Limits(N, 9, 9), timeout_s=TIMEOUT_S)
     assert [(one.status.name, one.round) for one in view.entries] == [("ALIVE", 5)] * N
     assert view.silent_s.keys() == {1, 2} and sum(view.refused.values()) == 2

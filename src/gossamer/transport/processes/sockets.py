@@ -187,9 +187,10 @@ class SocketTransport(RoundTransport[TicketState]):
         if same and number in self._peers and number > self.worker:
             # An owner of the key could open any number of them: only the first is used.
             peer = self._peers[number]
-            if peer.connection.channel is None and peer.arrivals.empty() and not self._closed:
-                peer.arrivals.put(channel)
-                return
+            with self._news:  # else `close` could end between, or another arrival
+                if peer.connection.channel is None and peer.arrivals.empty() and not self._closed:
+                    peer.arrivals.put(channel)
+                    return
         channel.close()
         self._refusals.add(
             host,
