@@ -441,8 +441,10 @@ def test_a_state_that_is_none_of_the_loop_is_refused_in_a_sentence(tmp_path: Pat
 
 
 def test_another_loop_and_too_many_processes_are_refused(tmp_path: Path) -> None:
-    options = {"workers": 1, "timeout_s": 0.5}
-    outer = loop_in(tmp_path, **options)
+    options = {"workers": 1, "timeout_s": 1.0}
+    outer = loop_in(
+        tmp_path, **{**options, "timeout_s": 0.1}
+    )  # it gives a sign of life ten times as often as is needed
     assert "all 1 slots of the run are filled" in refusal(lambda: loop_in(tmp_path, **options))
     for change, key in (
         ({"workers": 2}, "workers is 1 there and 2 here"),

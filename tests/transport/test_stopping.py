@@ -42,7 +42,7 @@ def test_processes_that_are_rounds_apart_stop_after_the_same_one(seed: int) -> N
                 with news:
                     begun[me] = round
                     news.notify_all()
-                    assert news.wait_for(lambda here=round: begun[(me + 1) % n] >= here, 30), (
+                    assert news.wait_for(lambda here=round: begun[(me + 1) % n] >= here, 60), (
                         "its peer has stopped before"
                     )
                 time.sleep(0.002 * (me + 1))
@@ -55,10 +55,13 @@ def test_processes_that_are_rounds_apart_stop_after_the_same_one(seed: int) -> N
     assert len({*ends}) == 1 and min(asked.values()) <= ends[0] < ROUNDS, (ends, asked)
 
 
-def test_no_worker_stops_before_one_is_asked_and_the_entry_of_a_stranger_has_no_effect() -> None:
+def test_no_worker_stops_before_one_is_asked_and_the_entry_of_a_stranger_has_no_effect(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     store = HashStore()
     [member] = members(1, store, b"ours")
     members(1, store, b"a guess")[0].entries.under("gossamer").set(stopping.ENTRY, '{"0": 1}')
+    monkeypatch.setattr(stopping, "WAIT_S", 60.0)
     asked = threading.Event()
     with Stopping(member, asked.is_set, 4) as stops:
         time.sleep(0.05)
@@ -83,7 +86,8 @@ def test_a_process_continues_where_the_store_is_gone_and_says_so(
 
 
 @pytest.mark.parametrize("text", ["[", "[1]", '{"0": "1", "1": 2}', '{"0": true, "1": 2}', '{"0": -1}', "[" * 100_000])
-def test_an_entry_that_no_process_has_written_counts_for_nothing(text: str) -> None:
+def test_an_entry_that_no_process_has_written_counts_for_nothing(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopping, "WAIT_S", 60.0)
     store = HashStore()
     both = members(2, store)
     both[0].entries.under("gossamer").set(stopping.ENTRY, text)
