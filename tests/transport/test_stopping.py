@@ -10,6 +10,7 @@ import torch
 from torch.distributed import HashStore
 
 from gossamer.transport.processes import stopping
+from gossamer.transport.processes.backend import threads_end
 from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.stopping import Stopping
 from gossamer.transport.processes.store import Entries
@@ -76,9 +77,7 @@ def test_a_process_continues_where_the_store_is_gone_and_says_so(
     def gone(*_: object) -> None:
         raise RuntimeError("connection reset")
 
-    for thread in threading.enumerate():  # of another test, which would say it too
-        if thread.name == stopping.THREADS:
-            thread.join(30)
+    threads_end(60.0)  # those of another test would say it too
     monkeypatch.setattr(Entries, "changed", gone)
     with Stopping(members(1, HashStore())[0], lambda: True, 0) as stops:
         assert not any(stops.after(finished) for finished in range(1, 4))
