@@ -1,6 +1,7 @@
 """Starting runs: joining, agreeing, and many workers on one machine, with real processes."""
 
 import contextlib
+import io
 import os
 import re
 import resource
@@ -290,6 +291,17 @@ def test_workers_get_an_environment_and_their_lines_get_a_number(
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 2)))
     assert sorted(captured.out.splitlines()) == [f"[{i}] hello {i} 2 {threads} {tmp_path}" for i in range(2)]
     assert sorted(captured.err.splitlines()) == ["[0] warning", "[1] warning"]
+
+
+def test_the_last_line_of_a_worker_is_forwarded_to_a_slow_reader():
+    class Slow(io.StringIO):
+        def write(self, text: str) -> int:
+            time.sleep(1.5)
+            return super().write(text)
+
+    with contextlib.redirect_stdout(Slow()) as output:
+        assert run_local(1, greet, ["hello"]) == 0
+        assert output.getvalue().startswith("[0] hello 0 1 ")
 
 
 def until_reported(member: Member) -> None:
