@@ -4,8 +4,10 @@ import queue
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from commands import until
 from gossamer.errors import LostConnectionError, PeerError, RefusedError
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic.ask import look
+from gossamer.transport.processes import waiting
 from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.sockets import SocketTransport
 from gossamer.transport.sockets import connection
@@ -24,7 +27,7 @@ from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.connection import Endpoint
 from gossamer.transport.sockets.handshake import dial
 from gossamer.transport.sockets.header import LetterKind, Limits
-from gossamer.transport.sockets.letter import Letter
+from gossamer.transport.sockets.letter import Letter, send_letter
 from gossamer.transport.sockets.listener import Arrival, Listener, Refusals
 
 RUN, SECRET, N = 7, b"known to all workers of this run", 3
@@ -162,6 +165,35 @@ def test_a_message_that_came_counts_though_its_sender_has_ended_and_another_name
     workers[2].expect(Ticket(4), 1, frame)
     with pytest.raises(PeerError, match="worker 0 closed its connection in round 4, as worker 1 reported"):
         workers[2].wait(Ticket(4))
+
+
+def test_a_message_that_has_left_counts_though_its_peer_ends_while_this_process_stands_still(
+    workers: list[SocketTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frame, ticket, goes_on, pauses = [torch.ones(5)], Ticket(3), threading.Event(), Counter[int]()
+
+    def send_and_stand_still(channel: Channel, letter: Letter, run: int) -> None:
+        send_letter(channel, letter, run)
+        if letter.kind is LetterKind.PAYLOAD:
+            assert goes_on.wait(60)
+
+    def pause(seconds: float) -> None:
+        pauses[threading.get_ident()] += 1
+        if pauses[threading.get_ident()] == 2:  # the first has ended while no other thread ran
+            goes_on.set()
+            until(lambda: not workers[0]._exchanges[ticket].pending)
+
+    exchange(workers, Ticket(0))  # all are connected
+    monkeypatch.setattr(connection, "send_letter", send_and_stand_still)
+    monkeypatch.setattr(
+        waiting, "time", SimpleNamespace(monotonic=time.monotonic, perf_counter=time.perf_counter, sleep=pause)
+    )
+    workers[1].expect(ticket, 0, frame)
+    workers[0].post(ticket, 1, frame)
+    workers[1].wait(ticket)
+    workers[1].close()
+    workers[0].wait(ticket)
+    assert pauses and workers[0].collect(ticket) == {}
 
 
 def test_a_message_of_another_size_ends_the_connection_and_names_its_sender(workers: list[SocketTransport]) -> None:

@@ -27,7 +27,7 @@ from gossamer.transport.elastic.ask import View, show
 from gossamer.transport.elastic.members import MemberStatus, SlotEntry, is_process
 from gossamer.transport.processes.board import Cause, cause_of
 from gossamer.transport.processes.member import Member
-from gossamer.transport.processes.waiting import GRACE_S, RoundTransport, TicketState, Way
+from gossamer.transport.processes.waiting import RoundTransport, TicketState, Way, grace
 from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.connection import CLOSED, Endpoint, Owner, PeerConnection, finish_together
 from gossamer.transport.sockets.header import LIFE_LIMIT, WATCHER, LetterKind, Limits, called
@@ -232,7 +232,7 @@ class SocketTransport(RoundTransport[TicketState]):
         # The end of a peer after the last message may be noticed before this process has recorded that the message was
         # sent.
         if not self._closed:
-            time.sleep(GRACE_S)
+            grace()
         with self._news:
             self._lost[connection.peer] = why
             self._fail(connection.peer, ConnectionError(why))
