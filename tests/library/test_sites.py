@@ -679,7 +679,7 @@ Begun = tuple[str, list[gossamer.Outer[Any]]]
 
 
 def small(site: int, sites: int, join: str, rule: str = "diloco", **options: Any) -> gossamer.Outer[Any]:
-    options = {"local_steps": 1, "timeout_s": 4.0, "elastic": True, **options}
+    options = {"local_steps": 1, "timeout_s": 20.0, "elastic": True, **options}
     return gossamer.Outer(torch.nn.Linear(3, 2), rule, site=(site, sites), join=join, **options)
 
 
