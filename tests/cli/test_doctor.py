@@ -98,6 +98,8 @@ def behind_nat(address: str) -> Iterator[str]:
     try:
         yield shown(*outside.getsockname()[:2])
     finally:
+        with contextlib.suppress(OSError):
+            outside.shutdown(socket.SHUT_RDWR)  # a close alone would leave the thread in accept
         outside.close()
         relay.join()
 
@@ -105,7 +107,6 @@ def behind_nat(address: str) -> Iterator[str]:
 def test_addresses_that_answer_are_distinguished_from_those_that_do_not(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, secret: None
 ):
-    monkeypatch.setattr("gossamer.transport.sockets.examination.PATIENCE_S", 0.5)
     with answering() as address:
         monkeypatch.setenv(SECRET, "another one, of sixteen bytes and more")
         code, facts = findings(capsys, "--join", address)
@@ -118,6 +119,7 @@ def test_addresses_that_answer_are_distinguished_from_those_that_do_not(
     assert (
         code == 1 and f"nothing listens at port {address.split(':')[1]}; start gossamer doctor" in facts["peer"][0][1]
     )
+    monkeypatch.setattr("gossamer.transport.sockets.examination.PATIENCE_S", 0.5)
     with contextlib.closing(socket.socket()) as full, contextlib.ExitStack() as waiting:
         full.bind(("127.0.0.1", 0))
         full.listen(0)

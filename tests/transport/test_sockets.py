@@ -4,8 +4,10 @@ import queue
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +15,11 @@ import torch
 from test_transport import frames_of, same
 from torch.distributed import HashStore
 
+from commands import until
 from gossamer.errors import LostConnectionError, PeerError, RefusedError
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic.ask import look
+from gossamer.transport.processes import waiting
 from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.sockets import SocketTransport
 from gossamer.transport.sockets import connection
@@ -23,7 +27,7 @@ from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.connection import Endpoint
 from gossamer.transport.sockets.handshake import dial
 from gossamer.transport.sockets.header import LetterKind, Limits
-from gossamer.transport.sockets.letter import Letter
+from gossamer.transport.sockets.letter import Letter, send_letter
 from gossamer.transport.sockets.listener import Arrival, Listener, Refusals
 
 RUN, SECRET, N = 7, b"known to all workers of this run", 3
@@ -54,7 +58,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SocketTransport]]:
     ]
     try:
         yield made
-        assert not left
+        until(lambda: not left)  # a test may need some of the connections alone
     finally:
         for one in made:
             one.close(at_once=True)
@@ -65,30 +69,29 @@ def test_a_worker_that_connects_when_it_is_given_up_is_hung_up_on_in_the_end() -
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         member = Member.at(0, 2, torch.device("cpu"), HashStore(), secret=SECRET)
         transport = SocketTransport(member, Endpoint(listener, RUN, SECRET, 0.2), [address, "127.0.0.1:9"])
-        time.sleep(0.5)
+        until(lambda: transport._lost.keys() == {1})
         with dial(address, SECRET, run=RUN, me=1, timeout_s=10.0) as late:
             transport.close()
             with pytest.raises(ConnectionError):
                 late.read(1)
 
 
-def test_a_worker_that_connects_while_all_is_closed_is_hung_up_on() -> None:
+def test_a_worker_that_connects_while_this_one_closes_is_hung_up_on() -> None:
+    class AsItCloses(queue.SimpleQueue[Channel]):
+        def put(self, item: Channel, block: bool = True, timeout: float | None = None) -> None:
+            closes.start()
+            closes.join(0.2)  # it must not be over before it can find this arrival
+            super().put(item)
+
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         member = Member.at(0, 2, torch.device("cpu"), HashStore(), secret=SECRET)
-        transport = SocketTransport(member, Endpoint(listener, RUN, SECRET, 1.0), [address, "127.0.0.1:9"])
-        closing = threading.Thread(target=transport.close, kwargs={"at_once": True})
-
-        class Arrivals(queue.SimpleQueue[Channel]):
-            def put(self, item: Channel, block: bool = True, timeout: float | None = None) -> None:
-                closing.start()
-                closing.join(0.5)  # so that it is over, unless it has to wait for this
-                super().put(item)
-
-        transport._peers[1] = transport._peers[1]._replace(arrivals=Arrivals())
+        transport = SocketTransport(member, Endpoint(listener, RUN, SECRET, TIMEOUT_S), [address, "127.0.0.1:9"])
+        transport._peers[1] = transport._peers[1]._replace(arrivals=AsItCloses())
+        closes = threading.Thread(target=transport.close, kwargs={"at_once": True})
         with dial(address, SECRET, run=RUN, me=1, timeout_s=10.0) as late, pytest.raises(ConnectionError):
             late.read(1)
-        closing.join(10.0)
+        closes.join()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -164,6 +167,35 @@ def test_a_message_that_came_counts_though_its_sender_has_ended_and_another_name
         workers[2].wait(Ticket(4))
 
 
+def test_a_message_that_has_left_counts_though_its_peer_ends_while_this_process_stands_still(
+    workers: list[SocketTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frame, ticket, goes_on, pauses = [torch.ones(5)], Ticket(3), threading.Event(), Counter[int]()
+
+    def send_and_stand_still(channel: Channel, letter: Letter, run: int) -> None:
+        send_letter(channel, letter, run)
+        if letter.kind is LetterKind.PAYLOAD:
+            assert goes_on.wait(60)
+
+    def pause(seconds: float) -> None:
+        pauses[threading.get_ident()] += 1
+        if pauses[threading.get_ident()] == 2:  # the first has ended while no other thread ran
+            goes_on.set()
+            until(lambda: not workers[0]._exchanges[ticket].pending)
+
+    exchange(workers, Ticket(0))  # all are connected
+    monkeypatch.setattr(connection, "send_letter", send_and_stand_still)
+    monkeypatch.setattr(
+        waiting, "time", SimpleNamespace(monotonic=time.monotonic, perf_counter=time.perf_counter, sleep=pause)
+    )
+    workers[1].expect(ticket, 0, frame)
+    workers[0].post(ticket, 1, frame)
+    workers[1].wait(ticket)
+    workers[1].close()
+    workers[0].wait(ticket)
+    assert pauses and workers[0].collect(ticket) == {}
+
+
 def test_a_message_of_another_size_ends_the_connection_and_names_its_sender(workers: list[SocketTransport]) -> None:
     workers[1].expect(Ticket(0), 0, [torch.ones(5)])
     workers[0].post(Ticket(0), 1, [torch.ones(6)])
@@ -186,6 +218,7 @@ def test_a_second_connection_in_a_workers_name_takes_no_part_and_a_watcher_learn
         channel.read(1)
     with pytest.raises(RefusedError, match="runs another configuration"):
         dial(address, SECRET, run=RUN + 1, me=2, timeout_s=TIMEOUT_S)
+    until(lambda: sum(workers[0]._refusals.counts.values()) == 2)  # counted after the other end has read it
     view = look(address, SECRET, run=RUN, limits=Limits(N, 9, 9), timeout_s=TIMEOUT_S)
     assert [(one.status.name, one.round) for one in view.entries] == [("ALIVE", 5)] * N
     assert view.silent_s.keys() == {1, 2} and sum(view.refused.values()) == 2

@@ -10,6 +10,7 @@ import torch
 from torch.distributed import HashStore
 
 from gossamer.transport.processes import stopping
+from gossamer.transport.processes.backend import threads_end
 from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.stopping import Stopping
 from gossamer.transport.processes.store import Entries
@@ -42,7 +43,7 @@ def test_processes_that_are_rounds_apart_stop_after_the_same_one(seed: int) -> N
                 with news:
                     begun[me] = round
                     news.notify_all()
-                    assert news.wait_for(lambda here=round: begun[(me + 1) % n] >= here, 30), (
+                    assert news.wait_for(lambda here=round: begun[(me + 1) % n] >= here, 60), (
                         "its peer has stopped before"
                     )
                 time.sleep(0.002 * (me + 1))
@@ -55,10 +56,13 @@ def test_processes_that_are_rounds_apart_stop_after_the_same_one(seed: int) -> N
     assert len({*ends}) == 1 and min(asked.values()) <= ends[0] < ROUNDS, (ends, asked)
 
 
-def test_no_worker_stops_before_one_is_asked_and_the_entry_of_a_stranger_has_no_effect() -> None:
+def test_no_worker_stops_before_one_is_asked_and_the_entry_of_a_stranger_has_no_effect(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     store = HashStore()
     [member] = members(1, store, b"ours")
     members(1, store, b"a guess")[0].entries.under("gossamer").set(stopping.ENTRY, '{"0": 1}')
+    monkeypatch.setattr(stopping, "WAIT_S", 60.0)
     asked = threading.Event()
     with Stopping(member, asked.is_set, 4) as stops:
         time.sleep(0.05)
@@ -73,9 +77,7 @@ def test_a_process_continues_where_the_store_is_gone_and_says_so(
     def gone(*_: object) -> None:
         raise RuntimeError("connection reset")
 
-    for thread in threading.enumerate():  # of another test, which would say it too
-        if thread.name == stopping.THREADS:
-            thread.join(30)
+    threads_end(60.0)  # those of another test would say it too
     monkeypatch.setattr(Entries, "changed", gone)
     with Stopping(members(1, HashStore())[0], lambda: True, 0) as stops:
         assert not any(stops.after(finished) for finished in range(1, 4))
@@ -83,7 +85,8 @@ def test_a_process_continues_where_the_store_is_gone_and_says_so(
 
 
 @pytest.mark.parametrize("text", ["[", "[1]", '{"0": "1", "1": 2}', '{"0": true, "1": 2}', '{"0": -1}', "[" * 100_000])
-def test_an_entry_that_no_process_has_written_counts_for_nothing(text: str) -> None:
+def test_an_entry_that_no_process_has_written_counts_for_nothing(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopping, "WAIT_S", 60.0)
     store = HashStore()
     both = members(2, store)
     both[0].entries.under("gossamer").set(stopping.ENTRY, text)

@@ -99,6 +99,7 @@ class Fleet:
 @pytest.fixture(autouse=True)
 def secret(monkeypatch):
     monkeypatch.setenv("GOSSAMER_SECRET", SECRET)
+    monkeypatch.setattr("gossamer.report.reading.status.PATIENCE_S", LIMIT_S)  # all answer, on a busy machine late
 
 
 def last_states(folder, config):

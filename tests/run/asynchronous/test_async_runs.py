@@ -59,6 +59,14 @@ def train_but_kill_worker_2_and_wait_for_another(argv):
     return main(argv)
 
 
+def train_and_wait_for_all(argv):
+    """`gossamer train`, in which each worker waits with its first checkpoint until all have one."""
+    after_round_2(
+        {}, lambda folder: len({one.name for one in folder.glob("checkpoints/round-*[1-9]/worker-*.json")}) == 3
+    )
+    return main(argv)
+
+
 def trained(tmp_path, monkeypatch, work, meanwhile=None, **overrides):
     """A run whose last worker is eight times slower than the others: its folder, configuration, output and order of events.
 
@@ -206,7 +214,7 @@ def test_pairs_meet_while_they_train_and_their_record_gives_the_same_bits(tmp_pa
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("tolerance", [20, 2], ids=["its own", "another's"])
 def test_a_worker_that_resumes_from_the_end_of_a_run_trains_the_steps_that_others_have_lost_in_its_last_round(
-    tolerance, tmp_path
+    tolerance, tmp_path, monkeypatch
 ):
     config = tiny(
         pair__name="ad_psgd",
@@ -220,7 +228,10 @@ def test_a_worker_that_resumes_from_the_end_of_a_run_trains_the_steps_that_other
     )
     folder, own = tmp_path / "run", digest(config)
     (tmp_path / "run.toml").write_text(dump(config))
-    assert run("train", tmp_path / "run.toml", "--out", folder, "--local", 3)[0] == 0
+    with monkeypatch.context() as patched:
+        patched.setattr("gossamer.cli.main", train_and_wait_for_all)
+        code, output = run("train", tmp_path / "run.toml", "--out", folder, "--local", 3)
+    assert code == 0, output
     store = folder / "checkpoints"
     for worker in (1, 2):
         for path in store.glob(f"round-000012/worker-00{worker}.*"):

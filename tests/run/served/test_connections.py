@@ -25,7 +25,7 @@ from gossamer.transport.sockets.header import LetterKind, Limits
 from gossamer.transport.sockets.letter import Letter
 from gossamer.transport.sockets.server_client import connect
 
-P, STEPS = 4, 5
+P, STEPS, TIMEOUT_S = 4, 5, 60.0
 
 
 class Connection:
@@ -36,6 +36,8 @@ class Connection:
         self.moved_s = time.monotonic()
 
     def end(self) -> None: ...
+
+    def refuse(self, why: str) -> None: ...
 
 
 class Session:
@@ -50,7 +52,7 @@ class Session:
             [STEPS] * 2,
             budget=Budget(3 * STEPS),
         )
-        self.ends, self.here = list[float](), set[int]()
+        self.ends, self.here, self.progress = list[float](), set[int](), "no step is done"
         self.records = SimpleNamespace(close=self.ends.append)
 
     def _replies(self, actions: Sequence[ServerAction]) -> list[Reply]:
@@ -73,6 +75,28 @@ class Session:
 
 
 Step = Callable[[ConnectionServer], object]
+
+
+def served(session: Session, script: list[Step], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serves two workers whose connections have this input; None is none within the time that the server waits."""
+    monkeypatch.setattr(connections, "_WorkerConnection", Connection)
+    letters = SimpleNamespace(
+        limits=SimpleNamespace(workers=2),
+        awaited=lambda reply: (0, P) if reply.send.go else None,
+        letters=lambda reply: (),
+    )
+    endpoint: Any = SimpleNamespace(timeout_s=TIMEOUT_S)
+    server = ConnectionServer(endpoint, letters, {})  # type: ignore[arg-type]
+    server._listener = SimpleNamespace(close=lambda: None, busy=False)  # type: ignore[assignment]
+
+    def get(timeout: float) -> object:
+        if not script or (item := script.pop(0)(server)) is None:
+            raise queue.Empty
+        return item
+
+    server._inputs = SimpleNamespace(get=get)  # type: ignore[assignment]
+    server.run(session, 0.0)  # type: ignore[arg-type]
+    assert not script and session.core.is_finished and len(session.ends) == 1 and not session.here
 
 
 def joins(worker: int) -> Step:
@@ -98,28 +122,36 @@ def is_lost(worker: int) -> Step:
     ],
 )
 def test_a_worker_that_comes_back_as_the_run_ends_trains_what_it_is_given_or_is_lost_and_the_run_has_ended(
-    steps: int, script: Sequence[Step], monkeypatch: pytest.MonkeyPatch
+    steps: int, script: list[Step], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "_WorkerConnection", Connection)
-    letters = SimpleNamespace(
-        limits=SimpleNamespace(workers=2),
-        awaited=lambda reply: (0, P) if reply.send.go else None,
-        letters=lambda reply: (),
-    )
-    endpoint: Any = SimpleNamespace(timeout_s=60.0)
-    server, session = ConnectionServer(endpoint, letters, {}), Session()  # type: ignore[arg-type]
-    server._listener = SimpleNamespace(close=lambda: None, busy=False)  # type: ignore[assignment]
-    left = [joins(0), joins(1), *script]
-
-    def get(timeout: float) -> object:
-        if not left:
-            raise queue.Empty
-        return left.pop(0)(server)
-
-    server._inputs = SimpleNamespace(get=get)  # type: ignore[assignment]
-    server.run(session, 0.0)  # type: ignore[arg-type]
-    assert not left and session.core.is_finished and len(session.ends) == 1 and not session.here
+    session = Session()
+    served(session, [joins(0), joins(1), *script], monkeypatch)
     assert session.core.absorbed_steps == steps * STEPS
+
+
+@pytest.mark.parametrize("worker_0", ["has left", "is lost", "joins"])
+def test_a_server_that_was_stopped_for_longer_than_its_timeout_gives_up_no_run_whose_workers_were_there_before(
+    worker_0: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped_s = 0.0
+
+    def stands_still(server: ConnectionServer) -> None:
+        nonlocal stopped_s
+        stopped_s += 2 * TIMEOUT_S
+
+    def after_that(then: Step) -> Step:
+        return lambda server: stands_still(server) or then(server)
+
+    monkeypatch.setattr(connections, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + stopped_s))
+    # With the time of the stop, worker 1 is dropped as silent.
+    script = {
+        "has left": [joins(0), joins(1), pushes(0), pushes(0), is_lost(0), stands_still],
+        "is lost": [joins(0), after_that(is_lost(0)), joins(0), pushes(0), pushes(0), pushes(0), is_lost(0)],
+        "joins": [joins(1), stands_still, joins(0), pushes(0), pushes(0), pushes(0), is_lost(0)],
+    }[worker_0]
+    session = Session()
+    served(session, script, monkeypatch)
+    assert session.core.absorbed_steps == (2 if worker_0 == "has left" else 3) * STEPS
 
 
 def test_a_worker_that_comes_while_the_server_ends_is_hung_up_on() -> None:

@@ -14,10 +14,9 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 import numpy as np
 import pytest
 import torch
-from test_transport import eventually
 from test_virtual import EVEN, evals, timed
 
-from commands import Command, run
+from commands import Command, free_port, run, until
 from gossamer.cli import main
 from gossamer.clock import SERVER
 from gossamer.errors import ConfigError, PeerError, TransportError
@@ -350,7 +349,7 @@ def test_forged_letters_are_refused_with_a_sentence_each_and_the_run_continues(t
                 with suppress(OSError):  # it may have hung up already
                     attacker._sock.shutdown(socket.SHUT_WR)
                 attacker.drain()
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 60
             while part not in caplog.text and time.monotonic() < deadline:
                 time.sleep(0.01)
             assert part in caplog.text, (name, caplog.text)
@@ -497,8 +496,7 @@ def test_waits_are_bounded(tmp_path, monkeypatch):
     with a_server(config, tmp_path, monkeypatch) as (server, _):
         pass
     assert isinstance(server.error, PeerError) and "no worker has been here for 1 s" in str(server.error)
-    with socket.create_server(("127.0.0.1", 0)) as nobody:
-        port = nobody.getsockname()[1]
+    port = free_port()
     with pytest.raises(PeerError, match=f"could not reach the server at 127.0.0.1:{port} within 1 s"):
         work(resolve(config, real=True), tmp_path, "127.0.0.1", port, 0)
 
@@ -650,8 +648,7 @@ def test_a_server_that_gets_sigterm_saves_after_its_round_and_resumes_from_it(tm
 def test_a_server_that_gets_sigterm_without_workers_ends_and_says_what_is_not_saved(tmp_path):
     config = served(workers=2, server__name="heloco", run__steps=4)
     (tmp_path / "run.toml").write_text(dump(config))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     server = Command("train", tmp_path / "run.toml", "--out", tmp_path / "real", "--server", address)
     assert any("serving 2 workers on" in line for line in server.lines())
     os.kill(server.pid, signal.SIGTERM)
@@ -722,7 +719,7 @@ def test_a_server_answers_before_it_has_validated_and_saved_and_records_the_same
         probe.may = threading.Event()
         probe.may.set()
         with open_session(made, tmp_path / where, probe, None, replays=replays) as session:
-            assert eventually(lambda: evals(tmp_path / where)), "the initial values are validated first"  # noqa: B023
+            until(lambda: bool(evals(tmp_path / where)))  # noqa: B023  the initial values are validated first
             if replays is None:
                 probe.may.clear()
             greeted = [reply for i in range(2) for reply in session.join(i, [], 0.0)]
@@ -763,6 +760,7 @@ def test_a_worker_that_reconnects_all_the_time_joins_once_a_second(tmp_path, mon
             client = joined(port, config, 1)
             open_.callback(client.close)
             greet(client, 1)
+        until(lambda: 1 in had(tmp_path, "join"))
         time.sleep(1.5)
         joins = [who for who in had(tmp_path, "join") if who == 1]
         assert 1 <= len(joins) <= 3 * (time.monotonic() - began_s)

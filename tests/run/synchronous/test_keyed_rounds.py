@@ -96,6 +96,7 @@ def test_machines_with_keys_start_stop_and_die_together_and_resume_to_the_bits_o
     machines.until_saved(EVERY)
     # Each worker says how far all are, though the folder of each has its own lines alone.
     monkeypatch.setenv("GOSSAMER_KEY", str(machines.keys["berlin"]))
+    monkeypatch.setattr("gossamer.report.reading.status.PATIENCE_S", 60.0)  # all answer, on a busy machine late
     _, output = run("status", machines.folder(0), "--json")
     status = json.loads(output.splitlines()[-1])
     assert status["answered"] == [0] and [one["standing"] for one in status["workers"]] == ["alive"] * N, status

@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +18,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from commands import must_have_stages_in_processes, run
+from commands import free_port, must_have_stages_in_processes, run
 from gossamer.cli import main
 from gossamer.errors import PeerError
 from gossamer.record import checkpoint
@@ -94,9 +93,7 @@ def start(root, machines, slow=None, **signals):
     """
     for name in machines:
         (root / name).mkdir(exist_ok=True)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    plan = {"root": str(root), "machines": machines, "port": port, "signals": signals, "slow": slow or {}}
+    plan = {"root": str(root), "machines": machines, "port": free_port(), "signals": signals, "slow": slow or {}}
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         code = run_local(len(machines), on_a_machine, [json.dumps(plan)], grace_s=60)
@@ -337,8 +334,7 @@ def test_torchrun_starts_a_run_again_without_a_machine_that_is_gone_and_with_it_
     must_have_stages_in_processes()
     case = {**SMALL, "run__steps": 80, "run__local_steps": 1, "run__checkpoint_every": 1, "run__pace_s": 0.5}
     (tmp_path / "run.toml").write_text(dump(tiny(**case)))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     agents = {name: agent(tmp_path, name, port) for name in (f"m{k}" for k in range(MACHINES))}
 
     def logged(words):

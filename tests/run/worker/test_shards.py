@@ -6,9 +6,8 @@ import shutil
 
 import pytest
 import torch
-from test_transport import eventually
 
-from commands import Command, run
+from commands import Command, run, until
 from gossamer.record import checkpoint
 from gossamer.record.logs.trace import read_trace
 from gossamer.run.config.resolve import document_faults
@@ -151,7 +150,7 @@ def test_when_one_shard_is_killed_the_run_ends_names_it_and_resumes_later(gossip
     os.kill(command.processes(4)["1.1"], 0)
     one_of_each = [f"round-000001/worker-{i:03}.json" for i in range(2)]  # both have something to continue from
     saved = lambda: all((tmp_path / "real" / "checkpoints" / name).exists() for name in one_of_each)  # noqa: E731
-    assert any(eventually(saved) for _ in range(6)), command.finish(0)
+    until(saved, command)
     os.kill(command.processes(4)["1.1"], 9)
     code, output = command.finish()
     assert code == 137 and "shard 1 of worker 1" in output, output

@@ -129,15 +129,18 @@ class ConnectionServer:
             # Until the session must act without one, and for a second at most.
             item = self._next(min(session.core.next_closing_s - self.now(), timeout_s / 4, 1.0))
             now_s = self.now()
+            # Before the item, as who is lost now was here: this process may have been stopped since its last look.
+            if self._connections:
+                alone_since_s = now_s
             if item is not None:
                 self._handle(item, now_s)
             self._drop_silent(now_s)
             self._send(session.tick(now_s))
-            if self._connections:
-                alone_since_s = now_s
-            elif asked() and now_s - alone_since_s > _ALONE_S:
+            if self._connections or session.core.is_finished:
+                continue
+            if asked() and now_s - alone_since_s > _ALONE_S:
                 return False  # no worker will end the round after which it would stop
-            elif now_s - alone_since_s > timeout_s:
+            if now_s - alone_since_s > timeout_s:
                 raise PeerError(
                     f"no worker has been here for {timeout_s:g} s and {session.progress}; check the workers' logs, then resume"
                 )

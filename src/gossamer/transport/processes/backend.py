@@ -196,10 +196,15 @@ def threads_end(limit_s: float = 2.0) -> bool:
     """Waits for the threads that are inside torch, at most `limit_s`, and returns whether all have ended."""
     _FOLLOWERS.close()
     deadline = time.monotonic() + limit_s
-    threads = [thread for thread in threading.enumerate() if thread.name == THREADS]
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    return not any(thread.is_alive() for thread in threads)
+    while threads := [thread for thread in threading.enumerate() if thread.name == THREADS]:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            return False
+        try:
+            threads[0].join(left_s)
+        except RuntimeError:  # it has been started and does not run yet, as where a signal interrupted `start`
+            time.sleep(1e-3)
+    return True
 
 
 def hold(peer: int, group: dist.ProcessGroup | None) -> dist.Work:

@@ -45,7 +45,7 @@ from gossamer.transport.processes.backend import backend_of, block, follow, hold
 from gossamer.transport.processes.board import Cause, cause_of
 from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.store import THREADS
-from gossamer.transport.processes.waiting import GRACE_S, PackedMessage, RoundTransport, TicketState, Way
+from gossamer.transport.processes.waiting import PackedMessage, RoundTransport, TicketState, Way, grace
 
 
 class _ChangedError(TransportError):
@@ -255,7 +255,7 @@ class GroupTransport(RoundTransport[_TicketState]):
         try:
             block(hold(self._member.rank_of(peer), self._group))
         except RuntimeError as error:
-            time.sleep(GRACE_S)
+            grace()
             self._fail(peer, error)
 
     def _cause(self, peer: int, error: Exception) -> Cause:

@@ -56,6 +56,8 @@ STOPPED = 130
 """The exit code of a process that was stopped, as for Ctrl-C."""
 REPORT_S = 5.0
 """How long a launcher tries to reach the store of another machine."""
+LAST_WORDS_S = 10.0
+"""How long a launcher forwards what ended processes have written; a process that they started may hold their output open."""
 
 log = logging.getLogger("gossamer")
 
@@ -282,8 +284,9 @@ def _children(n: int, work: Work, secret: bytes) -> Iterator[Callable[..., BaseP
             yield start
         finally:
             _end(processes)
+            deadline = time.monotonic() + LAST_WORDS_S
             for pump in pumps:
-                pump.join(1.0)
+                pump.join(max(0.0, deadline - time.monotonic()))
 
 
 def end_with_parent() -> None:

@@ -27,7 +27,7 @@ from gossamer.transport.elastic.ask import View, show
 from gossamer.transport.elastic.members import MemberStatus, SlotEntry, is_process
 from gossamer.transport.processes.board import Cause, cause_of
 from gossamer.transport.processes.member import Member
-from gossamer.transport.processes.waiting import GRACE_S, RoundTransport, TicketState, Way
+from gossamer.transport.processes.waiting import RoundTransport, TicketState, Way, grace
 from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.connection import CLOSED, Endpoint, Owner, PeerConnection, finish_together
 from gossamer.transport.sockets.header import LIFE_LIMIT, WATCHER, LetterKind, Limits, called
@@ -187,7 +187,7 @@ class SocketTransport(RoundTransport[TicketState]):
         if same and number in self._peers and number > self.worker:
             # An owner of the key could open any number of them: only the first is used.
             peer = self._peers[number]
-            with self._news:  # `close` empties the queue after it
+            with self._news:  # else `close`, which empties the queue, could end between, or another could arrive
                 if peer.connection.channel is None and peer.arrivals.empty() and not self._closed:
                     peer.arrivals.put(channel)
                     return
@@ -232,7 +232,7 @@ class SocketTransport(RoundTransport[TicketState]):
         # The end of a peer after the last message may be noticed before this process has recorded that the message was
         # sent.
         if not self._closed:
-            time.sleep(GRACE_S)
+            grace()
         with self._news:
             self._lost[connection.peer] = why
             self._fail(connection.peer, ConnectionError(why))

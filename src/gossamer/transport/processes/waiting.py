@@ -16,9 +16,16 @@ from gossamer.transport.contract import Ticket, Times, Wait
 from gossamer.transport.processes.board import Board, Cause, Failure, Note, blame, sentence
 from gossamer.transport.processes.member import Member
 
-GRACE_S = 0.25
-"""How long after a lost connection a message that had arrived or left may still be recorded as complete."""
+_GRACE_S, _GRACES = 0.25, 25
+"""How long after a lost connection a message that had arrived or left may still be recorded as complete; in pauses."""
 Way = Literal["from", "to"]
+
+
+def grace() -> None:
+    """Gives the other threads time to record what had arrived or left when a connection was lost."""
+    # One pause could end while this process is stopped, or before a busy machine has run the others; of many, some follow.
+    for _ in range(_GRACES):
+        time.sleep(_GRACE_S / _GRACES)
 
 
 class PeerWait:
