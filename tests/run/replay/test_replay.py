@@ -135,7 +135,7 @@ def test_a_record_that_cannot_be_is_refused_with_its_place(tmp_path, monkeypatch
     real = tmp_path / "real"
     together(config, real, monkeypatch)
     good = [item.event for item in read_arrivals(real)]
-    assert good == ["serve", "join", "push", "push"]
+    assert good[:4] == ["serve", "join", "push", "push"]  # and it leaves
     forged = {
         "no record": (lambda lines: [], "begins with|a process|serve"),
         "another phase": (lambda lines: [*lines[:2], {**lines[2], "phase": 3}], "phase 3, fragment 0"),
