@@ -558,3 +558,12 @@ def test_text_that_only_workers_with_few_local_steps_have_gives_a_warning():
     for settings in ({}, {"data__shards": "contiguous"}, {**both, "data__shards": [0, 1, 1, 1]}):
         assert not resolve(tiny(**uneven, **settings)).warnings
     assert not resolve(tiny(**uneven, **both, data__shards=[0, 1, 1, 0], run__weigh_steps=True)).warnings
+
+
+def test_workers_whose_figures_would_have_no_port_are_refused_before_they_start():
+    config = tiny(record__prometheus_port=65533, workers=4)
+    (sentence,) = faults_of(config, real=True)
+    assert "worker 3 would serve at 65536" in sentence and "choose 65532 or lower" in sentence
+    assert not faults_of(config) and not faults_of(tiny(record__prometheus_port=65532, workers=4), real=True)
+    with pytest.raises(ConfigError, match="worker 3"):
+        resolve(config, real=True)

@@ -17,6 +17,7 @@ import pytest
 import tomli_w
 
 import gossamer
+from commands import until
 from gossamer.cli import main
 from gossamer.errors import DataError, TrainingError
 from gossamer.record import origin as origins
@@ -211,7 +212,10 @@ def test_a_run_that_ends_as_another_is_killed_is_handed_over_before_that_is_repo
 def test_the_runs_in_progress_save_when_the_process_of_another_is_killed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    runs = points(document(workers=2, run__steps=1_000_000, run__eval_every=0, model__layers=1), seeds=[0, 1])
+    runs = points(
+        document(workers=2, run__steps=1_000_000, run__eval_every=0, run__checkpoint_every=1_000_000, model__layers=1),
+        seeds=[0, 1],
+    )
 
     def kill() -> None:
         while not all((tmp_path / str(run.seed) / "run.toml").exists() for run in runs):
@@ -226,6 +230,28 @@ def test_the_runs_in_progress_save_when_the_process_of_another_is_killed(
             apart.ended()
         killer.join()
     assert [*(tmp_path / "1" / "checkpoints").iterdir()] and "save after their round: 1" in caplog.text
+
+
+@pytest.mark.usefixtures("forks")
+def test_a_run_in_progress_saves_where_the_next_one_has_no_process(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (long,) = points(
+        document(workers=2, run__steps=1_000_000, run__eval_every=0, run__checkpoint_every=1_000_000, model__layers=1),
+        seeds=[0],
+    )
+    short = points(document(workers=2, run__steps=2, model__layers=1), seeds=[1, 2])
+    with RunPool(2) as apart:
+        for run in (long, *short):
+            apart.add(run.label, run.config, tmp_path / str(run.seed))
+        assert [label for label, _ in apart.ended()] == [short[0].label]
+        (idle,) = [member for member in apart._members if member.key is None]
+        idle.process.kill()
+        idle.process.join()
+        until((tmp_path / "0" / "run.toml").exists)
+        with pytest.raises(TrainingError, match="exit code -9"):
+            apart.ended()
+    assert [*(tmp_path / "0" / "checkpoints").iterdir()] and "save after their round: 1" in caplog.text
 
 
 @pytest.mark.usefixtures("forks")

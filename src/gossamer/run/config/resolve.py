@@ -190,19 +190,29 @@ def _choices(config: RunConfig) -> list[Choice]:
 
 
 def _misfits(config: RunConfig, real: bool) -> list[ConfigError]:
-    """Why the declared networks and absences do not fit the workers of a run."""
+    """Why the declared networks, absences, ports and shards do not fit the workers of a run."""
     if config.kind == "rounds":
         networks = {} if real else config.network
         checks = [partial(links_of, one, config.workers, f"network.{name}") for name, one in networks.items()]
     else:
         checks = [partial(_absences, config)]
-    errors = [*map(ConfigError, _unsharded(config))] if real else []
+    errors = [*map(ConfigError, (*_unsharded(config), *_without_port(config)))] if real else []
     for check in checks:
         try:
             check()  # before the training, not after it
         except ConfigError as error:
             errors.append(error)
     return errors
+
+
+def _without_port(config: RunConfig) -> Iterator[str]:
+    """Why the last workers cannot serve their figures to Prometheus, each of which has the next port."""
+    port, last = config.record.prometheus_port, config.workers - 1
+    if port and port + last > 65535:
+        yield (
+            f"record.prometheus_port is {port}, and worker {last} would serve at {port + last}, above 65535; choose "
+            f"{65535 - last} or lower, or 0 to serve nothing"
+        )
 
 
 def _unsharded(config: RunConfig) -> Iterator[str]:

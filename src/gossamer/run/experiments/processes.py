@@ -68,7 +68,7 @@ class _PoolProcess:
         """The key of its current run; None while idle."""
 
     def train(self, key: Hashable, config: RunConfig, folder: Path) -> None:
-        """Begins a run. Raises: TrainingError for a process that is gone."""
+        """Begins a run. Raises: TrainingError for a lost process."""
         self.key = key
         with self._translate_lost_process():
             self.link.send((config, folder))
@@ -217,7 +217,8 @@ class RunPool:
         if member is None:
             member = _PoolProcess(len(self._members), self._jobs)
             self._members.append(member)
-        member.train(key, config, folder)
+        with contextlib.suppress(TrainingError):  # its result says so too
+            member.train(key, config, folder)
         if self._began is not None:
             self._began(key)
 
