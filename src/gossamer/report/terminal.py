@@ -276,7 +276,7 @@ class _Shown:
         per_s = left_s = math.nan
         if self._before is not None and now_s > self._before[0]:
             past_s = now_s - self._before[0]
-            per_s = (_tokens(run) - self._before[2]) / past_s * (len(run.rounds_of) / run.here)  # others count alike
+            per_s = (_tokens(run) - self._before[2]) / past_s
             left_s = past_s * (rounds - done) / (done - self._before[1]) if done > self._before[1] else math.nan
         step = _UNKNOWN
         if self._moves and done < rounds:
@@ -375,8 +375,9 @@ def _as_of(round: int, figures: Mapping[str, str]) -> dict[str, str]:
 
 
 def _tokens(run: FollowedRun) -> float:
-    """Tokens of all workers so far."""
-    return float(np.nan_to_num(run.tokens.values()).max(axis=0).sum()) if run.tokens.rows else 0.0
+    """Tokens of all workers so far: those without lines here count as the others do."""
+    here = float(np.nan_to_num(run.tokens.values()).max(axis=0).sum()) if run.tokens.rows else 0.0
+    return here * (len(run.rounds_of) / run.here)
 
 
 def _words(cells: Mapping[str, str]) -> str:

@@ -218,8 +218,7 @@ def test_the_runs_in_progress_save_when_the_process_of_another_is_killed(
     )
 
     def kill() -> None:
-        while not all((tmp_path / str(run.seed) / "run.toml").exists() for run in runs):
-            time.sleep(0.05)
+        until(lambda: all((tmp_path / str(run.seed) / "run.toml").exists() for run in runs))
         apart._members[0].process.kill()
 
     with RunPool(2) as apart:

@@ -116,7 +116,7 @@ class Finished(NamedTuple):
 
 
 OrderEvent = Published | Mixed | Learned | MeetingSent | Met | Finished
-_LOG = EventLog[Entered | OrderEvent](
+ORDER = EventLog[Entered | OrderEvent](
     "order",
     {
         "begin": Entered,
@@ -137,6 +137,11 @@ class OrderLife(NamedTuple):
     life: int
     begun: Entered
     events: tuple[OrderEvent, ...]
+
+    @property
+    def lines(self) -> int:
+        """Its lines in the file."""
+        return 1 + len(self.events)
 
     @property
     def phases(self) -> int:
@@ -168,7 +173,7 @@ class OrderWriter(LogWriter[Entered | OrderEvent]):
     """
 
     def __init__(self, folder: Path, worker: int, *, life: int, goes_on: bool = False) -> None:
-        super().__init__(_LOG, _LOG.path(folder, worker), goes_on)
+        super().__init__(ORDER, ORDER.path(folder, worker), goes_on)
         self._life = life
         self.place = 0
         """Events of this life so far, without its first line."""
@@ -184,12 +189,12 @@ def read_order(run_folder: Path) -> dict[int, list[OrderLife]]:
 
     Raises: DataError for an invalid line, or one that cannot follow those before it.
     """
-    by_slot = {slot: _lives(path) for slot, path in _LOG.paths(run_folder).items()}
+    by_slot = {slot: _lives(path) for slot, path in ORDER.paths(run_folder).items()}
     whose: dict[int, int] = {}
     for slot, life in ((slot, one.life) for slot, lives in by_slot.items() for one in lives):
         if whose.setdefault(life, slot) != slot:
             impossible(
-                f"{_LOG.path(run_folder, whose[life])} and {_LOG.path(run_folder, slot)}",
+                f"{ORDER.path(run_folder, whose[life])} and {ORDER.path(run_folder, slot)}",
                 f"both have the life {life} of a process, so that one of them is of another worker",
             )
     return by_slot
@@ -203,7 +208,7 @@ def phases_in(lives: Sequence[OrderLife]) -> int:
 def _lives(path: Path) -> list[OrderLife]:
     lives: dict[int, _Reader] = {}
     kinds = set[bool]()
-    for where, (event, line) in _LOG.read(path):
+    for where, (event, line) in ORDER.read(path):
         life = line["life"]
         if isinstance(event, Entered):
             if life in lives:

@@ -106,6 +106,11 @@ class Life(NamedTuple):
     exchanges: tuple[ExchangeOutcome, ...] = ()
     """Exchanges, where a round has several, or one that ends later."""
 
+    @property
+    def lines(self) -> int:
+        """Its lines in the file."""
+        return 1 + len(self.rounds) + len(self.exchanges) + (self.ended is not None)
+
 
 class OutcomeWriter(LogWriter[_Event]):
     """Appends to the log of one slot.

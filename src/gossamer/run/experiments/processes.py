@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -68,37 +68,34 @@ class _PoolProcess:
         """The key of its current run; None while idle."""
 
     def train(self, key: Hashable, config: RunConfig, folder: Path) -> None:
-        """Begins a run. Raises: TrainingError for a lost process."""
+        """Begins a run."""
         self.key = key
-        with self._translate_lost_process():
-            self.link.send((config, folder))
+        self._send((config, folder))
 
     def ask_to_stop(self) -> None:
-        """Requests its run to save after its round and stop. Raises: TrainingError for a lost process."""
-        with self._translate_lost_process():
-            self.link.send(None)
+        """Requests its run to save after its round and stop."""
+        self._send(None)
 
     def result(self) -> RunEnd | None:
         """The end of its run; None for one that was stopped.
 
         Raises: GossamerError as `simulate` does; TrainingError for a process that is gone.
         """
-        with self._translate_lost_process():
-            result = self.link.recv()
-        if isinstance(result, GossamerError):
-            raise result
-        return result
-
-    @contextlib.contextmanager
-    def _translate_lost_process(self) -> Iterator[None]:
         try:
-            yield
+            result = self.link.recv()
         except (EOFError, OSError):
             self.process.join()
             raise TrainingError(
                 f"the process of a run ended with exit code {self.process.exitcode}; if the machine was out of memory, lower "
                 "--jobs"
             ) from None
+        if isinstance(result, GossamerError):
+            raise result
+        return result
+
+    def _send(self, message: object) -> None:
+        with contextlib.suppress(OSError):  # of a lost process, which `result` reports
+            self.link.send(message)
 
 
 class RunPool:
@@ -178,8 +175,7 @@ class RunPool:
                         "a run has failed; the others in progress save after their round: %d", len(self._running)
                     )
                 for member in self._running:
-                    with contextlib.suppress(TrainingError):  # its result says so too
-                        member.ask_to_stop()
+                    member.ask_to_stop()
             while not self._is_stopping and self._waiting and len(self._running) < self._jobs:
                 key, config, folder, _ = self._waiting.pop(0)
                 self._start(key, config, folder)
@@ -217,8 +213,7 @@ class RunPool:
         if member is None:
             member = _PoolProcess(len(self._members), self._jobs)
             self._members.append(member)
-        with contextlib.suppress(TrainingError):  # its result says so too
-            member.train(key, config, folder)
+        member.train(key, config, folder)
         if self._began is not None:
             self._began(key)
 

@@ -258,10 +258,14 @@ def join_run(run: RunSettings, folder: Path, key: int, where: str, others: Seque
         for address in addresses:
             if address in tries.final:
                 continue
+            try:
+                listener, listens_at = listening_towards(split(address)[0])
+            except (OSError, ValueError) as error:
+                tries.failed(address, error)
+                continue
             with ExitStack() as undo:
+                undo.enter_context(listener)
                 try:
-                    listener, listens_at = listening_towards(split(address)[0])
-                    undo.enter_context(listener)
                     left_s = max(_REACH_S, deadline - time.monotonic())
                     offer = ask(
                         address,
@@ -274,7 +278,7 @@ def join_run(run: RunSettings, folder: Path, key: int, where: str, others: Seque
                         state=False,
                         keys=keys,
                     )
-                except (OSError, GossamerError, ValueError) as error:
+                except (OSError, GossamerError) as error:
                     tries.failed(address, error)
                     continue
                 # An asynchronous one reads its own when it begins.

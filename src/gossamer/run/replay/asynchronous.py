@@ -27,6 +27,7 @@ from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder
 from gossamer.record.logs.events import EventWriter
 from gossamer.record.logs.order import (
+    ORDER,
     Entered,
     Finished,
     Learned,
@@ -40,7 +41,6 @@ from gossamer.record.logs.order import (
 )
 from gossamer.record.machines import Threads
 from gossamer.record.packed import packed, unpacked
-from gossamer.record.whole_files import worker_suffix
 from gossamer.rounds.compatibility.combine import Method
 from gossamer.run.asynchronous.async_participant import due_round, save_state
 from gossamer.run.asynchronous.async_state import Core, Source, adopt, content_of, state_of
@@ -90,8 +90,7 @@ def replay_asynchronous(run: ResolvedRun, folder: Path, recorded: Path) -> Resul
     must_have_inputs(run, replayed.task, recorded, "repeat")
     replayed.compute(recorded, order)
     for slot, lives in order.items():
-        name = f"order{worker_suffix(slot)}.jsonl"
-        copy_record(recorded / name, folder, sum(1 + len(one.events) for one in lives))
+        copy_record(ORDER.path(recorded, slot), folder, sum(life.lines for life in lives))
     return Result(
         replayed.loss, replayed.tokens, replayed.tokens / (time.perf_counter() - began), {HERE: replayed.time_s}
     )
@@ -113,7 +112,7 @@ def _must_be_whole(
                 continue
             worker, life, place = state.source
             if place > events.get(life, 0):
-                raise ends_early(recorded / f"order{worker_suffix(worker)}.jsonl", round, f"worker {slot}")
+                raise ends_early(ORDER.path(recorded, worker), round, f"worker {slot}")
 
 
 class _Replayed:
@@ -143,7 +142,7 @@ class _Replayed:
         run, probe, n = self.run, self._probe, self.run.workers
         make = _PairReplay if isinstance(self.run.method, InPairs) else _Gossip
         processes = [
-            make(self, slot, one, lives[k + 1 :], recorded / f"order{worker_suffix(slot)}.jsonl")
+            make(self, slot, one, lives[k + 1 :], ORDER.path(recorded, slot))
             for slot, lives in sorted(order.items())
             for k, one in enumerate(lives)
         ]

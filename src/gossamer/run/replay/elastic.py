@@ -56,8 +56,7 @@ def replay_elastic(run: ResolvedRun, folder: Path, recorded: Path) -> Result:
     began, replay = time.perf_counter(), _Replay(run, folder, lives, recorded)
     replay.run()
     for slot, some in lives.items():
-        lines = sum(1 + len(one.rounds) + len(one.exchanges) + (one.ended is not None) for one in some)
-        copy_record(OUTCOMES.path(recorded, slot), folder, lines)
+        copy_record(OUTCOMES.path(recorded, slot), folder, sum(life.lines for life in some))
     for path in recorded.glob("branches.json"):
         shutil.copyfile(path, folder / path.name)
     tokens = replay.tokens()
